@@ -1,0 +1,144 @@
+"""The one place that touches JAX internals.
+
+Everything else in the package uses JAX's public names. Each function here says which internal it
+stands on, so that a JAX release that moves one breaks this file and no other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import dispatch as _dispatch
+from jax.interpreters import batching, mlir
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+__all__ = [
+    "abstract_output",
+    "devices_during_lowering",
+    "evaluate_eagerly",
+    "explicit_axes_of",
+    "is_auto_partitioned",
+    "lower_traced",
+    "match_varying_axes",
+    "register_batcher",
+]
+
+
+def evaluate_eagerly(primitive: Any) -> None:
+    """Lets `primitive` run outside jit, by compiling it on its own (`dispatch.apply_primitive`).
+
+    It also asks JAX to know the devices while it lowers the primitive
+    (`dispatch.prim_requires_devices_during_lowering`): the kernels are chosen by chip, and automatic
+    partitioning needs the mesh.
+    """
+    primitive.def_impl(functools.partial(_dispatch.apply_primitive, primitive))
+    _dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def match_varying_axes(*xs: jax.Array) -> tuple[jax.Array, ...]:
+    """Makes all `xs` vary over the union of their manual mesh axes, as `shard_map(check_vma=True)` needs.
+
+    A cast is differentiable: its transpose is the psum that a replicated operand's gradient owes.
+    """
+    varying = [jax.typeof(x).manual_axis_type.varying for x in xs]
+    union = frozenset().union(*varying)
+    return tuple(
+        jax.lax.pcast(x, tuple(sorted(union - v)), to="varying") if union - v else x for x, v in zip(xs, varying)
+    )
+
+
+def abstract_output(name: str, avals: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:
+    """Returns the abstract value of an output, varying over the manual axes of `avals`.
+
+    Raises ValueError where the operands vary over different axes (`core.standard_vma_rule`).
+    """
+    _core.standard_vma_rule(name, *avals)
+    like = avals[0]
+    sharding = NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * len(shape)))
+    return like.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
+
+
+def explicit_axes_of(*xs: jax.Array) -> tuple[AbstractMesh, tuple[str, ...]]:
+    """Returns the operands' mesh and its free Explicit axes; none where no operand is sharded by them.
+
+    An axis that shards the mapped dimension of an enclosing vmap is not free
+    (`core.AxisEnv.explicit_mesh_axis_names`).
+    """
+    shardings = [jax.typeof(x).sharding for x in xs]
+    mesh = next((s.mesh for s in shardings if not s.mesh.empty), shardings[0].mesh)
+    taken = _core.get_axis_env().explicit_mesh_axis_names
+    free = tuple(
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types)
+        if kind == jax.sharding.AxisType.Explicit and name not in taken
+    )
+    is_sharded = any(entry is not None for s in shardings for entry in s.spec)
+    return mesh, free if is_sharded else ()
+
+
+def register_batcher(primitive: Any, rule: Callable[..., tuple[list[Any], list[int]]]) -> None:
+    """Sets `rule(args, dims, **params)` as the primitive's batching rule (`fancy_primitive_batchers`).
+
+    Where an Explicit mesh axis shards the mapped dimension, the rule runs on each shard of it.
+    """
+
+    def batcher(axis_data: Any, args: Sequence[Any], dims: Sequence[int | None], **params: Any) -> Any:
+        axes = axis_data.explicit_mesh_axis
+        if not axes:
+            return rule(args, dims, **params)
+
+        def shard(*xs: jax.Array) -> list[jax.Array]:
+            outs, out_dims = rule(xs, dims, **params)
+            return [jnp.moveaxis(out, d, 0) for out, d in zip(outs, out_dims)]
+
+        in_specs = tuple(PartitionSpec() if d is None else PartitionSpec(*[None] * d, axes) for d in dims)
+        with _core.remove_explicit_mesh_axis_names(axes):
+            outs = jax.shard_map(shard, in_specs=in_specs, out_specs=PartitionSpec(axes), axis_names=set(axes))(*args)
+        return outs, [0] * len(outs)
+
+    if primitive.multiple_results:
+        batching.fancy_primitive_batchers[primitive] = batcher
+    else:
+
+        def single(*args: Any, **params: Any) -> Any:
+            (out,), (dim,) = batcher(*args, **params)
+            return out, dim
+
+        batching.fancy_primitive_batchers[primitive] = single
+
+
+def is_auto_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
+    """Says whether XLA will partition the module being lowered over several devices (Auto mesh axes)."""
+    axis_context = ctx.module_context.axis_context
+    return isinstance(axis_context, mlir.ShardingContext) and axis_context.num_devices > 1
+
+
+def devices_during_lowering(ctx: mlir.LoweringRuleContext) -> Sequence[Any]:
+    """Returns the devices the module is lowered for, as far as they are known."""
+    axis_context = ctx.module_context.axis_context
+    if isinstance(axis_context, mlir.ShardingContext):
+        return axis_context.device_assignment or ()
+    mesh = getattr(axis_context, "mesh", None)
+    if mesh is None or isinstance(mesh, AbstractMesh):
+        return ()
+    return tuple(mesh.devices.flat)
+
+
+def lower_traced(
+    ctx: mlir.LoweringRuleContext, fun: Callable[..., Any], values: Sequence[Any], *, multiple_results: bool
+) -> Any:
+    """Lowers `fun`, traced on the operands' types, in place of a primitive.
+
+    The abstract evaluation has settled over which manual axes the results vary
+    (`core.ShapedArray.manual_axis_type`), so the trace runs without them and without the check
+    (`config._check_vma`): a kernel call need not restate them.
+    """
+    plain = [a.update(manual_axis_type=type(a.manual_axis_type)()) if a.manual_axis_type else a for a in ctx.avals_in]
+    with _config._check_vma(False):
+        return mlir.lower_fun(fun, multiple_results=multiple_results)(ctx.replace(avals_in=plain), *values)

@@ -1,0 +1,57 @@
+"""Which kernel each operation of a program gets, and why the others were passed over."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxkernels import dispatch
+
+__all__ = ["Explanation", "explain"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The kernels of one program; printing it shows them.
+
+    Attributes:
+      platform: the platform the program was lowered for.
+      choices: one for each operation lowered, in program order. A function that is jitted inside the
+        program and called several times is lowered, and listed, once.
+    """
+
+    platform: str
+    choices: tuple[dispatch.Choice, ...]
+
+    def __str__(self) -> str:
+        if not self.choices:
+            return f"no jaxkernels operation in this program (lowered for {self.platform})"
+        return "\n".join([f"lowered for {self.platform}:", *map(str, self.choices)])
+
+    __repr__ = __str__
+
+
+def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Explanation:
+    """Says which kernel and configuration every operation in `f(*args, **kwargs)` gets.
+
+    Nothing is run: the function is traced and lowered. On a mesh with Auto axes the choice shown is
+    the one for the whole arrays; XLA's partitioner asks again with each shard's shapes.
+
+    Args:
+      f: a function of arrays; it may be jitted.
+      *args, **kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+      platform: "cpu" or "cuda"; default: the platform of JAX's default backend. "cuda" works without a
+        GPU (see `jaxkernels.hardware.cuda_target` for the chip that is then assumed).
+
+    Returns:
+      An `Explanation`; print it, or read its `choices`.
+    """
+    if platform is None:
+        platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    traced = jax.jit(lambda *args, **kwargs: f(*args, **kwargs)).trace(*args, **kwargs)
+    with dispatch.recording() as choices:
+        traced.lower(lowering_platforms=(platform,))
+    return Explanation(platform, tuple(choices))

@@ -1,0 +1,160 @@
+"""What the chips we compile for can do: one table, every figure with its source.
+
+A `Chip` is part of every kernel spec, so that a backend can state its limits (`compute_capability`),
+size its grid (`num_sms`) and a model can report its share of the peak (`flops_per_s`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+__all__ = ["DEFAULT_CUDA_TARGET", "Chip", "chip_of", "cuda_target", "host", "lookup"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One accelerator (or the host) as the kernels see it.
+
+    Attributes:
+      name: the vendor's name, as `device.device_kind` reports it where it is known.
+      platform: the JAX lowering platform ("cpu", "cuda", "rocm", "tpu").
+      compute_capability: (major, minor) of a CUDA device, else None.
+      num_sms: streaming multiprocessors.
+      smem_bytes: shared memory that one block may opt in to, bytes.
+      memory_bytes_per_s: device memory bandwidth, bytes/s.
+      bf16_flops_per_s: dense bfloat16/float16 tensor-core peak, FLOP/s.
+      tf32_flops_per_s: dense TF32 tensor-core peak, FLOP/s.
+      fp32_flops_per_s: peak of the ordinary fp32 units, FLOP/s.
+      source: where the figures come from.
+    """
+
+    name: str
+    platform: str
+    compute_capability: tuple[int, int] | None = None
+    num_sms: int = 0
+    smem_bytes: int = 0
+    memory_bytes_per_s: float | None = None
+    bf16_flops_per_s: float | None = None
+    tf32_flops_per_s: float | None = None
+    fp32_flops_per_s: float | None = None
+    source: str = ""
+
+    @property
+    def is_hopper(self) -> bool:
+        return self.compute_capability == (9, 0)
+
+    def __str__(self) -> str:
+        if self.compute_capability is None:
+            return self.name
+        major, minor = self.compute_capability
+        return f"{self.name} (compute capability {major}.{minor})"
+
+
+_HOPPER = dict(platform="cuda", compute_capability=(9, 0), smem_bytes=232448)
+_H100_DATASHEET = "NVIDIA H100 Tensor Core GPU datasheet (dense rates are half the sparse ones printed)"
+_H200_DATASHEET = "NVIDIA H200 Tensor Core GPU datasheet (dense rates are half the sparse ones printed)"
+
+_TABLE: tuple[Chip, ...] = (
+    Chip(
+        name="NVIDIA H200",
+        num_sms=132,
+        memory_bytes_per_s=4.8e12,
+        bf16_flops_per_s=989.4e12,
+        tf32_flops_per_s=494.7e12,
+        fp32_flops_per_s=66.9e12,
+        source=_H200_DATASHEET,
+        **_HOPPER,
+    ),
+    Chip(
+        name="NVIDIA H100 80GB HBM3",
+        num_sms=132,
+        memory_bytes_per_s=3.35e12,
+        bf16_flops_per_s=989.4e12,
+        tf32_flops_per_s=494.7e12,
+        fp32_flops_per_s=66.9e12,
+        source=_H100_DATASHEET + ", SXM5",
+        **_HOPPER,
+    ),
+    Chip(
+        name="NVIDIA H100 PCIe",
+        num_sms=114,
+        memory_bytes_per_s=2.0e12,
+        bf16_flops_per_s=756e12,
+        tf32_flops_per_s=378e12,
+        fp32_flops_per_s=51.2e12,
+        source=_H100_DATASHEET + ", PCIe",
+        **_HOPPER,
+    ),
+    Chip(
+        name="NVIDIA A100-SXM4-80GB",
+        platform="cuda",
+        compute_capability=(8, 0),
+        num_sms=108,
+        smem_bytes=166912,
+        memory_bytes_per_s=2.039e12,
+        bf16_flops_per_s=312e12,
+        tf32_flops_per_s=156e12,
+        fp32_flops_per_s=19.5e12,
+        source="NVIDIA A100 Tensor Core GPU datasheet, SXM4 80 GB",
+    ),
+)
+
+#: What a program is compiled for when it is lowered for CUDA on a machine that has no CUDA device
+#: (export, tests). `JAXKERNELS_TARGET` names another chip of the table.
+DEFAULT_CUDA_TARGET = "NVIDIA H200"
+
+
+def lookup(name: str) -> Chip:
+    """Returns the table's chip called `name`.
+
+    Raises:
+      ValueError: no chip of that name; the message lists the known ones.
+    """
+    for chip in _TABLE:
+        if chip.name == name:
+            return chip
+    known = ", ".join(repr(chip.name) for chip in _TABLE)
+    raise ValueError(f"hardware: unknown chip {name!r}; known chips are {known}.")
+
+
+def host(platform: str = "cpu") -> Chip:
+    """Returns the chip that stands for a platform we have no table for (CPU, TPU, ROCm)."""
+    return Chip(name=platform, platform=platform)
+
+
+def chip_of(device: Any) -> Chip:
+    """Describes a JAX device: the table's row where there is one, and always what the driver reports."""
+    if device.platform not in ("gpu", "cuda"):
+        return host(device.platform)
+    capability = getattr(device, "compute_capability", None)
+    if capability is None:  # ROCm devices carry no CUDA compute capability.
+        return host("rocm")
+    major, minor = (int(part) for part in str(capability).split("."))
+    known = next((chip for chip in _TABLE if chip.name == device.device_kind), None)
+    base = known or Chip(name=device.device_kind, platform="cuda", source="reported by the driver")
+    return dataclasses.replace(
+        base,
+        compute_capability=(major, minor),
+        num_sms=int(getattr(device, "core_count", 0) or base.num_sms),
+    )
+
+
+def cuda_target(devices: Iterable[Any] = ()) -> Chip:
+    """Returns the chip to compile for when lowering for CUDA.
+
+    In order: the first CUDA device among `devices` (those the program will run on), the chip named by
+    the environment variable `JAXKERNELS_TARGET`, the first local CUDA device, `DEFAULT_CUDA_TARGET`.
+    """
+    for device in devices:
+        if device.platform in ("gpu", "cuda"):
+            return chip_of(device)
+    if target := os.environ.get("JAXKERNELS_TARGET"):
+        return lookup(target)
+    if jax.default_backend() == "gpu":
+        return chip_of(jax.local_devices()[0])
+    return lookup(DEFAULT_CUDA_TARGET)

@@ -1,0 +1,194 @@
+"""What all operations share: a primitive whose lowering picks a kernel, and its ways into a mesh."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxkernels import _jax, dispatch, hardware
+from jaxkernels.ops.sharding import Assignment, Factors, assign
+from jaxkernels.specs import ArrayType
+
+__all__ = ["KernelOp"]
+
+_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+
+class KernelOp:
+    """A JAX primitive computed by the backends registered under one name.
+
+    Subclasses say what the operation is; this class makes it eager, lowers it for each platform
+    with the kernel `dispatch.choose` picks, and splits it over a mesh. Differentiation rules are
+    registered by the subclass's module, on `primitive`.
+
+    Every bind carries three parameters: `static` (a frozen description, the subclass's own),
+    `backend` (a name or None) and `config` (a backend's configuration or None).
+
+    Attributes:
+      name: the operation's name in `dispatch.REGISTRY` and in messages.
+      primitive: the JAX primitive.
+    """
+
+    def __init__(self, name: str, primitive_name: str, *, multiple_results: bool):
+        self.name = name
+        self.primitive = jax.extend.core.Primitive(primitive_name)
+        self.primitive.multiple_results = multiple_results
+        _jax.evaluate_eagerly(self.primitive)
+        self._whole = functools.cache(self._partition)
+        self.primitive.def_abstract_eval(self._abstract_eval)
+        _jax.register_batcher(self.primitive, self.batch)
+        for platform in _PLATFORMS:
+            rule = functools.partial(self._lower, platform=platform)
+            mlir.register_lowering(self.primitive, rule, platform=platform)
+
+    # What a subclass defines.
+
+    def results(self, static: Any, operands: Sequence[ArrayType]) -> list[ArrayType]:
+        """Types of the results."""
+        raise NotImplementedError
+
+    def spec(self, static: Any, operands: Sequence[ArrayType], target: hardware.Chip) -> Any:
+        """The kernel spec of one device's share."""
+        raise NotImplementedError
+
+    def factors(self, static: Any, operands: Sequence[ArrayType]) -> Factors:
+        """How the operation may be split over a mesh."""
+        raise NotImplementedError
+
+    def local(self, static: Any, assignment: Assignment, **params: Any) -> Callable[..., list[jax.Array]]:
+        """One shard's work: bind on the local operands, then add up what other shards hold a part of."""
+
+        def body(*xs: jax.Array) -> list[jax.Array]:
+            return assignment.add_up(self._list(self.bind(*xs, static=static, **params)))
+
+        return body
+
+    def batch(
+        self, args: Sequence[Any], dims: Sequence[int | None], *, static: Any, **params: Any
+    ) -> tuple[list[jax.Array], list[int]]:
+        """The vmap rule: results and where their mapped dimension is."""
+        raise NotImplementedError
+
+    # What callers use.
+
+    def __call__(
+        self,
+        *xs: jax.Array,
+        static: Hashable,
+        backend: str | None,
+        config: Any = None,
+        result_specs: Sequence[PartitionSpec] = (),
+    ) -> Any:
+        """Computes the operation, on whatever mesh the operands live.
+
+        On a mesh with Explicit axes the results come sharded as `factors` implies; `result_specs`
+        tells where a sum over shards may be scattered instead of replicated.
+        """
+        types = [ArrayType.of(x) for x in xs]
+        if backend is not None:  # What the kernel cannot do on any chip is said here, at the call.
+            ideal = self.spec(static, types, hardware.lookup(hardware.DEFAULT_CUDA_TARGET))
+            dispatch.choose(self.name, ideal, backend, config)
+        mesh, explicit = _jax.explicit_axes_of(*xs)
+        if not explicit:
+            return self.bind(*xs, static=static, backend=backend, config=config)
+        specs = [jax.typeof(x).sharding.spec for x in xs]
+        sizes = {name: mesh.shape[name] for name in explicit}
+        assignment = assign(self.factors(static, types), types, specs, sizes, self.results(static, types), result_specs)
+        xs = tuple(
+            x if _same(old, new) else jax.sharding.reshard(x, NamedSharding(mesh, new))
+            for x, old, new in zip(xs, specs, assignment.in_specs)
+        )
+        body = self.local(static, assignment, backend=backend, config=config)
+        outs = jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=assignment.in_specs,
+            out_specs=list(assignment.out_specs),
+            axis_names=set(explicit),
+        )(*xs)
+        return outs if self.primitive.multiple_results else outs[0]
+
+    def bind(self, *xs: jax.Array, static: Hashable, backend: str | None, config: Any = None) -> Any:
+        """Binds the primitive, with operands varying over the same manual mesh axes."""
+        return self.primitive.bind(*_jax.match_varying_axes(*xs), static=static, backend=backend, config=config)
+
+    # The rules.
+
+    def _abstract_eval(self, *avals: Any, static: Any, backend: str | None, config: Any) -> Any:
+        types = [ArrayType.of(aval) for aval in avals]
+        name = self.primitive.name
+        outs = [_jax.abstract_output(name, avals, t.shape, t.dtype) for t in self.results(static, types)]
+        return outs if self.primitive.multiple_results else outs[0]
+
+    def _lower(
+        self,
+        ctx: mlir.LoweringRuleContext,
+        *values: Any,
+        platform: str,
+        static: Any,
+        backend: str | None,
+        config: Any,
+    ) -> Any:
+        types = tuple(ArrayType.of(aval) for aval in ctx.avals_in)
+        devices = _jax.devices_during_lowering(ctx)
+        target = hardware.cuda_target(devices) if platform == "cuda" else hardware.host(platform)
+        choice = dispatch.choose(self.name, self.spec(static, types, target), backend, config)
+        if choice.backend != "xla" and _jax.is_auto_partitioned(ctx):
+            run = self._whole(static, types, backend, config)
+        else:
+            run = functools.partial(dispatch.load(self.name, choice.backend).run, choice.spec, choice.config)
+        return _jax.lower_traced(ctx, run, values, multiple_results=self.primitive.multiple_results)
+
+    def _partition(
+        self, static: Any, types: tuple[ArrayType, ...], backend: str | None, config: Any
+    ) -> Callable[..., Any]:
+        """The operation as XLA's partitioner calls it back: global shapes in, one shard's program out."""
+        factors = self.factors(static, types)
+        results = self.results(static, types)
+        params = dict(static=static, backend=backend, config=config)
+
+        @custom_partitioning
+        def whole(*xs: jax.Array) -> Any:
+            return self.primitive.bind(*xs, **params)
+
+        def partition(mesh: jax.sharding.Mesh, arg_shapes: Any, result_shapes: Any) -> Any:
+            in_specs = [_spec(s) for s in arg_shapes]
+            out_specs = [_spec(s) for s in self._list(result_shapes)]
+            assignment = assign(factors, types, in_specs, dict(mesh.shape), results, out_specs)
+            local = self.local(static, assignment, backend=backend, config=config)
+
+            def shard(*xs: jax.Array) -> Any:
+                outs = local(*xs)
+                return outs if self.primitive.multiple_results else outs[0]
+
+            in_shardings = tuple(NamedSharding(mesh, spec) for spec in assignment.in_specs)
+            out_shardings = [NamedSharding(mesh, spec) for spec in assignment.out_specs]
+            return mesh, shard, out_shardings if self.primitive.multiple_results else out_shardings[0], in_shardings
+
+        rule, options = factors.shardy_rule()
+        whole.def_partition(partition, sharding_rule=rule, **options)
+        return whole
+
+    def _list(self, outs: Any) -> list[Any]:
+        return list(outs) if self.primitive.multiple_results else [outs]
+
+
+def _spec(shape: Any) -> PartitionSpec:
+    return shape.sharding.spec if shape.sharding is not None else PartitionSpec()
+
+
+def _same(a: PartitionSpec, b: PartitionSpec) -> bool:
+    def canonical(spec: PartitionSpec) -> list[Any]:
+        entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e or None for e in spec]
+        while entries and entries[-1] is None:
+            entries.pop()
+        return entries
+
+    return canonical(a) == canonical(b)

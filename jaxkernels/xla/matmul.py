@@ -1,0 +1,47 @@
+"""Matmul by `jax.lax.dot_general`, the epilogue as the jnp expression a user would write."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxkernels.activations import ACTIVATIONS
+from jaxkernels.specs import MatmulSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Nothing to choose: XLA tunes its own matmuls."""
+
+
+def unsupported(spec: MatmulSpec) -> str | None:
+    return None
+
+
+def default_config(spec: MatmulSpec) -> Config:
+    return Config()
+
+
+def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilogue: jax.Array):
+    """Returns the product, or [out] / [out, preactivation] when the spec has an epilogue."""
+    # lax refuses a result narrower than the operands: compute at their width, then round.
+    wide = jnp.promote_types(spec.out_dtype, jnp.promote_types(lhs.dtype, rhs.dtype))
+    out = jax.lax.dot_general(
+        lhs, rhs, spec.dimension_numbers, precision=spec.precision, preferred_element_type=wide
+    ).astype(spec.out_dtype)
+    return out if not spec.fused else apply_epilogue(spec, out, *epilogue)
+
+
+def apply_epilogue(spec: MatmulSpec, out: jax.Array, *epilogue: jax.Array) -> list[jax.Array]:
+    """Adds bias, activation and residual to a product, in the product's dtype."""
+    operands = list(epilogue)
+    if spec.bias is not None:
+        out = out + operands.pop(0).astype(out.dtype)
+    preactivation = out
+    if spec.activation is not None:
+        out = ACTIVATIONS[spec.activation](out)
+    if spec.residual is not None:
+        out = out + operands.pop(0).astype(out.dtype)
+    return [out, preactivation] if spec.save_preactivation else [out]

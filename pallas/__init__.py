@@ -1,0 +1,1 @@
+"""Backend "pallas": Mosaic GPU kernels with explicitly pipelined BlockSpecs, for Hopper GPUs."""
