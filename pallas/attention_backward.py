@@ -1,0 +1,323 @@
+"""FlashAttention backward on Hopper tensor cores, in Pallas Mosaic GPU: one kernel for dQ, one for dK and dV.
+
+Algorithm. With P = exp(c S - lse) computed anew from the saved logsumexp, dP = dO V^T and
+delta = rowsum(dO * O) - dlse, the logits' gradient is dS = P * (dP - delta), and
+
+    dQ = c dS K          kernel 1: a CTA owns queries and walks the keys, as the forward pass does
+    dK = c dS^T Q        kernel 2: a CTA owns keys and walks the queries that see them, for every
+    dV = P^T dO                    query head of the group, so that the sum over heads stays in registers
+
+Kernel 2 works on transposed blocks: S^T = K Q^T leaves P^T and dS^T in registers in the layout in which
+they are the left operands of the last two products. Both kernels sum in a fixed order: the gradients
+are bitwise repeatable. Together they compute 7 products where one fused kernel would need 5.
+
+Above head dimension 128 the two accumulators of kernel 2 no longer fit one warpgroup's registers. There
+both consumers work on the same keys: one computes dV, the other dK.
+
+    head dimension <= 128                            above
+    consumer 0: dK, dV of keys [0, 64)               consumer 0: dV of keys [0, 64)
+    consumer 1: dK, dV of keys [64, 128)             consumer 1: dK of keys [0, 64)
+
+Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691), appendix B; structure after JAX's attention_mgpu.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkernels.pallas.attention_blocks import (
+    COLUMNS,
+    NUM_CONSUMERS,
+    PRODUCER_REGISTERS,
+    ROWS,
+    TILE,
+    TRANSFORMS,
+    key_iters,
+    mask,
+    pad_heads,
+    query_offset,
+    unsupported,
+)
+from jaxkernels.specs import AttentionSpec
+
+__all__ = ["Config", "default_config", "run", "unsupported"]
+
+_LOG2E = math.log2(math.e)
+#: Rows of a consumer's tile: queries in kernel 1, keys in kernel 2.
+_ROWS_PER_CONSUMER = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tiling and schedule.
+
+    Attributes:
+      dq_block_kv: keys of one pipeline step of the dQ kernel.
+      dq_num_stages: slots of its key and value rings.
+      dkv_block_q: queries of one pipeline step of the dK, dV kernel.
+      dkv_num_stages: slots of its query and output-gradient rings.
+      split_outputs: whether its consumers share their keys, one computing dV and the other dK.
+    """
+
+    dq_block_kv: int = 64
+    dq_num_stages: int = 2
+    dkv_block_q: int = 64
+    dkv_num_stages: int = 2
+    split_outputs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dq_block_kv % 64 or self.dkv_block_q % 64 or min(self.dq_num_stages, self.dkv_num_stages) < 1:
+            raise ValueError(
+                f"attention_backward[pallas]: block sizes must be multiples of 64 and stages at least 1; got {self}."
+            )
+
+
+def default_config(spec: AttentionSpec) -> Config:
+    head_dim = max(spec.q.shape[3], spec.v.shape[3])
+    if head_dim <= 64:
+        return Config(dq_block_kv=128, dkv_block_q=128)
+    if head_dim <= 128:
+        return Config()
+    # 64 queries, output gradients, keys and values of 256 columns leave room for one slot each.
+    return Config(dq_num_stages=2 if head_dim <= 192 else 1, split_outputs=True)
+
+
+def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array):
+    """Returns [dq, dk, dv]; the operands end with out, lse, dout, dlse."""
+    *extras, out, lse, dout, dlse = rest
+    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1) - dlse
+    padded_rows = (0, -q.shape[1] % 8)
+    rows = lambda x: jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), padded_rows))
+    if config.split_outputs and q.shape[3] != v.shape[3]:
+        # One accumulator serves either output, so that both must have its shape.
+        width = max(q.shape[3], v.shape[3])
+        widen = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[3])))
+    else:
+        widen = lambda x: x
+    tiles = [pad_heads(widen(x)) for x in (q, k, v, dout)]
+    operands = (*tiles, rows(lse * _LOG2E), rows(delta), *(x.reshape(1) for x in extras))
+    padded_q, padded_k, padded_v, _ = tiles
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    params = dict(
+        num_threads=NUM_CONSUMERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    dq = plgpu.kernel(
+        functools.partial(_dq_kernel, spec=spec, config=config),
+        out_type=like(padded_q),
+        grid=(q.shape[2], pl.cdiv(q.shape[1], NUM_CONSUMERS * _ROWS_PER_CONSUMER), q.shape[0]),
+        grid_names=("head", "q_block", "batch"),
+        **params,
+    )(*operands)
+    keys_per_cta = _ROWS_PER_CONSUMER * (1 if config.split_outputs else NUM_CONSUMERS)
+    dk, dv = plgpu.kernel(
+        functools.partial(_dkv_kernel, spec=spec, config=config),
+        out_type=[like(padded_k), like(padded_v)],
+        grid=(k.shape[2], pl.cdiv(k.shape[1], keys_per_cta), k.shape[0]),
+        grid_names=("kv_head", "kv_block", "batch"),
+        **params,
+    )(*operands)
+    return [padded[:, : x.shape[1], :, : x.shape[3]] for padded, x in zip((dq, dk, dv), (q, k, v))]
+
+
+def _dq_kernel(
+    q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, lse_gmem: Any, delta_gmem: Any, *refs: Any,
+    spec: AttentionSpec, config: Config,
+) -> None:  # fmt: skip
+    *offset_gmem, dq_gmem = refs
+    dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
+    block_q, block_kv = _ROWS_PER_CONSUMER, config.dq_block_kv
+    batch, head = lax.axis_index("batch"), lax.axis_index("head")
+    kv_head = lax.div(head, jnp.int32(spec.group_size))
+    # The last block of queries sees the most keys: launch it first.
+    q_block = lax.axis_index("q_block")
+    q_block = lax.axis_size("q_block") - 1 - q_block if spec.causal else q_block
+    q_base = q_block * (NUM_CONSUMERS * block_q)
+    offset = query_offset(offset_gmem)
+    kv_iters = key_iters(spec, q_base + NUM_CONSUMERS * block_q + offset, block_kv)
+
+    def scope(q_smem: Any, dout_smem: Any, lse_smem: Any, delta_smem: Any, full: Any) -> None:
+        consumer = lax.axis_index("warpgroup")
+        my_q = q_base + consumer * block_q
+        queries = pl.ds(my_q, block_q)
+        q_smem, dout_smem = q_smem.at[consumer], dout_smem.at[consumer]
+        lse_smem, delta_smem = lse_smem.at[consumer], delta_smem.at[consumer]
+
+        def accumulate(walk_keys: Any) -> None:
+            my_full = full.at[consumer]
+            plgpu.copy_gmem_to_smem(q_gmem.at[batch, queries, head], q_smem, my_full)
+            plgpu.copy_gmem_to_smem(dout_gmem.at[batch, queries, head], dout_smem, my_full)
+            plgpu.copy_gmem_to_smem(lse_gmem.at[batch, head, queries], lse_smem, my_full)
+            plgpu.copy_gmem_to_smem(delta_gmem.at[batch, head, queries], delta_smem, my_full)
+            plgpu.barrier_wait(my_full)
+            lse = plgpu.load(lse_smem, layout=ROWS)
+            delta = plgpu.load(delta_smem, layout=ROWS)
+            dq = plgpu.layout_cast(jnp.zeros((block_q, head_dim), jnp.float32), TILE)
+            dq, _, _ = walk_keys((dq, lse, delta))
+            q_smem[...] = (dq * spec.scale).astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(q_smem, dq_gmem.at[batch, queries, head])
+            plgpu.wait_smem_to_gmem(0)
+
+        def step(indices: Any, k_smem: Any, v_smem: Any, k_empty: Any, v_empty: Any, carry: Any) -> Any:
+            dq, lse, delta = carry
+            (kv_idx,) = indices
+            s = _product((block_q, block_kv), q_smem, k_smem.transpose((1, 0)))
+            s = mask(s, spec, my_q + offset, kv_idx * block_kv)
+            p = jnp.exp2(s * (spec.scale * _LOG2E) - lax.broadcast_in_dim(lse, s.shape, [0]))
+            dp = _product((block_q, block_kv), dout_smem, v_smem.transpose((1, 0)))
+            plgpu.barrier_arrive(v_empty)
+            ds = (p * (dp - lax.broadcast_in_dim(delta, dp.shape, [0]))).astype(dtype)
+            dq = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, ds, k_smem))(plgpu.ACC.init(dq))
+            plgpu.barrier_arrive(k_empty)
+            return dq, lse, delta
+
+        kv_spec = lambda columns: plgpu.BlockSpec(
+            (None, block_kv, None, columns), lambda i: (batch, i, kv_head, 0), transforms=TRANSFORMS
+        )
+        plgpu.emit_pipeline_warp_specialized(
+            step,
+            grid=(kv_iters,),
+            in_specs=[kv_spec(head_dim), kv_spec(value_dim)],
+            max_concurrent_steps=min(config.dq_num_stages, pl.cdiv(spec.k.shape[1], block_kv)),
+            memory_registers=PRODUCER_REGISTERS,
+            wg_axis="warpgroup",
+            num_compute_wgs=NUM_CONSUMERS,
+            manual_consumed_barriers=True,
+            compute_context=accumulate,
+        )(k_gmem, v_gmem)
+
+    tile = lambda columns: plgpu.SMEM((NUM_CONSUMERS, block_q, columns), dtype, transforms=TRANSFORMS)
+    pl.run_scoped(
+        scope,
+        q_smem=tile(head_dim),
+        dout_smem=tile(value_dim),
+        lse_smem=plgpu.SMEM((NUM_CONSUMERS, block_q), jnp.float32),
+        delta_smem=plgpu.SMEM((NUM_CONSUMERS, block_q), jnp.float32),
+        full=plgpu.Barrier(num_arrivals=4, num_barriers=NUM_CONSUMERS),
+        collective_axes="warpgroup",
+    )
+
+
+def _dkv_kernel(
+    q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, lse_gmem: Any, delta_gmem: Any, *refs: Any,
+    spec: AttentionSpec, config: Config,
+) -> None:  # fmt: skip
+    *offset_gmem, dk_gmem, dv_gmem = refs
+    dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
+    block_q, block_kv = config.dkv_block_q, _ROWS_PER_CONSUMER
+    batch, kv_head = lax.axis_index("batch"), lax.axis_index("kv_head")
+    group = spec.group_size
+    num_tiles = 1 if config.split_outputs else NUM_CONSUMERS
+    kv_base = lax.axis_index("kv_block") * (num_tiles * block_kv)
+    offset = query_offset(offset_gmem)
+    q_iters = pl.cdiv(spec.q.shape[1], block_q)
+    first = jnp.int32(0)
+    if spec.causal:
+        # Queries before the block's first key see none of it.
+        first = lax.div(jnp.maximum(kv_base - offset, 0), jnp.int32(block_q))
+        q_iters = jnp.maximum(q_iters - first, 0)
+
+    def scope(k_smem: Any, v_smem: Any, kv_full: Any, finished: Any) -> None:
+        consumer = lax.axis_index("warpgroup")
+        tile = jnp.int32(0) if config.split_outputs else consumer
+        keys = (batch, pl.ds(kv_base + tile * block_kv, block_kv), kv_head)
+        k_smem, v_smem, kv_full = k_smem.at[tile], v_smem.at[tile], kv_full.at[tile]
+
+        def accumulate(walk_queries: Any) -> None:
+            @pl.when(consumer == tile)
+            def _load() -> None:
+                plgpu.copy_gmem_to_smem(k_gmem.at[keys], k_smem, kv_full)
+                plgpu.copy_gmem_to_smem(v_gmem.at[keys], v_smem, kv_full)
+
+            plgpu.barrier_wait(kv_full)
+            zeros = lambda columns: plgpu.layout_cast(jnp.zeros((block_kv, columns), jnp.float32), TILE)
+            if config.split_outputs:
+                acc = walk_queries(zeros(head_dim))
+                # The buffers of keys and values become the staging buffers: both must have read them.
+                plgpu.barrier_arrive(finished)
+                plgpu.barrier_wait(finished)
+                pl.when(consumer == 0)(lambda: store(acc, v_smem, dv_gmem))
+                pl.when(consumer == 1)(lambda: store(acc * spec.scale, k_smem, dk_gmem))
+            else:
+                dk, dv = walk_queries((zeros(head_dim), zeros(value_dim)))
+                store(dk * spec.scale, k_smem, dk_gmem)
+                store(dv, v_smem, dv_gmem)
+            plgpu.wait_smem_to_gmem(0)
+
+        def store(acc: jax.Array, staging: Any, out_gmem: Any) -> None:
+            staging[...] = acc.astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(staging, out_gmem.at[keys])
+
+        def step(indices: Any, q_smem: Any, dout_smem: Any, lse_smem: Any, delta_smem: Any, carry: Any) -> Any:
+            _, q_idx = indices
+            shape = (block_kv, block_q)
+            s = _product(shape, k_smem, q_smem.transpose((1, 0)))
+            s = mask(s, spec, (first + q_idx) * block_q + offset, keys[1].start, keys_in_rows=True)
+            lse, delta = plgpu.load(lse_smem, layout=COLUMNS), plgpu.load(delta_smem, layout=COLUMNS)
+            # The producer refills the slot through the async proxy: it must come after these reads.
+            plgpu.commit_smem()
+            p = jnp.exp2(s * (spec.scale * _LOG2E) - lax.broadcast_in_dim(lse, shape, [1]))
+
+            def add_dv(dv: jax.Array) -> jax.Array:
+                p16 = p.astype(dtype)
+                return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p16, dout_smem))(plgpu.ACC.init(dv))
+
+            def add_dk(dk: jax.Array) -> jax.Array:
+                dp = _product(shape, v_smem, dout_smem.transpose((1, 0)))
+                ds = (p * (dp - lax.broadcast_in_dim(delta, shape, [1]))).astype(dtype)
+                return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, ds, q_smem))(plgpu.ACC.init(dk))
+
+            if config.split_outputs:
+                return lax.cond(consumer == 0, add_dv, add_dk, carry)
+            dk, dv = carry
+            return add_dk(dk), add_dv(dv)
+
+        query_head = lambda g: kv_head * group + g
+        tile_spec = lambda columns: plgpu.BlockSpec(
+            (None, block_q, None, columns),
+            lambda g, i: (batch, first + i, query_head(g), 0),
+            transforms=TRANSFORMS,
+        )
+        row_spec = plgpu.BlockSpec((None, None, block_q), lambda g, i: (batch, query_head(g), first + i))
+        plgpu.emit_pipeline_warp_specialized(
+            step,
+            grid=(group, q_iters),
+            in_specs=[tile_spec(head_dim), tile_spec(value_dim), row_spec, row_spec],
+            max_concurrent_steps=min(config.dkv_num_stages, group * pl.cdiv(spec.q.shape[1], block_q)),
+            memory_registers=PRODUCER_REGISTERS,
+            wg_axis="warpgroup",
+            num_compute_wgs=NUM_CONSUMERS,
+            compute_context=accumulate,
+        )(q_gmem, dout_gmem, lse_gmem, delta_gmem)
+
+    tiles = lambda columns: plgpu.SMEM((num_tiles, block_kv, columns), dtype, transforms=TRANSFORMS)
+    pl.run_scoped(
+        scope,
+        k_smem=tiles(head_dim),
+        v_smem=tiles(value_dim),
+        kv_full=plgpu.Barrier(num_arrivals=2, num_barriers=num_tiles),
+        finished=plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
+        collective_axes="warpgroup",
+    )
+
+
+def _product(shape: tuple[int, int], lhs: Any, rhs: Any) -> jax.Array:
+    """lhs @ rhs in a fresh accumulator."""
+
+    def multiply(acc_ref: Any) -> jax.Array:
+        plgpu.wgmma(acc_ref, lhs, rhs)
+        return acc_ref[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))

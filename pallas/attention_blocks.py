@@ -1,0 +1,114 @@
+"""What the attention kernels share: their limits, the padding they ask for, layouts and the mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkernels.specs import AttentionSpec
+
+__all__ = [
+    "COLUMNS",
+    "NUM_CONSUMERS",
+    "PRODUCER_REGISTERS",
+    "ROWS",
+    "TILE",
+    "TRANSFORMS",
+    "key_iters",
+    "mask",
+    "pad_heads",
+    "query_offset",
+    "unsupported",
+]
+
+_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+#: Consumer warpgroups of a CTA; the producer is one more.
+NUM_CONSUMERS = 2
+#: Registers each producer thread keeps; the consumers share the rest.
+PRODUCER_REGISTERS = 24
+#: A (rows, columns) tile of 16-bit values in shared memory, as wgmma and TMA read it without bank conflicts.
+TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+#: Layouts in registers: an accumulator, and one value for each of its rows or columns.
+TILE = plgpu.Layout.WGMMA
+ROWS = plgpu.Layout.WGMMA.reduce(1)
+COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+
+
+def unsupported(spec: AttentionSpec) -> str | None:
+    if not spec.target.is_hopper:
+        return f"needs a GPU of compute capability 9.0 (Hopper), the target is {spec.target}"
+    if spec.q.dtype not in _DTYPES:
+        return f"takes bfloat16 or float16, not {spec.q.dtype}"
+    features = {
+        "a bias": spec.bias is not None,
+        "a dense mask": spec.mask is not None,
+        "a local window": spec.window is not None,
+        "a soft cap": spec.soft_cap is not None,
+        "sequence lengths": spec.query_lengths or spec.key_lengths,
+        "segment ids": spec.segments,
+    }
+    if missing := [name for name, asked in features.items() if asked]:
+        return f"does not handle {', '.join(missing)} yet"
+    if spec.scale <= 0:
+        return f"needs a positive scale, got {spec.scale}"
+    if max(spec.q.shape[3], spec.v.shape[3]) > 256:
+        return f"handles head dimensions up to 256, got {spec.q.shape[3]} and {spec.v.shape[3]}"
+    if not all(isinstance(size, int) for size in (*spec.q.shape, *spec.k.shape, *spec.v.shape)):
+        return "needs static shapes"
+    if 0 in (*spec.q.shape, *spec.k.shape, *spec.v.shape):
+        return "has no work in an empty attention"
+    return None
+
+
+def pad_heads(x: jax.Array) -> jax.Array:
+    """Pads (B, T, N, H) to what TMA tiles: T to a multiple of 8, H to one of 64."""
+    add = (-x.shape[1] % 8, -x.shape[3] % 64)
+    return jnp.pad(x, ((0, 0), (0, add[0]), (0, 0), (0, add[1]))) if any(add) else x
+
+
+def query_offset(offset_gmem: list[Any]) -> jax.Array:
+    """The first query's place in the sequence, for masks that count from its start."""
+    return offset_gmem[0][0] if offset_gmem else jnp.int32(0)
+
+
+def key_iters(spec: AttentionSpec, queries_end: jax.Array, block_kv: int) -> Any:
+    """How many blocks of keys the queries before `queries_end` (offset included) see any of."""
+    num_keys = spec.k.shape[1]
+    if not spec.causal:
+        return -(-num_keys // block_kv)
+    return lax.div(jnp.minimum(queries_end, num_keys) + (block_kv - 1), jnp.int32(block_kv))
+
+
+def mask(
+    s: jax.Array, spec: AttentionSpec, query_start: jax.Array, key_start: jax.Array, *, keys_in_rows: bool = False
+) -> jax.Array:
+    """Sets the logits of keys a query does not see to -inf, in the blocks that have any.
+
+    Args:
+      s: logits of a block of queries and one of keys.
+      query_start: place in the sequence of the block's first query.
+      key_start: index of the block's first key.
+      keys_in_rows: whether s is (keys, queries) rather than (queries, keys). Its rows beyond the last key
+        are then left as they are: each is on its own, and none is stored.
+    """
+    key_axis, query_axis = (0, 1) if keys_in_rows else (1, 0)
+    num_keys, block_kv = spec.k.shape[1], s.shape[key_axis]
+    ragged = num_keys % block_kv != 0 and not keys_in_rows
+    if not spec.causal and not ragged:
+        return s
+
+    def masked(s: jax.Array) -> jax.Array:
+        last_seen = jnp.int32(num_keys - 1)
+        if spec.causal:
+            i = plgpu.broadcasted_iota(jnp.int32, s.shape, query_axis, layout=TILE) + query_start
+            last_seen = jnp.minimum(i, last_seen) if ragged else i
+        j = plgpu.broadcasted_iota(jnp.int32, s.shape, key_axis, layout=TILE) + key_start
+        return jnp.where(j <= last_seen, s, -jnp.inf)
+
+    # The block's first query sees the fewest keys.
+    last_seen = jnp.minimum(query_start, num_keys - 1) if spec.causal else num_keys - 1
+    return lax.cond(key_start + (block_kv - 1) > last_seen, masked, lambda s: s, s)

@@ -1,0 +1,376 @@
+"""Matrix product on Hopper tensor cores, with its epilogue, in Pallas Mosaic GPU.
+
+Algorithm. A persistent grid walks the output tiles in an order that keeps operands in L2 (a planar
+snake). For each tile one producer warpgroup streams blocks of both operands through a ring of shared
+memory slots (`emit_pipeline_warp_specialized` over explicit BlockSpecs), and two consumer warpgroups
+multiply them with wgmma, each accumulating its half of the tile in float32 registers. The epilogue
+(bias, activation, residual) works on the accumulators; results leave through a small swizzled staging
+buffer by TMA, while the producer already loads the next tile.
+
+    tile (block_m x block_n), split along n            split along m
+    +-----------+-----------+                          +-----------------------+
+    | consumer0 | consumer1 |                          |       consumer0       |
+    |           |           |                          +-----------------------+
+    +-----------+-----------+                          |       consumer1       |
+                                                       +-----------------------+
+
+Operands lie in memory as "mk" or "km" and "kn" or "nk"; wgmma reads either orientation of 16-bit types
+from shared memory, so no layout is copied. TMA fills what a block reads beyond an array's edge with
+zeros and drops what it would write there. It cannot take rows that are not whole 16-byte units, and
+Mosaic tiles rows by 8 and contiguous dimensions by 64: other sizes are padded by XLA first.
+
+Source: structure after JAX's hopper_matmul_mgpu; the ladder and its figures are in docs/.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import Any, Literal
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkernels.activations import ACTIVATIONS
+from jaxkernels.specs import MatmulSpec
+
+__all__ = ["Config", "default_config", "run", "unsupported"]
+
+_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+_PRESETS = (
+    lax.DotAlgorithmPreset.DEFAULT,
+    lax.DotAlgorithmPreset.BF16_BF16_F32,
+    lax.DotAlgorithmPreset.F16_F16_F32,
+)
+_NUM_CONSUMERS = 2
+_SWIZZLE_BYTES = 128
+#: Results are staged in shared memory and sent out in pieces of _STORE_M rows by one swizzle span.
+_STORE_M = 64
+_NUM_STORE_SLOTS = 2
+#: Registers each producer thread keeps; the consumers share the rest.
+_PRODUCER_REGISTERS = 40
+
+
+def _erf(x: jax.Array) -> jax.Array:
+    """The error function to 1.5e-7 (Abramowitz and Stegun 1964, 7.1.26); Mosaic GPU lacks one."""
+    t = 1 / (1 + 0.3275911 * jnp.abs(x))
+    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    tail = series * jnp.exp(-x * x)
+    return jnp.where(x < 0, tail - 1, 1 - tail)
+
+
+#: Two of jax.nn's definitions stand on what Mosaic cannot lower: relu on a custom_jvp, gelu_erf on erfc.
+_ACTIVATIONS = ACTIVATIONS | {
+    "relu": lambda x: jnp.maximum(x, 0),
+    "gelu_erf": lambda x: 0.5 * x * (1 + _erf(x * math.sqrt(0.5))),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tiling and schedule.
+
+    Attributes:
+      block_m, block_n: output tile of one CTA.
+      block_k: depth of one pipeline step.
+      num_stages: slots of the operand ring.
+      split: the dimension along which the two consumers divide the tile.
+      cluster: the dimension along which two neighbouring CTAs form a cluster and multicast the operand
+        they share, or None.
+      minor: the tile dimension walked first, in strips of `strip` tiles.
+      strip: see `minor`.
+      delay_release: 1 keeps one wgmma group in flight and releases a slot one step late; 0 waits for each.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    num_stages: int = 4
+    split: Literal["m", "n"] = "n"
+    cluster: Literal["m", "n"] | None = None
+    minor: Literal["m", "n"] = "m"
+    strip: int = 8
+    delay_release: int = 0
+
+    def __post_init__(self) -> None:
+        consumer_m = self.block_m // (_NUM_CONSUMERS if self.split == "m" else 1)
+        consumer_n = self.block_n // (_NUM_CONSUMERS if self.split == "n" else 1)
+        if consumer_m % 64 or consumer_n % 64 or self.block_k % 64:
+            raise ValueError(
+                "matmul[pallas]: each consumer's tile and block_k must be multiples of 64; got "
+                f"block_m={self.block_m}, block_n={self.block_n}, block_k={self.block_k} split along {self.split}."
+            )
+        if self.num_stages <= self.delay_release:
+            raise ValueError(
+                f"matmul[pallas]: num_stages must exceed delay_release={self.delay_release}; got {self.num_stages}."
+            )
+
+
+_CANDIDATES = (
+    Config(),
+    Config(block_m=256, block_n=128, split="m"),
+    Config(block_n=128, num_stages=6),
+    Config(block_m=64),
+    Config(block_m=64, block_n=128, num_stages=6),
+)
+# Rough figures of an H200 for the choice among them: reachable bf16 FLOP/s and L2 bytes/s of one SM, and the
+# time a tile spends filling the ring and storing its result.
+_FLOPS_PER_SM = 6.2e12
+_L2_BYTES_PER_SM = 8.0e10
+_TILE_SECONDS = 1.5e-6
+
+
+def unsupported(spec: MatmulSpec) -> str | None:
+    if not spec.target.is_hopper:
+        return f"needs a GPU of compute capability 9.0 (Hopper), the target is {spec.target}"
+    dtypes = (spec.lhs.dtype, spec.rhs.dtype)
+    mixed = set(dtypes) == {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)} and not spec.fused
+    if not mixed and (dtypes[0] != dtypes[1] or dtypes[0] not in _DTYPES):
+        return (
+            "takes two bfloat16 or two float16 operands, or bfloat16 and float32 without epilogue, "
+            f"not {dtypes[0]} and {dtypes[1]}"
+        )
+    if spec.out_dtype not in (*_DTYPES, jnp.dtype(jnp.float32)):
+        return f"returns bfloat16, float16 or float32, not {spec.out_dtype}"
+    if mixed and spec.precision not in (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2):
+        return f"keeps 16 bits of a float32 operand, the precision asked for is {spec.precision}"
+    if isinstance(spec.precision, lax.DotAlgorithmPreset) and spec.precision not in _PRESETS:
+        return f"accumulates 16-bit products in float32, the precision asked for is {spec.precision.name}"
+    if isinstance(spec.precision, lax.DotAlgorithm):
+        return f"accumulates 16-bit products in float32, the precision asked for is {spec.precision}"
+    sizes = (spec.gemm.batch, spec.gemm.m, spec.gemm.n, spec.gemm.k)
+    if not all(size is None or isinstance(size, int) for size in sizes):
+        return "needs static shapes"
+    if 0 in sizes:
+        return "has no work in an empty product"
+    return None
+
+
+def default_config(spec: MatmulSpec) -> Config:
+    """The candidate that a simple model of the machine finds fastest."""
+    return min(_CANDIDATES, key=lambda config: _seconds(spec, config))
+
+
+def _seconds(spec: MatmulSpec, config: Config) -> float:
+    """Estimates the time: waves of tiles, each bound by the tensor cores or by reading its operands from L2."""
+    g = spec.gemm
+    tiles = (g.batch or 1) * pl.cdiv(g.m, config.block_m) * pl.cdiv(g.n, config.block_n)
+    flops = 2 * config.block_m * config.block_n * config.block_k
+    operand_bytes = 2 * (config.block_m + config.block_n) * config.block_k
+    step = max(flops / _FLOPS_PER_SM, operand_bytes / _L2_BYTES_PER_SM)
+    return pl.cdiv(tiles, spec.target.num_sms) * (_TILE_SECONDS + pl.cdiv(g.k, config.block_k) * step)
+
+
+def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilogue: jax.Array) -> Any:
+    """Returns the product, or [out] / [out, preactivation] when the spec has an epilogue."""
+    if lhs.dtype != rhs.dtype:
+        return _run_mixed(spec, config, lhs, rhs)
+    g = spec.gemm
+    lhs, rhs = spec.fold(lhs, rhs)
+    lhs, rhs = _pad(lhs), _pad(rhs)
+    m, n = _padded(g.m, rows=True), _padded(g.n, rows=False)
+    lead = () if g.batch is None else (g.batch,)
+    operands = list(epilogue)
+    inputs = []
+    if spec.bias is not None:
+        # The columns beyond n are dropped with the tile's, but the last tiles read all of theirs.
+        columns = config.block_n * (2 if config.cluster == "n" else 1)
+        inputs.append(jnp.pad(operands.pop(0).astype(jnp.float32), (0, -g.n % columns)))
+    if spec.residual is not None:
+        inputs.append(_pad(operands.pop(0).astype(spec.out_dtype).reshape(*lead, g.m, g.n)))
+    out_type = jax.ShapeDtypeStruct((*lead, m, n), spec.out_dtype)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, spec=spec, config=config),
+        out_type=[out_type] * (2 if spec.save_preactivation else 1),
+        grid=(spec.target.num_sms // (2 if config.cluster else 1),),
+        grid_names=("cta",),
+        cluster=(2,) if config.cluster else (1,),
+        cluster_names=("cluster",),
+        num_threads=_NUM_CONSUMERS + 1,
+        thread_name="warpgroup",
+        # Approximate exp and tanh are good to about 11 bits: enough for a 16-bit result only.
+        compiler_params=plgpu.CompilerParams(approx_math=spec.out_dtype in _DTYPES),
+    )
+    outs = [spec.unfold(out[..., : g.m, : g.n]) for out in kernel(lhs, rhs, *inputs)]
+    return outs if spec.fused else outs[0]
+
+
+def _run_mixed(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Multiplies a float32 by a bfloat16 operand as two bfloat16 products: the high and the low 8 bits.
+
+    That costs what one TF32 product costs and keeps 16 bits of the significand to TF32's 11. It is how the
+    float32 cotangent of a bfloat16 product with a float32 result meets the operands again.
+    """
+    bfloat16 = jnp.dtype(jnp.bfloat16)
+    type16 = lambda array: dataclasses.replace(array, dtype=bfloat16)
+    spec16 = dataclasses.replace(
+        spec, lhs=type16(spec.lhs), rhs=type16(spec.rhs), out_dtype=jnp.dtype(jnp.float32), precision=None
+    )
+
+    def halves(x: jax.Array) -> tuple[jax.Array, ...]:
+        if x.dtype == bfloat16:
+            return (x,)
+        # reduce_precision, as XLA may drop a conversion to bfloat16 and back.
+        high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        return high.astype(bfloat16), (x - high).astype(bfloat16)
+
+    parts = [run(spec16, config, a, b) for a, b in itertools.product(halves(lhs), halves(rhs))]
+    return (parts[0] + parts[1]).astype(spec.out_dtype)
+
+
+def _padded(size: int, *, rows: bool) -> int:
+    """The next size that Mosaic can tile: rows by 8, the contiguous dimension by 64."""
+    tile = 8 if rows else 64
+    return size + -size % tile
+
+
+def _pad(x: jax.Array) -> jax.Array:
+    """Pads a (batch?, rows, columns) array to sizes that can be tiled; usually there is nothing to do."""
+    *lead, rows, columns = x.shape
+    add = (_padded(rows, rows=True) - rows, _padded(columns, rows=False) - columns)
+    return jnp.pad(x, ((0, 0),) * len(lead) + ((0, add[0]), (0, add[1]))) if any(add) else x
+
+
+def _swizzled(columns: int, dtype: Any) -> tuple[Any, ...]:
+    """Transforms of a row-major tile in shared memory that wgmma and TMA read without bank conflicts."""
+    swizzle = plgpu.find_swizzle(columns * jnp.dtype(dtype).itemsize * 8)
+    return (plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle))
+
+
+def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: Config) -> None:
+    g = spec.gemm
+    refs = list(refs)
+    bias_gmem = refs.pop(0) if spec.bias is not None else None
+    residual_gmem = refs.pop(0) if spec.residual is not None else None
+    out_gmem, *preactivation_gmem = refs
+    dtype, out_dtype = lhs_gmem.dtype, out_gmem.dtype
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+    consumer_m = block_m // (_NUM_CONSUMERS if config.split == "m" else 1)
+    consumer_n = block_n // (_NUM_CONSUMERS if config.split == "n" else 1)
+    # Tiles of the whole cluster, which holds two CTAs side by side along `config.cluster`.
+    m_iters = pl.cdiv(g.m, block_m * (2 if config.cluster == "m" else 1))
+    n_iters = pl.cdiv(g.n, block_n * (2 if config.cluster == "n" else 1))
+    store_n = _SWIZZLE_BYTES // jnp.dtype(out_dtype).itemsize
+
+    def operand_spec(layout: str, block: int, tile_idx: jax.Array, batch: Any, shared: bool) -> plgpu.BlockSpec:
+        """One pipelined operand: a (block x block_k) block of the tile's row or column, as stored."""
+        k_last = layout[1] == "k"
+        shape = (block, block_k) if k_last else (block_k, block)
+        index = (lambda k: (*batch, tile_idx, k)) if k_last else (lambda k: (*batch, k, tile_idx))
+        return plgpu.BlockSpec(
+            (*(None for _ in batch), *shape),
+            index,
+            transforms=_swizzled(shape[1], dtype),
+            memory_space=plgpu.SMEM,
+            delay_release=config.delay_release,
+            collective_axes=("cluster",) if shared else (),
+        )
+
+    def pipeline(body: Any, context: Any, m_idx: Any, n_idx: Any, batch: Any) -> Any:
+        return plgpu.emit_pipeline_warp_specialized(
+            body,
+            grid=(pl.cdiv(g.k, block_k),),
+            memory_registers=_PRODUCER_REGISTERS,
+            in_specs=[
+                # CTAs side by side along n work on the same rows, so they share the lhs; along m, the rhs.
+                operand_spec(g.lhs_layout, block_m, m_idx, batch, shared=config.cluster == "n"),
+                operand_spec(g.rhs_layout, block_n, n_idx, batch, shared=config.cluster == "m"),
+            ],
+            wg_axis="warpgroup",
+            num_compute_wgs=_NUM_CONSUMERS,
+            max_concurrent_steps=config.num_stages,
+            compute_context=context,
+        )
+
+    zero = jnp.int32(0)
+    no_batch = () if g.batch is None else (zero,)
+    allocations = pipeline(lambda *_: None, lambda *_: None, zero, zero, no_batch).get_allocations(lhs_gmem, rhs_gmem)
+
+    @functools.partial(
+        pl.run_scoped,
+        allocations=allocations,
+        out_smem=plgpu.SMEM(
+            (_NUM_CONSUMERS, _NUM_STORE_SLOTS, _STORE_M, store_n), out_dtype, transforms=_swizzled(store_n, out_dtype)
+        ),
+        residual_full=None if residual_gmem is None else plgpu.Barrier(num_barriers=_NUM_CONSUMERS * _NUM_STORE_SLOTS),
+        collective_axes="warpgroup",
+    )
+    def _persistent(allocations: Any, out_smem: Any, residual_full: Any) -> None:
+        consumer = lax.axis_index("warpgroup")
+        cta = lax.axis_index("cluster")
+
+        @plgpu.nd_loop(((g.batch or 1) * m_iters * n_iters,), collective_axes="cta")
+        def _tile(loop_info: plgpu.NDLoopInfo) -> None:
+            (tile,) = loop_info.index
+            batch = () if g.batch is None else (lax.div(tile, jnp.int32(m_iters * n_iters)),)
+            m_idx, n_idx = plgpu.planar_snake(
+                tile if g.batch is None else lax.rem(tile, jnp.int32(m_iters * n_iters)),
+                (m_iters, n_iters),
+                0 if config.minor == "m" else 1,
+                config.strip,
+            )
+            if config.cluster == "m":
+                m_idx = m_idx * 2 + cta
+            elif config.cluster == "n":
+                n_idx = n_idx * 2 + cta
+            # This consumer's rows and columns: inside the CTA's tile, and in the result.
+            my_rows = pl.ds(consumer * consumer_m, consumer_m) if config.split == "m" else slice(None)
+            my_columns = pl.ds(consumer * consumer_n, consumer_n) if config.split == "n" else slice(None)
+            row = m_idx * block_m + (consumer * consumer_m if config.split == "m" else 0)
+            column = n_idx * block_n + (consumer * consumer_n if config.split == "n" else 0)
+
+            def multiply(_: Any, lhs_smem: Any, rhs_smem: Any, acc: Any) -> Any:
+                lhs = lhs_smem.at[my_rows] if g.lhs_layout == "mk" else lhs_smem.at[:, my_rows].transpose((1, 0))
+                rhs = rhs_smem.at[:, my_columns] if g.rhs_layout == "kn" else rhs_smem.at[my_columns].transpose((1, 0))
+                plgpu.wgmma(acc, lhs, rhs)
+                plgpu.wgmma_wait(config.delay_release)
+                return acc
+
+            def consume(run_pipeline: Any) -> None:
+                @functools.partial(pl.run_scoped, acc_ref=plgpu.ACC((consumer_m, consumer_n), jnp.float32))
+                def _scope(acc_ref: Any) -> None:
+                    run_pipeline(acc_ref)
+                    acc = acc_ref[...]
+                    store(acc)
+
+            def store(acc: Any) -> None:
+                """Applies the epilogue piece by piece and sends each piece out by TMA."""
+                slots = itertools.cycle(range(_NUM_STORE_SLOTS))
+                # The last tile may have ended on the slot this one begins with.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                for i, j in itertools.product(range(consumer_m // _STORE_M), range(consumer_n // store_n)):
+                    piece = acc[i * _STORE_M : (i + 1) * _STORE_M, j * store_n : (j + 1) * store_n]
+                    rows, columns = pl.ds(row + i * _STORE_M, _STORE_M), pl.ds(column + j * store_n, store_n)
+                    target = (*batch, rows, columns)
+                    if bias_gmem is not None:
+                        bias = plgpu.load(bias_gmem.at[columns], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+                        piece = piece + lax.broadcast_in_dim(bias, piece.shape, [1])
+                    if preactivation_gmem:
+                        send(piece, next(slots), preactivation_gmem[0].at[target])
+                    if spec.activation is not None:
+                        piece = _ACTIVATIONS[spec.activation](piece)
+                    residual = None if residual_gmem is None else residual_gmem.at[target]
+                    send(piece, next(slots), out_gmem.at[target], residual)
+
+            def send(piece: Any, slot: int, target: Any, residual: Any = None) -> None:
+                # The slot was last read by the store before the previous one.
+                plgpu.wait_smem_to_gmem(_NUM_STORE_SLOTS - 1, wait_read_only=True)
+                staging = out_smem.at[consumer, slot]
+                if residual is not None:
+                    full = residual_full.at[consumer * _NUM_STORE_SLOTS + slot]
+                    plgpu.copy_gmem_to_smem(residual, staging, full)
+                    plgpu.barrier_wait(full)
+                    piece = piece + staging[...].astype(jnp.float32)
+                staging[...] = piece.astype(out_dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(staging, target)
+
+            pipeline(multiply, consume, m_idx, n_idx, batch)(lhs_gmem, rhs_gmem, allocations=allocations)
+
+    # The staging buffers must outlive the last stores' reads.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
