@@ -15,17 +15,22 @@ import jax.numpy as jnp
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
+from jax._src import sharding as _sharding
+from jax._src import sharding_impls as _sharding_impls
+from jax._src.lax import lax as _lax
 from jax.interpreters import batching, mlir
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 __all__ = [
     "abstract_output",
+    "canonical_precision",
     "devices_during_lowering",
     "evaluate_eagerly",
     "explicit_axes_of",
     "is_auto_partitioned",
     "lower_traced",
     "match_varying_axes",
+    "partition_spec",
     "register_batcher",
 ]
 
@@ -39,6 +44,16 @@ def evaluate_eagerly(primitive: Any) -> None:
     """
     primitive.def_impl(functools.partial(_dispatch.apply_primitive, primitive))
     _dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def canonical_precision(precision: Any) -> Any:
+    """Returns `precision` in lax's own form; for None what `jax.default_matmul_precision` says here and now.
+
+    The form is None, a pair of `jax.lax.Precision`, or a dot algorithm (`lax.canonicalize_precision`); a
+    ValueError where it is none of these. A kernel is chosen when the program is lowered, by which time
+    the user's context manager may be gone.
+    """
+    return _lax.canonicalize_precision(precision)
 
 
 def match_varying_axes(*xs: jax.Array) -> tuple[jax.Array, ...]:
@@ -89,6 +104,11 @@ def register_batcher(primitive: Any, rule: Callable[..., tuple[list[Any], list[i
     """
 
     def batcher(axis_data: Any, args: Sequence[Any], dims: Sequence[int | None], **params: Any) -> Any:
+        if all(d is None for d in dims):
+            # JAX asks here even then, where a vmap encloses an eager derivative (jacfwd, hessian).
+            outs = primitive.bind(*args, **params)
+            outs = outs if primitive.multiple_results else [outs]
+            return outs, [None] * len(outs)
         axes = axis_data.explicit_mesh_axis
         if not axes:
             return rule(args, dims, **params)
@@ -117,6 +137,21 @@ def is_auto_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
     """Says whether XLA will partition the module being lowered over several devices (Auto mesh axes)."""
     axis_context = ctx.module_context.axis_context
     return isinstance(axis_context, mlir.ShardingContext) and axis_context.num_devices > 1
+
+
+def partition_spec(sharding: Any, mesh: Mesh) -> PartitionSpec:
+    """Decodes a sharding that XLA's partitioner hands to `custom_partitioning` undecoded (`GSPMDSharding`).
+
+    The partitioner may split one mesh axis between two dimensions, which no PartitionSpec can say: left to
+    decode it, `custom_partitioning` fails (`sharding_impls.parse_flatten_op_sharding`). It counts as
+    replicated here.
+    """
+    if sharding is None:
+        return PartitionSpec()
+    try:
+        return _sharding_impls.parse_flatten_op_sharding(sharding._hlo_sharding, mesh)[0]
+    except _sharding.IndivisibleError:
+        return PartitionSpec()
 
 
 def devices_during_lowering(ctx: mlir.LoweringRuleContext) -> Sequence[Any]:

@@ -115,15 +115,20 @@ def choose(op: str, spec: Spec, backend: str | None, config: Any = None) -> Choi
       config: a configuration for a named backend; None for its default.
 
     Raises:
+      ValueError: no backend has this name, or the configuration is not this backend's.
       NotImplementedError: the named backend cannot run the spec, or none can. The message has the
         reason (for None, every backend's reason) and the way out.
     """
     check_backend(op, backend)
+    if config is not None and backend is None:
+        raise ValueError(f"{op}: config={config!r} needs the backend it is for. Name it with backend=.")
     passed_over: list[tuple[str, str]] = []
     for name in [backend] if backend is not None else [b for o, b in REGISTRY if o == op]:
         reason = _refusal(op, name, spec)
         if reason is None:
             module = load(op, name)
+            if config is not None and not isinstance(config, module.Config):
+                raise ValueError(f"{op}[{name}]: config must be a {module.__name__}.Config; got {config!r}.")
             chosen = config if config is not None else module.default_config(spec)
             choice = Choice(op, name, chosen, spec, tuple(passed_over))
             if (record := _record.get()) is not None:

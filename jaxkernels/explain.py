@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxkernels import dispatch
+from jaxkernels import dispatch, hardware
 
 __all__ = ["Explanation", "explain"]
 
@@ -41,8 +41,9 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
     the one for the whole arrays; XLA's partitioner asks again with each shard's shapes.
 
     Args:
-      f: a function of arrays; it may be jitted.
-      *args, **kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+      f: a function; it may be jitted.
+      *args, **kwargs: its arguments: arrays, `jax.ShapeDtypeStruct`s in their place, and whatever else it
+        takes, which is passed on as it is.
       platform: "cpu" or "cuda"; default: the platform of JAX's default backend. "cuda" works without a
         GPU (see `jaxkernels.hardware.cuda_target` for the chip that is then assumed).
 
@@ -51,7 +52,17 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
     """
     if platform is None:
         platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-    traced = jax.jit(lambda *args, **kwargs: f(*args, **kwargs)).trace(*args, **kwargs)
+    elif platform not in hardware.PLATFORMS:
+        known = ", ".join(map(repr, hardware.PLATFORMS))
+        raise ValueError(f"explain: platform must be one of {known}, or None; got {platform!r}.")
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
+
+    def program(arrays: dict[int, jax.Array]) -> Any:
+        args, kwargs = structure.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
+        return f(*args, **kwargs)
+
+    traced = jax.jit(program).trace(arrays)
     with dispatch.recording() as choices:
         traced.lower(lowering_platforms=(platform,))
     return Explanation(platform, tuple(choices))

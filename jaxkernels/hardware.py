@@ -13,7 +13,11 @@ from typing import Any
 
 import jax
 
-__all__ = ["DEFAULT_CUDA_TARGET", "Chip", "chip_of", "cuda_target", "host", "lookup"]
+__all__ = ["DEFAULT_CUDA_TARGET", "PLATFORMS", "Chip", "chip_of", "cuda_target", "host", "lookup"]
+
+
+#: The JAX lowering platforms that operations have a rule for.
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ from jaxtyping import Array, ArrayLike
 
 from jaxkernels import dispatch, hardware
 from jaxkernels.ops.kernel_op import KernelOp
+from jaxkernels.ops.operands import as_array
 from jaxkernels.ops.sharding import Assignment, Factors
 from jaxkernels.specs import ArrayType, AttentionSpec
 from jaxkernels.xla import attention as reference
@@ -142,6 +143,7 @@ class _AttentionOp(KernelOp):
         names += ["linear"] * (len(xs) - len(names))
         if self is tangent_op and static.bias:
             names[-1] = "bias"
+        bias_is_mapped = any(m for name, m in zip(names, mapped) if name == "bias")  # itself or its tangent
         b = types[0].shape[0]
         if static.query_offset and mapped[names.index("query_offset")]:
             # The kernels take one offset for all: loop over the mapped axis.
@@ -153,8 +155,8 @@ class _AttentionOp(KernelOp):
             """(n?, b|1, ...) -> (n * b, ...)."""
             if name == "query_offset":
                 return x
-            own_gradient = name == "bias" and static.bias_gradient
-            if name in ("bias", "mask") and not is_mapped and not own_gradient and x.shape[0] == 1:
+            is_shared = not static.bias_gradient and not bias_is_mapped if name == "bias" else not is_mapped
+            if name in ("bias", "mask") and is_shared and x.shape[0] == 1:
                 return x  # One for the whole batch stays one.
             lead, rest = x.shape[: 1 + is_mapped], x.shape[1 + is_mapped :]
             x = jnp.broadcast_to(x.reshape(*((1,) * (not is_mapped)), *lead, *rest), (n, b, *rest))
@@ -162,7 +164,7 @@ class _AttentionOp(KernelOp):
 
         outs = self.bind(*map(fold, names, xs, mapped), static=static, **params)
         outs = [out.reshape(n, b, *out.shape[1:]) for out in outs]
-        if self is backward_op and static.bias_gradient and types[3].shape[0] == 1 and b > 1:
+        if self is backward_op and static.bias_gradient and types[3].shape[0] == 1:
             outs[3] = jnp.sum(outs[3], axis=1, keepdims=True)
         return outs, [0] * len(outs)
 
@@ -210,23 +212,28 @@ def _num_extras(static: Attention) -> int:
     return sum(flags) + 2 * static.segments
 
 
-def _forward_jvp(primals: Any, tangents: Any, *, static: Attention, **params: Any) -> tuple[list, list]:
-    out, lse = forward_op.bind(*primals, static=static, **params)
+# A configuration is for the kernel it was given with: the kernels of the derivatives choose their own.
+
+
+def _forward_jvp(
+    primals: Any, tangents: Any, *, static: Attention, backend: str | None, config: Any
+) -> tuple[list, list]:
+    out, lse = forward_op.bind(*primals, static=static, backend=backend, config=config)
     linear = tangents[: 4 if static.bias else 3]
     if all(type(t) is ad.Zero for t in linear):
         return [out, lse], [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in (out, lse)]
-    dots = tangent_op.bind(*primals, out, lse, *map(ad.instantiate_zeros, linear), static=static, **params)
+    dots = tangent_op.bind(*primals, out, lse, *map(ad.instantiate_zeros, linear), static=static, backend=backend)
     return [out, lse], dots
 
 
-def _tangent_transpose(cts: Any, *args: Any, static: Attention, **params: Any) -> list[Any]:
+def _tangent_transpose(cts: Any, *args: Any, static: Attention, backend: str | None, config: Any) -> list[Any]:
     num_primals = 3 + _num_extras(static)
     primals, (out, lse), linear = args[:num_primals], args[num_primals : num_primals + 2], args[num_primals + 2 :]
     wanted = [ad.is_undefined_primal(t) for t in linear]
     # A bias that is a constant of the differentiation is spared its gradient.
     static = dataclasses.replace(static, bias_gradient=static.bias and wanted[3])
     dout, dlse = (ad.instantiate_zeros(ct) for ct in cts)
-    grads = backward_op.bind(*primals, out, lse, dout, dlse, static=static, **params)
+    grads = backward_op.bind(*primals, out, lse, dout, dlse, static=static, backend=backend)
     grads = [*grads, *[None] * (len(wanted) - len(grads))]
     return [None] * (num_primals + 2) + [g if w else None for g, w in zip(grads, wanted)]
 
@@ -369,7 +376,7 @@ def dot_product_attention(
         raise ValueError(f"{op}: return_residual and return_lse are two forms of one result. Give one of them.")
     backend = backend or implementation
 
-    q, k, v = (_floating(op, name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    q, k, v = (as_array(op, name, x, floating=True) for name, x in (("query", query), ("key", key), ("value", value)))
     if q.ndim not in (3, 4):
         raise ValueError(f"{op}: query must have shape (B, T, N, H) or (T, N, H); got {q.shape}.")
     batched = q.ndim == 4
@@ -407,14 +414,17 @@ def dot_product_attention(
     if (extras.query_segments is None) != (extras.key_segments is None):
         given, missing = ("query", "key_value") if extras.key_segments is None else ("key_value", "query")
         raise ValueError(f"{op}: {given}_segment_ids needs {missing}_segment_ids too; got None.")
-    if logits_soft_cap is not None and not logits_soft_cap > 0:
-        raise ValueError(f"{op}: logits_soft_cap must be positive; got {logits_soft_cap!r}. None turns it off.")
+    soft_cap = None if logits_soft_cap is None else _number(op, "logits_soft_cap", logits_soft_cap)
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise ValueError(
+            f"{op}: logits_soft_cap must be positive and finite; got {logits_soft_cap!r}. None turns it off."
+        )
 
     static = Attention(
-        scale=float(scale) if scale is not None else 1.0 / math.sqrt(head_dim),
+        scale=1.0 / math.sqrt(head_dim) if scale is None else _number(op, "scale", scale),
         causal=bool(is_causal),
         window=_window(op, local_window_size),
-        soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
+        soft_cap=soft_cap,
         bias=extras.bias is not None,
         mask=extras.mask is not None,
         query_lengths=extras.query_lengths is not None,
@@ -431,25 +441,23 @@ def dot_product_attention(
     return out
 
 
-def _floating(op: str, name: str, x: Any) -> jax.Array:
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"{op}: {name} must have a floating dtype; got {x.dtype}. Cast it with .astype.")
-    return x
+def _number(op: str, name: str, x: Any) -> float:
+    try:
+        return float(x)
+    except (TypeError, ValueError):  # Tracers included.
+        raise ValueError(f"{op}: {name} must be a number known at trace time; got {x!r}.") from None
 
 
 def _logits_shaped(op: str, name: str, x: Any, shape: tuple[int, ...]) -> jax.Array | None:
     """A bias or a mask as a 4-dimensional array whose dimensions are 1 or those of the logits."""
     if x is None:
         return None
-    x = jnp.asarray(x)
+    x = as_array(op, name, x, floating=name == "bias")
     if name == "mask" and x.dtype != jnp.bool_:
         raise ValueError(
             f"{op}: mask must be bool, True where a query sees a key; got {x.dtype}. "
             "Pass an additive mask as bias, a 0/1 mask as mask.astype(bool)."
         )
-    if name == "bias" and not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"{op}: bias must have a floating dtype; got {x.dtype}. Cast it with .astype.")
     if x.ndim > 4 or any(size not in (1, full) for size, full in zip(x.shape[::-1], shape[::-1])):
         raise ValueError(f"{op}: {name} must be broadcastable to (B, N, T, S) = {shape}; got {x.shape}.")
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
@@ -458,7 +466,7 @@ def _logits_shaped(op: str, name: str, x: Any, shape: tuple[int, ...]) -> jax.Ar
 def _integers(op: str, name: str, x: Any, shape: tuple[int, ...], batched: bool = True) -> jax.Array | None:
     if x is None:
         return None
-    x = jnp.asarray(x)
+    x = as_array(op, name, x)
     if x.dtype != jnp.int32:
         raise ValueError(f"{op}: {name} must be int32; got {x.dtype}. Cast it with .astype(jnp.int32).")
     expected = shape if batched else shape[1:]

@@ -18,8 +18,6 @@ from jaxkernels.specs import ArrayType
 
 __all__ = ["KernelOp"]
 
-_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-
 
 class KernelOp:
     """A JAX primitive computed by the backends registered under one name.
@@ -44,7 +42,7 @@ class KernelOp:
         self._whole = functools.cache(self._partition)
         self.primitive.def_abstract_eval(self._abstract_eval)
         _jax.register_batcher(self.primitive, self.batch)
-        for platform in _PLATFORMS:
+        for platform in hardware.PLATFORMS:
             rule = functools.partial(self._lower, platform=platform)
             mlir.register_lowering(self.primitive, rule, platform=platform)
 
@@ -100,11 +98,20 @@ class KernelOp:
             return self.bind(*xs, static=static, backend=backend, config=config)
         specs = [jax.typeof(x).sharding.spec for x in xs]
         sizes = {name: mesh.shape[name] for name in explicit}
-        assignment = assign(self.factors(static, types), types, specs, sizes, self.results(static, types), result_specs)
-        xs = tuple(
-            x if _same(old, new) else jax.sharding.reshard(x, NamedSharding(mesh, new))
-            for x, old, new in zip(xs, specs, assignment.in_specs)
+        plan = functools.partial(
+            assign,
+            self.factors(static, types),
+            types,
+            specs,
+            results=self.results(static, types),
+            result_specs=result_specs,
         )
+        # Axes of size 1 split nothing and would only cost collectives of one device each: they stay outside,
+        # and come back into the types of the results, as in jnp's.
+        assignment = plan(axis_sizes={name: size for name, size in sizes.items() if size > 1})
+        out_specs = plan(axis_sizes=sizes).out_specs
+        reshard = lambda x, old, new: x if _same(old, new) else jax.sharding.reshard(x, NamedSharding(mesh, new))
+        xs = tuple(map(reshard, xs, specs, assignment.in_specs))
         body = self.local(static, assignment, backend=backend, config=config)
         outs = jax.shard_map(
             body,
@@ -113,6 +120,7 @@ class KernelOp:
             out_specs=list(assignment.out_specs),
             axis_names=set(explicit),
         )(*xs)
+        outs = list(map(reshard, outs, assignment.out_specs, out_specs))
         return outs if self.primitive.multiple_results else outs[0]
 
     def bind(self, *xs: jax.Array, static: Hashable, backend: str | None, config: Any = None) -> Any:
@@ -159,8 +167,8 @@ class KernelOp:
             return self.primitive.bind(*xs, **params)
 
         def partition(mesh: jax.sharding.Mesh, arg_shapes: Any, result_shapes: Any) -> Any:
-            in_specs = [_spec(s) for s in arg_shapes]
-            out_specs = [_spec(s) for s in self._list(result_shapes)]
+            in_specs = [_jax.partition_spec(s.sharding, mesh) for s in arg_shapes]
+            out_specs = [_jax.partition_spec(s.sharding, mesh) for s in self._list(result_shapes)]
             assignment = assign(factors, types, in_specs, dict(mesh.shape), results, out_specs)
             local = self.local(static, assignment, backend=backend, config=config)
 
@@ -173,15 +181,11 @@ class KernelOp:
             return mesh, shard, out_shardings if self.primitive.multiple_results else out_shardings[0], in_shardings
 
         rule, options = factors.shardy_rule()
-        whole.def_partition(partition, sharding_rule=rule, **options)
+        whole.def_partition(partition, sharding_rule=rule, decode_shardings=False, **options)
         return whole
 
     def _list(self, outs: Any) -> list[Any]:
         return list(outs) if self.primitive.multiple_results else [outs]
-
-
-def _spec(shape: Any) -> PartitionSpec:
-    return shape.sharding.spec if shape.sharding is not None else PartitionSpec()
 
 
 def _same(a: PartitionSpec, b: PartitionSpec) -> bool:

@@ -21,6 +21,7 @@ from jaxtyping import Array, ArrayLike
 from jaxkernels import _jax, dispatch, hardware
 from jaxkernels.activations import ACTIVATIONS
 from jaxkernels.ops.kernel_op import KernelOp
+from jaxkernels.ops.operands import as_array
 from jaxkernels.ops.sharding import Assignment, Factors
 from jaxkernels.specs import ArrayType, DimensionNumbers, MatmulSpec, free_dims
 from jaxkernels.xla.matmul import apply_epilogue
@@ -139,9 +140,12 @@ def _cotangent(
     other_b: tuple[int, ...],
     ct_other: tuple[int, ...],
     static: Product,
-    **params: Any,
+    backend: str | None,
+    config: Any,
 ) -> jax.Array:
     """The cotangent of one operand: ct contracted with the other over the other's free dimensions.
+
+    It is a product of other sizes than `config` was given for, and chooses its own.
 
     dot_general(ct, other) has the dimensions (batch, mine's free, k) and dot_general(other, ct) has
     (batch, k, mine's free): the order is taken that leaves the result in mine's own layout.
@@ -157,7 +161,7 @@ def _cotangent(
         order = (*mine_b, *mine_free, *k)
         operands, dims = (ct, other), ((ct_other, other_free), (ct_b, other_b))
     static = dataclasses.replace(static, dimension_numbers=dims, out_dtype=mine.aval.dtype)
-    return jnp.transpose(dot_general_op.bind(*operands, static=static, **params), np.argsort(order))
+    return jnp.transpose(dot_general_op.bind(*operands, static=static, backend=backend), np.argsort(order))
 
 
 def _transpose_lhs(ct: jax.Array, lhs: Any, rhs: jax.Array, *, static: Product, **params: Any) -> jax.Array:
@@ -241,7 +245,9 @@ def _fused_jvp(primals: Any, tangents: Any, *, static: Product, **params: Any) -
 
     dout = dpre
     if static.activation is not None and dpre is not None:
-        _, dout = jax.jvp(ACTIVATIONS[static.activation], (preactivation,), (dpre,))
+        # Checkpointed, so that the pre-activation is all the backward pass keeps of the activation.
+        activation = jax.checkpoint(ACTIVATIONS[static.activation], prevent_cse=False)
+        _, dout = jax.jvp(activation, (preactivation,), (dpre,))
     if static.residual and type(dresidual := depilogue.pop(0)) is not ad.Zero:
         dresidual = dresidual.astype(out.dtype)
         dout = dresidual if dout is None else dout + dresidual
@@ -302,13 +308,18 @@ def matmul(
     """
     op = f"matmul[{backend or 'auto'}]"
     dispatch.check_backend("matmul", backend)
-    a, b = _as_array(op, "a", a), _as_array(op, "b", b)
+    a, b = as_array(op, "a", a), as_array(op, "b", b)
     for name, x in (("a", a), ("b", b)):
         if x.ndim == 0:
             raise ValueError(f"{op}: {name} must have at least one dimension; got a scalar. Multiply with * instead.")
-    dtype = jnp.promote_types(a.dtype, b.dtype)
+    try:
+        dtype = jnp.result_type(a, b)
+    except ValueError as e:  # TypePromotionError: two different 8-bit floats, or strict promotion.
+        raise ValueError(
+            f"{op}: a and b have no common dtype; got {a.dtype} and {b.dtype}. Cast them with .astype."
+        ) from e
     a, b = a.astype(dtype), b.astype(dtype)
-    out_dtype = jnp.dtype(dtype if out_dtype is None else out_dtype)
+    out_dtype = _out_dtype(op, out_dtype, dtype)
     k_b = b.shape[0] if b.ndim == 1 else b.shape[-2]
     if a.shape[-1] != k_b:
         raise ValueError(
@@ -320,7 +331,7 @@ def matmul(
         raise ValueError(f"{op}: unknown activation={activation!r}; use one of {known}, or None.")
     if a.ndim > 2 and b.ndim > 2:
         try:
-            batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+            batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         except ValueError:
             raise ValueError(
                 f"{op}: the batch dimensions of a and b must broadcast; got a {a.shape} and b {b.shape}."
@@ -331,14 +342,14 @@ def matmul(
     num_batch = b.ndim - 2 if b.ndim > 2 else 0
     lead = tuple(range(num_batch))
     numbers = (((a.ndim - 1,), (b.ndim - 2 if b.ndim > 1 else 0,)), (lead, lead))
-    static = Product(numbers, out_dtype, jax.lax.Precision(precision) if isinstance(precision, str) else precision)
+    static = Product(numbers, out_dtype, _precision(op, precision))
     if bias is None and activation is None and residual is None:
         return dot_general_op(a, b, static=static, backend=backend)
 
     (out,) = dot_general_op.results(static, [ArrayType.of(a), ArrayType.of(b)])
     epilogue = []
     if bias is not None:
-        bias = _as_array(op, "bias", bias, floating=True)
+        bias = as_array(op, "bias", bias, floating=True)
         if b.ndim == 1:
             raise ValueError(f"{op}: bias needs columns to add to; got a vector b {b.shape}. Add the bias outside.")
         if bias.shape != b.shape[-1:]:
@@ -347,7 +358,7 @@ def matmul(
             )
         epilogue.append(bias)
     if residual is not None:
-        residual = _as_array(op, "residual", residual, floating=True)
+        residual = as_array(op, "residual", residual, floating=True)
         if residual.shape != out.shape:
             raise ValueError(
                 f"{op}: residual must have the result's shape {out.shape}; got {residual.shape}. "
@@ -372,8 +383,8 @@ def dot_general(
 ) -> Array:
     """General product of two arrays over chosen dimensions: a drop-in for `jax.lax.dot_general`.
 
-    The result has the batch dimensions, then the lhs's free ones, then the rhs's. It can be passed as
-    the `dot_general` (or `dot_general_cls`) argument of Flax layers.
+    The result has the batch dimensions, then the lhs's free ones, then the rhs's. Flax layers take the
+    function as their `dot_general`, and `lambda: dot_general` as their `dot_general_cls`.
 
     Args:
       lhs, rhs: the operands, any rank.
@@ -389,8 +400,9 @@ def dot_general(
 
     Raises:
       ValueError: shapes, dimension numbers or backend name are wrong.
-      jax.errors.ShardingTypeError: as `jax.lax.dot_general`, where the result's sharding is ambiguous.
-      NotImplementedError: the named backend cannot compute this; the message says why.
+      JAX's ShardingTypeError: as from `jax.lax.dot_general`, where the result's sharding is ambiguous.
+      NotImplementedError: the named backend cannot compute this, or `out_sharding` leaves a sum over shards
+        unreduced; the message says which.
 
     Differentiability: in both modes, any number of times, in both operands.
 
@@ -399,23 +411,27 @@ def dot_general(
     """
     op = f"dot_general[{backend or 'auto'}]"
     dispatch.check_backend("dot_general", backend)
-    lhs, rhs = _as_array(op, "lhs", lhs), _as_array(op, "rhs", rhs)
+    lhs, rhs = as_array(op, "lhs", lhs), as_array(op, "rhs", rhs)
     numbers = _check_dimension_numbers(op, lhs, rhs, dimension_numbers)
-    precision = jax.lax.Precision(precision) if isinstance(precision, str) else precision
+    precision = _precision(op, precision)
     # lax's own rule decides the dtype, and on a mesh the sharding (or that it is ambiguous).
-    like = jax.eval_shape(
-        functools.partial(
-            jax.lax.dot_general,
-            dimension_numbers=numbers,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-        ),
-        lhs,
-        rhs,
+    product = functools.partial(
+        jax.lax.dot_general,
+        dimension_numbers=numbers,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
     )
+    try:
+        like = jax.eval_shape(product, lhs, rhs)
+    except TypeError as e:  # The dtypes; a mistake in the sharding has an error class of its own.
+        raise ValueError(f"{op}: {e}") from e
     static = Product(numbers, jnp.dtype(like.dtype), precision)
     _, explicit = _jax.explicit_axes_of(lhs, rhs)
+    if explicit and like.sharding.spec.unreduced:
+        raise NotImplementedError(
+            f"{op}: out_sharding must not have unreduced axes; got {like.sharding.spec}. Use jax.lax.dot_general."
+        )
     result_specs = (like.sharding.spec,) if explicit else ()
     out = dot_general_op(lhs, rhs, static=static, backend=backend, result_specs=result_specs)
     return out if out_sharding is None and not explicit else jax.sharding.reshard(out, like.sharding)
@@ -447,11 +463,28 @@ def _check_dimension_numbers(op: str, lhs: jax.Array, rhs: jax.Array, dimension_
     return (lhs_k, rhs_k), (lhs_b, rhs_b)
 
 
-def _as_array(op: str, name: str, x: Any, *, floating: bool = False) -> jax.Array:
+def _out_dtype(op: str, out_dtype: Any, dtype: np.dtype) -> np.dtype:
+    """The dtype of a product of `dtype` operands; None asks for theirs."""
+    if out_dtype is None:
+        return dtype
     try:
-        x = jnp.asarray(x)
-    except (TypeError, ValueError) as e:
-        raise ValueError(f"{op}: {name} must be an array; got {type(x).__name__}.") from e
-    if floating and not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"{op}: {name} must have a floating dtype; got {x.dtype}. Cast it with .astype.")
-    return x
+        requested = jax.dtypes.canonicalize_dtype(out_dtype)
+    except TypeError:
+        raise ValueError(f"{op}: out_dtype must be a dtype; got {out_dtype!r}.") from None
+    for kind, name in ((jnp.floating, "floating"), (jnp.complexfloating, "complex")):
+        if jnp.issubdtype(dtype, kind) and not jnp.issubdtype(requested, kind):
+            raise ValueError(
+                f"{op}: out_dtype must be {name}, as the operands are ({dtype}); got {requested}. "
+                "Cast the result with .astype."
+            )
+    return requested
+
+
+def _precision(op: str, precision: Any) -> Any:
+    try:
+        return _jax.canonical_precision(precision)
+    except ValueError:
+        raise ValueError(
+            f"{op}: precision must be None, a jax.lax.Precision, a pair of them, a jax.lax.DotAlgorithmPreset, or the "
+            f"name of one; got {precision!r}."
+        ) from None

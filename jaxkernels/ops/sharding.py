@@ -20,7 +20,7 @@ from jaxkernels.specs import ArrayType
 
 __all__ = ["Assignment", "Factors", "assign"]
 
-#: A dimension's label: a factor, a factor with an unsharded minor part ("n g"), or None.
+#: A dimension's label: a factor, a major and a minor factor ("n g": index n * size of g + g), or None.
 Label = str | None
 Axes = tuple[str, ...]
 
@@ -58,10 +58,10 @@ class Factors:
             return " ".join(words)
 
         rule = ", ".join(map(term, self.operands)) + " -> " + ", ".join(map(term, self.results))
-        in_results = {_major(label) for labels in self.results for label in labels}
-        in_operands = {_major(label) for labels in self.operands for label in labels}
-        reduction = sorted(f for f in in_operands - in_results if f is not None)
-        options = dict(reduction_factors=tuple(reduction), need_replication_factors=tuple(whole), **self.sizes)
+        in_results = {factor for labels in self.results for label in labels for factor in _factors(label)}
+        in_operands = {factor for labels in self.operands for label in labels for factor in _factors(label)}
+        reduction = tuple(sorted(in_operands - in_results))
+        options = dict(reduction_factors=reduction, need_replication_factors=tuple(whole), **self.sizes)
         return rule, options
 
 
@@ -104,33 +104,42 @@ def assign(
     """Chooses the mesh axes of every factor.
 
     A factor takes the first sharding its operands have, in order; one that no operand shards takes the
-    results' wish. A mesh axis serves one factor only, and only where it divides every dimension that
-    carries the factor. What cannot be kept is replicated: correct, at the price of a gather.
+    results' wish. A mesh axis serves one factor only, and only where it divides the factor's size; a minor
+    factor is sharded only where every shard holds one index of its major one. What cannot be kept is
+    replicated: correct, at the price of a gather.
     """
-    dims: dict[str, list[int]] = {}
-    wishes: list[tuple[str, Axes]] = []
-    for labels, array, spec in zip(factors.operands, operands, operand_specs):
-        for label, size, axes in zip(labels, array.shape, _entries(spec, len(labels))):
-            if (factor := _major(label)) is not None:
-                dims.setdefault(factor, []).append(size)
-                wishes.append((factor, axes))
+    num_shards = lambda axes: math.prod(axis_sizes[a] for a in axes)
+    sizes = dict(factors.sizes)
+    for labels, array in zip(factors.operands, operands):
+        for label, size in zip(labels, array.shape):
+            if label is not None:
+                major, *minor = _factors(label)
+                sizes[major] = size // math.prod(sizes[factor] for factor in minor)
     wanted = [_entries(spec, len(labels)) for labels, spec in zip(factors.results, result_specs)]
-    for labels, entries in zip(factors.results, wanted):
-        wishes += [(factor, axes) for label, axes in zip(labels, entries) if (factor := _major(label)) in dims]
+    sharded = [(labels, _entries(spec, len(labels))) for labels, spec in zip(factors.operands, operand_specs)]
+    wishes = [
+        (label, tuple(a for a in axes if a in axis_sizes))
+        for labels, entries in (*sharded, *zip(factors.results, wanted))
+        for label, axes in zip(labels, entries)
+    ]
 
     chosen: dict[str, Axes] = {}
     used: set[str] = set()
-    for factor, axes in wishes:
-        axes = tuple(a for a in axes if a in axis_sizes and a not in used)
-        parts = math.prod(axis_sizes[a] for a in axes)
-        if factor not in chosen and parts > 1 and all(size % parts == 0 for size in dims[factor]):
-            chosen[factor] = axes
-            used.update(axes)
+    # Axes of size 1 split nothing and are in no other's way: they come last.
+    for label, axes in sorted(wishes, key=lambda wish: num_shards(wish[1]) == 1):
+        for factor in _factors(label):
+            fitting = _fitting([a for a in axes if a not in used], axis_sizes, sizes[factor])
+            if factor not in chosen and fitting:
+                chosen[factor] = fitting
+                used.update(fitting)
+            if num_shards(chosen.get(factor, ())) != sizes[factor]:
+                break
 
+    axes_of = lambda label: tuple(a for factor in _factors(label) for a in chosen.get(factor, ()))
     out_specs, sums, scatters = [], [], []
     for i, (labels, result) in enumerate(zip(factors.results, results)):
-        entries = [chosen.get(_major(label), ()) for label in labels]
-        present = {_major(label) for label in labels}
+        entries = [axes_of(label) for label in labels]
+        present = {factor for label in labels for factor in _factors(label)}
         add = [a for factor, axes in chosen.items() if factor not in present for a in axes]
         scatter = []
         for d, axes in enumerate(wanted[i] if wanted and factors.scatter else []):
@@ -143,15 +152,25 @@ def assign(
         scatters.append(tuple(scatter))
     return Assignment(
         axes=chosen,
-        in_specs=tuple(_spec([chosen.get(_major(label), ()) for label in labels]) for labels in factors.operands),
+        in_specs=tuple(_spec([axes_of(label) for label in labels]) for labels in factors.operands),
         out_specs=tuple(out_specs),
         sums=tuple(sums),
         scatters=tuple(scatters),
     )
 
 
-def _major(label: Label) -> str | None:
-    return None if label is None else label.split()[0]
+def _factors(label: Label) -> list[str]:
+    return [] if label is None else label.split()
+
+
+def _fitting(axes: Sequence[str], axis_sizes: Mapping[str, int], size: int) -> Axes:
+    """As many of the axes, from the first on, as divide `size`."""
+    fitting: list[str] = []
+    for axis in axes:
+        if size % math.prod(axis_sizes[a] for a in (*fitting, axis)) != 0:
+            break
+        fitting.append(axis)
+    return tuple(fitting)
 
 
 def _entries(spec: PartitionSpec, ndim: int) -> list[Axes]:

@@ -90,7 +90,7 @@ def backward(
     The probabilities P are computed anew. With dP = dO V^T, delta = rowsum(dO * O), the logits' cotangent is
     dS = P * (dP - delta + dlse), zero where the logits are masked.
     """
-    group = lambda x: x.reshape(*x.shape[:2], k.shape[2], -1, x.shape[-1])
+    group = lambda x: x.reshape(*x.shape[:2], k.shape[2], spec.group_size, x.shape[-1])
     logits, pull_mask_and_cap = jax.vjp(lambda s: _finish_logits(spec, s, extras), _raw_logits(spec, q, k, extras))
     p = jax.nn.softmax(logits, axis=-1)
     if extras.query_lengths is not None:  # Padded queries gave 0, whatever the values were.
@@ -99,7 +99,7 @@ def backward(
     dp = jnp.einsum("btkgd,bskd->bkgts", group(dout), v, **f32)
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
     row = _group(dlse - delta, k.shape[2])[..., None]
-    (ds,) = pull_mask_and_cap(p * (dp + row))
+    (ds,) = pull_mask_and_cap((p * (dp + row)).astype(logits.dtype))
     dv = jnp.einsum("bkgts,btkgd->bskd", p.astype(v.dtype), group(dout), **f32)
     scaled = (ds * spec.scale).astype(q.dtype)
     dq = jnp.einsum("bkgts,bskh->btkgh", scaled, k, **f32)
@@ -107,7 +107,7 @@ def backward(
     grads = (dq.reshape(q.shape).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype))
     if not spec.bias_gradient:
         return grads
-    dbias = ds.reshape(ds.shape[0], -1, *ds.shape[3:])
+    dbias = ds.reshape(ds.shape[0], q.shape[2], *ds.shape[3:])
     summed = tuple(d for d, size in enumerate(extras.bias.shape) if size == 1)
     return *grads, jnp.sum(dbias, axis=summed, keepdims=True).astype(extras.bias.dtype)
 
@@ -118,7 +118,7 @@ def _logits(spec: AttentionSpec, q: jax.Array, k: jax.Array, extras: Extras) -> 
 
 def _raw_logits(spec: AttentionSpec, q: jax.Array, k: jax.Array, extras: Extras) -> Float[Array, "B K G T S"]:
     """scale * q k^T + bias, in float32."""
-    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+    grouped = q.reshape(*q.shape[:2], k.shape[2], spec.group_size, q.shape[-1])
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     logits = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=dtype) * spec.scale
     if extras.bias is not None:
@@ -175,18 +175,18 @@ def _live_queries(num_queries: int, extras: Extras) -> jax.Array:
 
 
 def _group(x: Float[Array, "B T N"], num_groups: int) -> Float[Array, "B K G T"]:
-    return jnp.moveaxis(x.reshape(*x.shape[:2], num_groups, -1), 1, 3)
+    return jnp.moveaxis(x.reshape(*x.shape[:2], num_groups, x.shape[2] // num_groups), 1, 3)
 
 
 def _ungroup(x: Float[Array, "B K G T"]) -> Float[Array, "B T N"]:
-    return jnp.moveaxis(x, 3, 1).reshape(x.shape[0], x.shape[3], -1)
+    return jnp.moveaxis(x, 3, 1).reshape(x.shape[0], x.shape[3], x.shape[1] * x.shape[2])
 
 
 def _group_heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
     """(B|1, N|1, T|1, S|1) -> (B|1, K|1, G|1, T|1, S|1)."""
     if x.shape[1] == 1:
         return x[:, :, None]
-    return x.reshape(x.shape[0], num_kv_heads, -1, *x.shape[2:])
+    return x.reshape(x.shape[0], num_kv_heads, x.shape[1] // num_kv_heads, *x.shape[2:])
 
 
 def tangent(

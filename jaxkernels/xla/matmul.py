@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +27,11 @@ def default_config(spec: MatmulSpec) -> Config:
 
 def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilogue: jax.Array):
     """Returns the product, or [out] / [out, preactivation] when the spec has an epilogue."""
-    # lax refuses a result narrower than the operands: compute at their width, then round.
-    wide = jnp.promote_types(spec.out_dtype, jnp.promote_types(lhs.dtype, rhs.dtype))
+    # A result narrower than the operands is computed at their width, then rounded.
+    dtypes = (lhs.dtype, rhs.dtype, spec.out_dtype)
+    is_8_bit = lambda dtype: jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
+    # 8-bit floats promote with nothing, not even each other.
+    wide = jnp.float32 if any(map(is_8_bit, dtypes)) else functools.reduce(jnp.promote_types, dtypes)
     out = jax.lax.dot_general(
         lhs, rhs, spec.dimension_numbers, precision=spec.precision, preferred_element_type=wide
     ).astype(spec.out_dtype)

@@ -1,0 +1,121 @@
+"""What all suites share: eight virtual CPU devices, the backends a machine can run, the tables of cases."""
+
+from __future__ import annotations
+
+import os
+
+# Before JAX starts its CPU client. It leaves GPUs as they are: the tests marked gpu see the real ones.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import pytest
+from cases import ATTENTION_CASES, MATMUL_CASES
+
+from jaxkernels import dispatch, hardware
+
+OPS = tuple(dict.fromkeys(op for op, _ in dispatch.REGISTRY))
+GPU_BACKENDS = tuple(name for name in dispatch.backend_names() if name != "xla")
+
+
+def _missing_hardware() -> str | None:
+    """Why this machine cannot run the tests marked gpu, or None if it can."""
+    chip = hardware.chip_of(jax.devices()[0])
+    if chip.is_hopper:
+        return None
+    found = str(chip) if chip.platform == "cuda" else "no CUDA device"
+    return f"needs a CUDA device of compute capability 9.0; this machine has {found}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if any(item.get_closest_marker("gpu") for item in items) and (reason := _missing_hardware()):
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Runs tests over op x backend x case.
+
+    With `matmul_case` or `attention_case`, `backend` is "xla" on the table's small cases, and on a Hopper GPU every
+    kernel backend on all of them. By itself it is "xla" and "opaque" (see the fixture): how an operation behaves
+    does not depend on its kernel.
+    """
+    if "backend" not in metafunc.fixturenames:
+        return
+    tables: dict[str, Sequence[Any]] = dict(matmul_case=MATMUL_CASES, attention_case=ATTENTION_CASES)
+    name = next((name for name in tables if name in metafunc.fixturenames), None)
+    if name is None:
+        metafunc.parametrize("backend", ["xla", "opaque"], indirect=True)
+        return
+    on_gpu = [(backend, pytest.mark.gpu) for backend in GPU_BACKENDS]
+    params = [
+        pytest.param(backend, case, marks=marks, id=f"{backend}-{case.id}")
+        for case in tables[name]
+        for backend, marks in ([("xla", ()), *on_gpu] if case.size == "small" else on_gpu)
+    ]
+    metafunc.parametrize(f"backend,{name}", params, indirect=["backend"])
+
+
+@pytest.fixture(autouse=True)
+def _device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests not marked gpu run on the CPU also where there is a GPU."""
+    if request.node.get_closest_marker("gpu"):
+        yield
+    else:
+        with jax.default_device(jax.devices("cpu")[0]):
+            yield
+
+
+@pytest.fixture
+def opaque(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A backend for every operation that is plain JAX under a name of its own.
+
+    Whatever asks for the name of a backend treats it as a kernel that XLA cannot see into: on the CPU it tests
+    how kernels get into a mesh. Nothing chooses it unasked: it stands last in the order of preference.
+    """
+    for op in OPS:
+        monkeypatch.setitem(dispatch.REGISTRY, (op, "opaque"), dispatch.Entry(dispatch.REGISTRY[op, "xla"].module))
+    return "opaque"
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "opaque":
+        return request.getfixturevalue("opaque")
+    return request.param
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[tuple[str, str], dispatch.Entry]]:
+    """The registry of backends, to be changed by one test.
+
+    JAX caches what was lowered under the old registry, and must forget what is lowered under the changed one.
+    """
+    original = dict(dispatch.REGISTRY)
+    jax.clear_caches()
+    dispatch.load.cache_clear()
+    yield dispatch.REGISTRY
+    dispatch.REGISTRY.clear()
+    dispatch.REGISTRY.update(original)
+    dispatch.load.cache_clear()
+    jax.clear_caches()
+
+
+@dataclasses.dataclass(frozen=True)
+class Meshes:
+    """One 4 x 2 mesh of virtual CPU devices, with axes "x" and "y", for each kind of axis."""
+
+    auto: jax.sharding.Mesh
+    explicit: jax.sharding.Mesh
+    mixed: jax.sharding.Mesh
+
+
+@pytest.fixture(scope="session")
+def meshes() -> Meshes:
+    auto, explicit = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+    make = lambda *kinds: jax.make_mesh((4, 2), ("x", "y"), axis_types=kinds, devices=jax.devices("cpu"))
+    return Meshes(auto=make(auto, auto), explicit=make(explicit, explicit), mixed=make(explicit, auto))

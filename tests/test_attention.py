@@ -1,0 +1,295 @@
+"""`jk.dot_product_attention`: the table of cases by the error rule, the semantics of `jax.nn`, and what is added."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import ATTENTION_CASES, AttentionCase, random_array
+from numerics import (
+    assert_accurate,
+    assert_close,
+    compile_quickly,
+    in_float64,
+    plain_attention,
+    refusal,
+    with_gradients,
+)
+
+import jaxkernels as jk
+
+B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
+
+
+@functools.cache
+def expected(case: AttentionCase) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    plain = functools.partial(plain_attention, case)
+    operands, cotangents = case.operands(), case.cotangents()
+    return with_gradients(plain, operands, cotangents), in_float64(plain, operands, cotangents)
+
+
+def test_error_rule(backend, attention_case):
+    run = functools.partial(attention_case.run, backend=backend)
+    operands, cotangents = attention_case.operands(), attention_case.cotangents()
+    if reason := refusal(backend, attention_case.run, operands, cotangents):
+        with pytest.raises(NotImplementedError, match=re.escape(reason)):
+            with_gradients(run, operands, cotangents)
+    else:
+        assert_accurate(with_gradients(run, operands, cotangents), *expected(attention_case))
+
+
+def is_known_to_jax(case: AttentionCase) -> bool:
+    has_open_window = case.window is not None and None in case.window
+    return not (case.segments or case.soft_cap or case.value_dim or has_open_window)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in ATTENTION_CASES if case.size == "small" and case.dtype == "float32" and is_known_to_jax(case)],
+    ids=lambda case: case.id,
+)
+def test_reference_of_the_error_rule_is_jax_nn(case):
+    def with_jax_nn(operands):
+        return jax.nn.dot_product_attention(
+            **operands, is_causal=case.causal, local_window_size=case.window, return_residual=True
+        )
+
+    ct_out, ct_lse = case.cotangents()
+    # jax.nn's residual has no gradient.
+    reference = with_gradients(with_jax_nn, case.operands(), (ct_out, ct_lse))
+    plain = with_gradients(functools.partial(plain_attention, case), case.operands(), (ct_out, np.zeros_like(ct_lse)))
+    assert_close(plain, reference)
+
+
+# In the place of jax.nn.
+
+
+def qkv(dtype: str = "float32", *, rank: int = 4, num_keys: int = S) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = (B, T, N, H), (B, num_keys, K, H), (B, num_keys, K, H)
+    return [random_array(rng, shape[4 - rank :], dtype) for shape in shapes]
+
+
+def draw(*shape: int) -> np.ndarray:
+    return random_array(np.random.default_rng(1), shape, "float32")
+
+
+def assert_follows_jax_nn(*args: Any, backend: str | None = None, **options: Any) -> None:
+    """Output, residual and the gradients in every floating argument."""
+
+    def results(attention: Callable[..., Any]) -> Any:
+        f = lambda *args: attention(*args, **options, return_residual=True)
+        (out, residual), pull = jax.vjp(f, *args)
+        return out, residual, pull((jnp.sin(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape), residual))
+
+    ours = functools.partial(jk.dot_product_attention, backend=backend)
+    assert_close(*compile_quickly(lambda: (results(ours), results(jax.nn.dot_product_attention)))())
+
+
+LENGTHS = dict(query_seq_lengths=np.int32([3, 0]), key_value_seq_lengths=np.int32([0, 5]))
+A_MASK = draw(B, N, T, S) > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(is_causal=True),
+        dict(scale=0.3),
+        dict(scale=np.float32(2.0)),
+        dict(local_window_size=1),
+        dict(local_window_size=(3, 0)),
+        dict(local_window_size=[0, 2], is_causal=True),
+        dict(local_window_size=100),
+        dict(key_value_seq_lengths=LENGTHS["key_value_seq_lengths"]),
+        dict(query_seq_lengths=LENGTHS["query_seq_lengths"]),
+        dict(**LENGTHS, is_causal=True, local_window_size=(2, 1)),
+        dict(mask=A_MASK),
+        dict(mask=A_MASK[:1, :1, :1]),
+        dict(mask=A_MASK[0, :, :, :1], is_causal=True),
+        dict(mask=A_MASK[0, 0], **LENGTHS),
+        dict(implementation="xla"),
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_options_follow_jax_nn(backend, options):
+    if "implementation" in options:
+        backend = None
+    assert_follows_jax_nn(*qkv(), backend=backend, **options)
+
+
+@pytest.mark.parametrize("options", [dict(is_causal=True), dict(mask=A_MASK[0])], ids=["causal", "mask"])
+def test_inputs_without_batch_follow_jax_nn(options):
+    lengths = dict(query_seq_lengths=np.int32([3]), key_value_seq_lengths=np.int32([5]))
+    assert_follows_jax_nn(*qkv(rank=3), draw(N, T, S), **options, **lengths)
+
+
+@pytest.mark.parametrize("letters", ["".join(letters) for letters in itertools.product("B1", "N1", "T1", "S1")])
+def test_bias_of_every_broadcast_shape_follows_jax_nn(letters):
+    sizes = dict(B=B, N=N, T=T, S=S)
+    bias = draw(*(sizes.get(letter, 1) for letter in letters))
+    assert_follows_jax_nn(*qkv(), bias, mask=A_MASK)
+
+
+@pytest.mark.parametrize("shape", [(N, T, S), (1, T, S), (T, S), (1, S), (S,)], ids=str)
+def test_bias_of_lower_rank_follows_jax_nn(shape):
+    assert_follows_jax_nn(*qkv(), draw(*shape), is_causal=True)
+
+
+def test_bias_of_minus_infinity_follows_jax_nn():
+    """Some keys hidden by it, then all keys of a row: NaN, there and in the gradients."""
+    some_keys = np.where(np.arange(S) < 4, 0, -np.inf).astype(np.float32)[None, None, None]
+    some_queries = np.where(np.arange(T) < 4, 0, -np.inf).astype(np.float32)[None, None, :, None]
+    for bias in (some_keys, some_queries):
+        assert_follows_jax_nn(*qkv(), bias)
+
+
+@pytest.mark.parametrize("argument", ["query", "key", "value"])
+def test_nans_in_the_padding_follow_jax_nn(argument):
+    """A NaN among the padding does not get through the masks; one among the values does, as 0 * NaN."""
+    inputs = dict(zip(("query", "key", "value"), qkv()))
+    start, name = (3, "query_seq_lengths") if argument == "query" else (5, "key_value_seq_lengths")
+    inputs[argument][:, start:] = np.nan
+    assert_follows_jax_nn(*inputs.values(), **{name: np.int32([start - 1, start])})
+
+
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, T, S), (B, 0, S), (B, T, 0)])
+def test_empty_axes_follow_jax_nn(batch, queries, keys):
+    inputs = np.ones((batch, queries, N, H)), np.ones((batch, keys, K, H)), np.ones((batch, keys, K, H))
+    assert_follows_jax_nn(*(x.astype(np.float32) for x in inputs), is_causal=True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dtypes_of_output_and_residual_follow_jax_nn(dtype):
+    mask = np.ones((T, S), bool)
+    mask[1] = False  # Its residual is -0.7 times float32's largest number: minus infinity in float16.
+    options = dict(mask=mask, return_residual=True)
+    ours = jk.dot_product_attention(*qkv(dtype), **options)
+    reference = jax.nn.dot_product_attention(*qkv(dtype), **options)
+    for x, y in zip(ours, reference, strict=True):
+        assert x.dtype == y.dtype == jnp.dtype(dtype)
+        np.testing.assert_array_equal(x, y)
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        inputs = [x.astype(np.float64) for x in qkv()]
+        loss = lambda attention: lambda *xs: jnp.sum(jnp.sin(attention(*xs, is_causal=True)))
+        ours = jax.grad(loss(jk.dot_product_attention), (0, 1, 2))(*inputs)
+        reference = jax.grad(loss(jax.nn.dot_product_attention), (0, 1, 2))(*inputs)
+        for x, y in zip(ours, reference, strict=True):
+            assert x.dtype == np.float64
+            np.testing.assert_allclose(x, y, atol=1e-6)  # Both compute the softmax in float32.
+
+
+def test_accepts_whatever_is_an_array():
+    q, k, v = qkv()
+    out = jk.dot_product_attention(jnp.asarray(q), k.tolist(), v, query_seq_lengths=[1, 2])
+    assert_close(out, jax.nn.dot_product_attention(q, k, v, query_seq_lengths=[1, 2]))
+
+
+# Edge cases, by what they must give.
+
+
+def test_query_without_keys_gets_the_mean_of_the_values(backend):
+    q, k, v = qkv()
+    mask = np.ones((T, S), bool)
+    mask[1:3] = False
+    f = functools.partial(jk.dot_product_attention, mask=mask, backend=backend)
+    mean = np.repeat(v.mean(axis=1), N // K, axis=1)
+    for row in (1, 2):
+        assert_close(np.asarray(f(q, k, v))[:, row], mean)
+    dq, dk, dv = jax.grad(lambda *xs: jnp.sum(f(*xs)[:, 1]), (0, 1, 2))(q, k, v)
+    assert not dq.any()
+    assert not dk.any()
+    assert_close(dv, np.full_like(v, N // K / S))
+
+
+def test_padded_queries_give_zero_and_take_no_gradient(backend):
+    q, k, v = qkv()
+    f = functools.partial(jk.dot_product_attention, query_seq_lengths=np.int32([2, 5]), backend=backend)
+    out, pull = jax.vjp(f, q, k, v)
+    assert not np.any(out[0, 2:])
+    assert np.all(out[1])
+    dq, dk, dv = pull(jnp.zeros_like(out).at[0, 2:].set(1e6))
+    assert not any(np.any(grad) for grad in (dq, dk, dv))
+
+
+def test_large_logits_do_not_overflow(backend):
+    """Logits of a million: each query gets the value of one key, and exp alone would overflow."""
+    q, k, v = qkv()
+    out, lse = jk.dot_product_attention(q, k, v, scale=1e6, return_lse=True, backend=backend)
+    logits = 1e6 * np.einsum("btnh,bsnh->btns", q, np.repeat(k, N // K, axis=2))
+    is_best = logits == logits.max(axis=-1, keepdims=True)
+    assert_close(np.asarray(out), np.einsum("btns,bsnh->btnh", is_best, np.repeat(v, N // K, axis=2)))
+    assert_close(np.asarray(lse), logits.max(axis=-1))
+
+
+# What jax.nn does not have.
+
+
+def test_residual_has_no_gradient_and_lse_has_one(backend):
+    q, k, v = qkv()
+    f = functools.partial(jk.dot_product_attention, is_causal=True, backend=backend)
+    loss = lambda *xs, **options: jnp.sum(jnp.sin(f(*xs, **options)[1]))
+    of_residual = jax.grad(functools.partial(loss, return_residual=True), (0, 1, 2))(q, k, v)
+    assert not any(np.any(grad) for grad in of_residual)
+
+    def reference(q, k):
+        logits = jnp.einsum("btnh,bsnh->btns", q, jnp.repeat(k, N // K, axis=2)) / np.sqrt(H).astype(np.float32)
+        visible = np.arange(S) <= np.arange(T)[:, None]
+        return jnp.sum(jnp.sin(jax.nn.logsumexp(jnp.where(visible[None, :, None], logits, -jnp.inf), axis=-1)))
+
+    *of_lse, dv = jax.grad(functools.partial(loss, return_lse=True), (0, 1, 2))(q, k, v)
+    assert_close(tuple(of_lse), jax.grad(reference, (0, 1))(q, k))
+    assert not dv.any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_lse_is_float32(dtype):
+    _, lse = jk.dot_product_attention(*qkv(dtype), return_lse=True)
+    assert (lse.shape, lse.dtype) == ((B, T, N), jnp.float32)
+    _, lse = jk.dot_product_attention(*qkv(dtype, rank=3), return_lse=True)
+    assert (lse.shape, lse.dtype) == ((T, N), jnp.float32)
+
+
+def test_segment_ids_without_batch():
+    q, k, v = qkv(rank=3)
+    of_queries, of_keys = np.int32([0, 0, 1, 1, 2]), np.int32([0, 1, 1, 1, 2, 2, 2])
+    out = jk.dot_product_attention(q, k, v, query_segment_ids=of_queries, key_value_segment_ids=of_keys)
+    assert_close(out, jax.nn.dot_product_attention(q, k, v, mask=of_queries[:, None] == of_keys))
+
+
+def test_window_open_on_one_side():
+    q, k, v = qkv()
+    i, j = np.arange(T)[:, None], np.arange(S)
+    for window, visible in (((1, None), j >= i - 1), ((None, 1), j <= i + 1), ((None, None), j >= 0)):
+        out = jk.dot_product_attention(q, k, v, local_window_size=window)
+        assert_close(out, jax.nn.dot_product_attention(q, k, v, mask=np.broadcast_to(visible, (T, S))))
+
+
+def test_soft_cap_comes_after_the_bias_and_before_the_masks():
+    q, k, v = qkv()
+    bias, cap = 50 * draw(1, N, T, S), 2.0
+    out = jk.dot_product_attention(q, k, v, bias, logits_soft_cap=cap, is_causal=True)
+    logits = jnp.einsum("btnh,bsnh->bnts", q, jnp.repeat(k, N // K, axis=2)) / np.sqrt(H).astype(np.float32) + bias
+    capped = cap * jnp.tanh(logits / cap)
+    # With queries and keys of zero, jax.nn's logits are its bias.
+    reference = jax.nn.dot_product_attention(np.zeros_like(q), np.zeros_like(k), v, capped, is_causal=True)
+    assert_close(out, reference)
+
+
+def test_bias_that_is_not_differentiated_is_spared_its_gradient():
+    q, k, v = qkv()
+    bias = draw(1, N, T, S)
+    loss = lambda q, bias: jnp.sum(jk.dot_product_attention(q, k, v, bias))
+    asks_for_it = lambda argnums: "bias_gradient=True" in str(jax.make_jaxpr(jax.grad(loss, argnums))(q, bias))
+    assert asks_for_it((0, 1))
+    assert not asks_for_it(0)

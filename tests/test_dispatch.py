@@ -1,0 +1,267 @@
+"""Which kernel runs: the order of preference, named backends, refusals, what `explain` says."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises_exactly
+
+import jaxkernels as jk
+from jaxkernels import dispatch, hardware
+from jaxkernels.dispatch import Entry
+from jaxkernels.ops.attention import Attention, forward_op
+from jaxkernels.ops.matmul import Product, dot_general_op
+from jaxkernels.specs import ArrayType, MatmulSpec
+from jaxkernels.xla import matmul as xla_matmul
+from jaxkernels.xla.attention_forward import Config as ForwardConfig
+
+REAL = [name for name in dispatch.backend_names() if name != "xla"]
+A = np.ones((5, 7), np.float32)
+B = np.ones((7, 3), np.float32)
+Q = np.ones((2, 5, 4, 8), np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    block: int = 64
+
+
+@pytest.fixture
+def install(registry, monkeypatch) -> Callable[..., None]:
+    """Registers a backend before the others: a module that computes 10 times the product, or refuses."""
+
+    def install(name: str, *, reason: str | None = None, platforms: tuple[str, ...] | None = None) -> None:
+        module = types.ModuleType(f"backend_{name}")
+        module.Config = Config
+        module.unsupported = lambda spec: reason
+        module.default_config = lambda spec: Config()
+        module.run = lambda spec, config, *xs: 10 * xla_matmul.run(spec, xla_matmul.Config(), *xs)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        entries = {("matmul", name): Entry(module.__name__, platforms), **registry}
+        registry.clear()
+        registry.update(entries)
+
+    return install
+
+
+def test_first_backend_that_supports_the_spec_is_taken(install):
+    install("third")
+    install("second")
+    install("first", reason="k must be a multiple of 8; got k=7")
+    assert jk.matmul(A, B)[0, 0] == 70
+    (choice,) = jk.explain(jk.matmul, A, B).choices
+    assert (choice.backend, choice.config) == ("second", Config())
+    assert choice.passed_over == (("first", "k must be a multiple of 8; got k=7"),)
+
+
+def test_backend_of_another_platform_is_passed_over(install):
+    install("gpu_only", platforms=("cuda",))
+    assert jk.matmul(A, B)[0, 0] == 7
+    (on_cpu,) = jk.explain(jk.matmul, A, B, platform="cpu").choices
+    (on_cuda,) = jk.explain(jk.matmul, A, B, platform="cuda").choices
+    assert on_cuda.backend == "gpu_only"
+    assert ("gpu_only", "runs on cuda devices only, this program is lowered for cpu") in on_cpu.passed_over
+
+
+def test_one_trace_is_lowered_for_each_platform_by_its_own_backend(install):
+    install("gpu_only", platforms=("cuda",))
+    traced = jax.jit(jk.matmul).trace(A, B)
+    with dispatch.recording() as choices:
+        traced.lower(lowering_platforms=("cpu", "cuda"))
+    assert [(choice.spec.target.platform, choice.backend) for choice in choices] == [
+        ("cpu", "xla"),
+        ("cuda", "gpu_only"),
+    ]
+
+
+def test_named_backend_never_falls_back(install):
+    install("picky", reason="k must be a multiple of 8; got k=7")
+    install("gpu_only", platforms=("cuda",))
+    way_out = 'Use backend=None (chooses by itself) or backend="xla".'
+    with raises_exactly(NotImplementedError, f"matmul[picky]: k must be a multiple of 8; got k=7. {way_out}"):
+        jk.matmul(A, B, backend="picky")
+    reason = "runs on cuda devices only, this program is lowered for cpu"
+    with raises_exactly(NotImplementedError, f"matmul[gpu_only]: {reason}. {way_out}"):
+        jk.matmul(A, B, backend="gpu_only")
+    assert jk.matmul(A, B, backend="xla")[0, 0] == 7
+
+
+def test_named_backend_refuses_when_it_is_called(install):
+    """Not when the program is lowered: the traceback shows the call."""
+    install("picky", reason="it is Monday")
+    with pytest.raises(NotImplementedError, match="it is Monday"):
+        jax.eval_shape(lambda a, b: jk.matmul(a, b, backend="picky"), A, B)
+
+
+def test_named_backend_runs_derivatives_and_batches_too(install):
+    install("tenfold")
+    f = lambda a, b: jk.matmul(a, b, backend="tenfold")
+    da = jax.grad(lambda a: jnp.sum(f(a, B)))(A)
+    np.testing.assert_array_equal(da, np.full_like(A, 30))
+    assert jax.vmap(f, (0, None))(A[None], B)[0, 0, 0] == 70
+
+
+def test_backend_without_the_operation(install):
+    install("only_matmul")
+    message = (
+        "attention_forward[only_matmul]: no such kernel in this backend. "
+        'Use backend=None (chooses by itself) or backend="xla".'
+    )
+    with raises_exactly(NotImplementedError, message):
+        jk.dot_product_attention(Q, Q, Q, backend="only_matmul")
+
+
+def test_every_reason_is_listed_where_all_refuse(install, registry):
+    install("second", reason="it is Monday")
+    install("first", platforms=("cuda",))
+    for name in ("xla", *REAL):
+        registry.pop(("matmul", name), None)
+    message = (
+        "matmul: no backend supports f32[5,7] . f32[7,3] -> f32 (m=5 n=3 k=7 mk,kn): "
+        "first: runs on cuda devices only, this program is lowered for cpu; second: it is Monday."
+    )
+    with raises_exactly(NotImplementedError, message):
+        jk.matmul(A, B)
+
+
+def test_broken_backend_raises_with_its_cause(registry, tmp_path, monkeypatch):
+    """Also where it was not asked for by name: silently taking another would hide it."""
+    (tmp_path / "broken_backend.py").write_text("import a_library_that_is_not_there\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    others = dict(registry)
+    registry.clear()
+    registry.update({("matmul", "broken"): Entry("broken_backend"), **others})
+    cause = "No module named 'a_library_that_is_not_there'"
+    for backend in (None, "broken"):
+        message = f"matmul[broken]: the backend failed to load (broken_backend): {cause}"
+        with raises_exactly(ImportError, message) as error:
+            jk.matmul(A, B, backend=backend)
+        assert isinstance(error.value.__cause__, ModuleNotFoundError)
+
+
+def test_backend_is_not_loaded_before_it_is_needed(registry):
+    """A backend for another platform is passed over without its libraries."""
+    others = dict(registry)
+    registry.clear()
+    registry.update({("matmul", "elsewhere"): Entry("no_such_module", ("tpu",)), **others})
+    assert jk.matmul(A, B)[0, 0] == 7
+
+
+def matmul_spec() -> MatmulSpec:
+    numbers = (((1,), (0,)), ((), ()))
+    return MatmulSpec(ArrayType.of(A), ArrayType.of(B), numbers, A.dtype, hardware.host())
+
+
+def test_config_is_taken_by_the_backend_it_is_for(install):
+    install("tuned")
+    assert dispatch.choose("matmul", matmul_spec(), "tuned", Config(block=128)).config == Config(block=128)
+    message = "matmul[xla]: config must be a jaxkernels.xla.matmul.Config; got Config(block=64)."
+    with raises_exactly(ValueError, message):
+        dispatch.choose("matmul", matmul_spec(), "xla", Config())
+    message = "matmul: config=Config(block=64) needs the backend it is for. Name it with backend=."
+    with raises_exactly(ValueError, message):
+        dispatch.choose("matmul", matmul_spec(), None, Config())
+
+
+def test_derivatives_choose_their_own_config():
+    """The forward kernel's configuration means nothing to the backward kernel."""
+    static = Attention(scale=1.0)
+    forward = lambda *xs: forward_op(*xs, static=static, backend="xla", config=ForwardConfig())[0].sum()
+    product = Product((((1,), (0,)), ((), ())), A.dtype)
+    multiply = lambda a, b: dot_general_op(a, b, static=product, backend="xla", config=xla_matmul.Config()).sum()
+    for f, xs in ((forward, (Q, Q, Q)), (multiply, (A, B))):
+        equations = jax.make_jaxpr(jax.grad(f, (0, 1)))(*xs).eqns
+        of_forward, *of_derivatives = [e.params["config"] for e in equations if e.primitive.name.startswith("jk_")]
+        assert of_forward is not None
+        assert of_derivatives
+        assert all(config is None for config in of_derivatives)
+    equations = jax.make_jaxpr(lambda *xs: jax.jvp(forward, xs, xs))(Q, Q, Q).eqns
+    assert [e.params["config"] for e in equations if e.primitive.name == "jk_attention_tangent"] == [None]
+
+
+def test_explain_shows_every_kernel_of_a_program(install):
+    install("picky", reason="it is Monday")
+    install("gpu_only", platforms=("cuda",))
+    f = lambda a, b, q: (
+        jk.matmul(a, b, bias=b[0], activation="gelu"),
+        jk.dot_product_attention(q, q, q, is_causal=True),
+    )
+    bf16 = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+    text = str(jk.explain(f, bf16(A), bf16(B), bf16(Q), platform="cpu"))
+    on_cuda = "runs on cuda devices only, this program is lowered for cpu"
+    assert text == "\n".join(
+        [
+            "lowered for cpu:",
+            "matmul  bf16[5,7] . bf16[7,3] -> bf16 (m=5 n=3 k=7 mk,kn) + bias, gelu",
+            "  -> xla  Config()",
+            f"     not gpu_only: {on_cuda}",
+            "     not picky: it is Monday",
+            *(f"     not {name}: {on_cuda}" for op, name in dispatch.REGISTRY if op == "matmul" and name in REAL),
+            "attention_forward  q bf16[2,5,4,8] k bf16[2,5,4,8] v bf16[2,5,4,8] scale=0.3536 causal",
+            "  -> xla  Config()",
+            *(
+                f"     not {name}: {on_cuda}"
+                for op, name in dispatch.REGISTRY
+                if op == "attention_forward" and name in REAL
+            ),
+        ]
+    )
+
+
+def test_explain_passes_on_what_is_not_an_array():
+    explanation = jk.explain(jk.matmul, A, b=B, activation="gelu", bias=None, platform="cpu")
+    assert explanation.choices[0].spec.activation == "gelu"
+    jitted = jax.jit(lambda a, b, name: jk.matmul(a, b, activation=name), static_argnums=2)
+    assert jk.explain(jitted, A, B, "relu", platform="cpu").choices[0].spec.activation == "relu"
+
+
+def test_explain_runs_nothing_and_needs_no_gpu():
+    shape = jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.float32)
+    (choice,) = jk.explain(jk.matmul, shape, shape, platform="cuda").choices
+    assert choice.spec.target == hardware.lookup(hardware.DEFAULT_CUDA_TARGET)
+    assert str(jk.explain(jnp.sin, A, platform="cpu")) == "no jaxkernels operation in this program (lowered for cpu)"
+
+
+def test_explain_wants_a_platform_it_knows():
+    message = "explain: platform must be one of 'cpu', 'cuda', 'rocm', 'tpu', or None; got 'gpu'."
+    with raises_exactly(ValueError, message):
+        jk.explain(jk.matmul, A, B, platform="gpu")
+
+
+# The chips.
+
+
+def test_target_of_cuda_is_what_the_program_will_run_on(monkeypatch):
+    @dataclasses.dataclass
+    class Device:
+        platform: str = "gpu"
+        device_kind: str = "NVIDIA H100 PCIe"
+        compute_capability: str = "9.0"
+        core_count: int = 100  # A part of a chip.
+
+    h100 = hardware.cuda_target([Device()])
+    assert (h100.name, h100.num_sms, h100.is_hopper) == ("NVIDIA H100 PCIe", 100, True)
+    assert h100.smem_bytes == 232448
+    unknown = hardware.cuda_target([Device(device_kind="NVIDIA L4", compute_capability="8.9")])
+    assert (unknown.compute_capability, unknown.is_hopper) == ((8, 9), False)
+    assert str(unknown) == "NVIDIA L4 (compute capability 8.9)"
+    on_cpu = jax.devices("cpu")[:1]
+    monkeypatch.setenv("JAXKERNELS_TARGET", "NVIDIA A100-SXM4-80GB")
+    assert hardware.cuda_target(on_cpu).compute_capability == (8, 0)
+    monkeypatch.setenv("JAXKERNELS_TARGET", "A100")
+    with pytest.raises(ValueError, match="hardware: unknown chip 'A100'; known chips are 'NVIDIA H200', "):
+        hardware.cuda_target(on_cpu)
+
+
+def test_every_chip_states_where_its_figures_come_from():
+    for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB"):
+        chip = hardware.lookup(name)
+        assert "datasheet" in chip.source
+        assert 0 < chip.fp32_flops_per_s < chip.tf32_flops_per_s < chip.bf16_flops_per_s

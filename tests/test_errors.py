@@ -1,0 +1,362 @@
+"""Bad input is refused before any kernel runs, with a message that says what was got and the way out."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises_exactly
+
+import jaxkernels as jk
+from jaxkernels import dispatch
+
+KNOWN = ", ".join(map(repr, dispatch.backend_names()))
+
+
+def array(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.ones(shape, dtype)
+
+
+A, B = array(5, 7), array(7, 3)
+Q, K, V = array(2, 5, 4, 8), array(2, 9, 2, 8), array(2, 9, 2, 8)
+MATMULS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "unknown backend": (
+        (A, B),
+        dict(backend="cublas"),
+        f"matmul: unknown backend='cublas'; use one of {KNOWN}, or None to let the op choose.",
+    ),
+    "no array": (("a", B), {}, "matmul[auto]: a must be an array; got str."),
+    "None": ((A, None), {}, "matmul[auto]: b must be an array; got NoneType."),
+    "scalar": (
+        (A, 2.0),
+        {},
+        "matmul[auto]: b must have at least one dimension; got a scalar. Multiply with * instead.",
+    ),
+    "contraction": (
+        (A, A),
+        dict(backend="xla"),
+        "matmul[xla]: a and b must agree in k, a's last and b's second last dimension; got a (5, 7) and b (5, 7).",
+    ),
+    "contraction with a vector": (
+        (A, array(5)),
+        {},
+        "matmul[auto]: a and b must agree in k, a's last and b's only dimension; got a (5, 7) and b (5,).",
+    ),
+    "batches": (
+        (array(2, 5, 7), array(4, 7, 3)),
+        {},
+        "matmul[auto]: the batch dimensions of a and b must broadcast; got a (2, 5, 7) and b (4, 7, 3).",
+    ),
+    "no common dtype": (
+        (A.astype(jnp.float8_e4m3fn), B.astype(jnp.float8_e5m2)),
+        {},
+        "matmul[auto]: a and b have no common dtype; got float8_e4m3fn and float8_e5m2. Cast them with .astype.",
+    ),
+    "activation": (
+        (A, B),
+        dict(activation="tanh"),
+        "matmul[auto]: unknown activation='tanh'; use one of 'relu', 'silu', 'gelu', 'gelu_erf', or None.",
+    ),
+    "no dtype": ((A, B), dict(out_dtype="tf32"), "matmul[auto]: out_dtype must be a dtype; got 'tf32'."),
+    "integer out_dtype": (
+        (A, B),
+        dict(out_dtype=np.int32),
+        "matmul[auto]: out_dtype must be floating, as the operands are (float32); got int32. "
+        "Cast the result with .astype.",
+    ),
+    "real out_dtype": (
+        (A.astype(np.complex64), B),
+        dict(out_dtype=np.float32),
+        "matmul[auto]: out_dtype must be complex, as the operands are (complex64); got float32. "
+        "Cast the result with .astype.",
+    ),
+    "precision": (
+        (A, B),
+        dict(precision="exact"),
+        "matmul[auto]: precision must be None, a jax.lax.Precision, a pair of them, a jax.lax.DotAlgorithmPreset, "
+        "or the name of one; got 'exact'.",
+    ),
+    "bias without columns": (
+        (A, array(7)),
+        dict(bias=array(5)),
+        "matmul[auto]: bias needs columns to add to; got a vector b (7,). Add the bias outside.",
+    ),
+    "bias of rows": (
+        (A, B),
+        dict(bias=array(5)),
+        "matmul[auto]: bias must have shape (n,) = (3,), one value for each column; got (5,).",
+    ),
+    "integer bias": (
+        (A, B),
+        dict(bias=array(3, dtype=np.int32)),
+        "matmul[auto]: bias must have a floating dtype; got int32. Cast it with .astype.",
+    ),
+    "residual of another shape": (
+        (A, B),
+        dict(residual=array(1, 3)),
+        "matmul[auto]: residual must have the result's shape (5, 3); got (1, 3). "
+        "Broadcast it with jnp.broadcast_to, or add it outside.",
+    ),
+    "epilogue of integers": (
+        (array(5, 7, dtype=np.int8), array(7, 3, dtype=np.int8)),
+        dict(activation="relu"),
+        "matmul[auto]: bias, activation and residual need a floating out_dtype; got int8.",
+    ),
+}
+
+DOT_GENERALS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "unknown backend": (
+        (A, B, (((1,), (0,)), ((), ()))),
+        dict(backend="cublas"),
+        f"dot_general: unknown backend='cublas'; use one of {KNOWN}, or None to let the op choose.",
+    ),
+    "malformed": (
+        (A, B, ((1,), (0,))),
+        {},
+        "dot_general[auto]: dimension_numbers must be ((lhs contracting, rhs contracting), (lhs batch, rhs batch)), "
+        "each a sequence of ints; got ((1,), (0,)).",
+    ),
+    "out of range": (
+        (A, B, (((2,), (0,)), ((), ()))),
+        {},
+        "dot_general[auto]: dimension_numbers must name distinct dimensions of lhs, 0 to 1; got contracting (2,) and "
+        "batch () for lhs (5, 7).",
+    ),
+    "negative": (
+        (A, B, (((1,), (-2,)), ((), ()))),
+        {},
+        "dot_general[auto]: dimension_numbers must name distinct dimensions of rhs, 0 to 1; got contracting (-2,) and "
+        "batch () for rhs (7, 3).",
+    ),
+    "named twice": (
+        (A, A, (((0,), (0,)), ((0,), (0,)))),
+        {},
+        "dot_general[auto]: dimension_numbers must name distinct dimensions of lhs, 0 to 1; got contracting (0,) and "
+        "batch (0,) for lhs (5, 7).",
+    ),
+    "contracted sizes": (
+        (A, B, (((0,), (0,)), ((), ()))),
+        {},
+        "dot_general[auto]: contracting dimensions must have the same sizes in lhs and rhs; got dimensions (0,) of "
+        "lhs (5, 7) and (0,) of rhs (7, 3).",
+    ),
+    "numbers of batch dimensions": (
+        (A, A, (((1,), (1,)), ((0,), ()))),
+        {},
+        "dot_general[auto]: batch dimensions must have the same sizes in lhs and rhs; got dimensions (0,) of "
+        "lhs (5, 7) and () of rhs (5, 7).",
+    ),
+    "dtype of the result": (
+        (A, B, (((1,), (0,)), ((), ()))),
+        dict(preferred_element_type="tf32"),
+        "dot_general[auto]: data type 'tf32' not understood",
+    ),
+    "precision": (
+        (A, B, (((1,), (0,)), ((), ()))),
+        dict(precision=3),
+        "dot_general[auto]: precision must be None, a jax.lax.Precision, a pair of them, a "
+        "jax.lax.DotAlgorithmPreset, or the name of one; got 3.",
+    ),
+}
+
+ATTENTIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "unknown backend": (
+        (Q, K, V),
+        dict(backend="cudnn"),
+        f"dot_product_attention: unknown backend='cudnn'; use one of {KNOWN}, or None to let the op choose.",
+    ),
+    "unknown implementation": (
+        (Q, K, V),
+        dict(implementation="cudnn"),
+        "dot_product_attention[cudnn]: implementation must be \"xla\" or None; got 'cudnn'. "
+        "Name our backends with backend=.",
+    ),
+    "implementation and backend": (
+        (Q, K, V),
+        dict(implementation="xla", backend=dispatch.backend_names()[0]),
+        f"dot_product_attention[{dispatch.backend_names()[0]}]: implementation='xla' and "
+        f"backend={dispatch.backend_names()[0]!r} disagree. Give one of them.",
+    ),
+    "both logsumexps": (
+        (Q, K, V),
+        dict(return_residual=True, return_lse=True),
+        "dot_product_attention[auto]: return_residual and return_lse are two forms of one result. Give one of them.",
+    ),
+    "no array": ((Q, K, None), {}, "dot_product_attention[auto]: value must be an array; got NoneType."),
+    "integers": (
+        (Q.astype(np.int32), K, V),
+        {},
+        "dot_product_attention[auto]: query must have a floating dtype; got int32. Cast it with .astype.",
+    ),
+    "rank of query": (
+        (Q[0, 0], K, V),
+        {},
+        "dot_product_attention[auto]: query must have shape (B, T, N, H) or (T, N, H); got (4, 8).",
+    ),
+    "rank of key": (
+        (Q, K[0], V),
+        {},
+        "dot_product_attention[auto]: key must have the query's number of dimensions, 4; got (9, 2, 8).",
+    ),
+    "dtypes": (
+        (Q, K, V.astype(np.float16)),
+        {},
+        "dot_product_attention[auto]: value must have the query's dtype float32; got float16. Cast it with .astype.",
+    ),
+    "batch": (
+        (Q, K[:1], V[:1]),
+        {},
+        "dot_product_attention[auto]: key must have the query's batch 2 and head dimension 8; got key (1, 9, 2, 8) "
+        "for query (2, 5, 4, 8).",
+    ),
+    "length of value": (
+        (Q, K, V[:, :8]),
+        {},
+        "dot_product_attention[auto]: value must have the key's batch, length and heads (2, 9, 2); got value "
+        "(2, 8, 2, 8).",
+    ),
+    "heads": (
+        (Q[:, :, :3], K, V),
+        {},
+        "dot_product_attention[auto]: the query heads must be a multiple of the key/value heads; got 3 and 2.",
+    ),
+    "bias of integers": (
+        (Q, K, V, array(5, 9, dtype=np.int32)),
+        {},
+        "dot_product_attention[auto]: bias must have a floating dtype; got int32. Cast it with .astype.",
+    ),
+    "bias of key heads": (
+        (Q, K, V, array(2, 2, 5, 9)),
+        {},
+        "dot_product_attention[auto]: bias must be broadcastable to (B, N, T, S) = (2, 4, 5, 9); got (2, 2, 5, 9).",
+    ),
+    "mask of five dimensions": (
+        (Q, K, V),
+        dict(mask=array(1, 1, 1, 5, 9, dtype=bool)),
+        "dot_product_attention[auto]: mask must be broadcastable to (B, N, T, S) = (2, 4, 5, 9); got (1, 1, 1, 5, 9).",
+    ),
+    "additive mask": (
+        (Q, K, V),
+        dict(mask=array(5, 9)),
+        "dot_product_attention[auto]: mask must be bool, True where a query sees a key; got float32. "
+        "Pass an additive mask as bias, a 0/1 mask as mask.astype(bool).",
+    ),
+    "lengths that are no array": (
+        (Q, K, V),
+        dict(query_seq_lengths="all"),
+        "dot_product_attention[auto]: query_seq_lengths must be an array; got str.",
+    ),
+    "dtype of lengths": (
+        (Q, K, V),
+        dict(query_seq_lengths=array(2)),
+        "dot_product_attention[auto]: query_seq_lengths must be int32; got float32. Cast it with .astype(jnp.int32).",
+    ),
+    "shape of lengths": (
+        (Q, K, V),
+        dict(key_value_seq_lengths=array(3, dtype=np.int32)),
+        "dot_product_attention[auto]: key_value_seq_lengths must have shape (2,); got (3,).",
+    ),
+    "shape of segments": (
+        (Q, K, V),
+        dict(query_segment_ids=array(2, 9, dtype=np.int32)),
+        "dot_product_attention[auto]: query_segment_ids must have shape (2, 5); got (2, 9).",
+    ),
+    "shape of segments without batch": (
+        (Q[0], K[0], V[0]),
+        dict(query_segment_ids=array(1, 5, dtype=np.int32)),
+        "dot_product_attention[auto]: query_segment_ids must have shape (5,); got (1, 5).",
+    ),
+    "segments of queries alone": (
+        (Q, K, V),
+        dict(query_segment_ids=array(2, 5, dtype=np.int32)),
+        "dot_product_attention[auto]: query_segment_ids needs key_value_segment_ids too; got None.",
+    ),
+    "segments of keys alone": (
+        (Q, K, V),
+        dict(key_value_segment_ids=array(2, 9, dtype=np.int32)),
+        "dot_product_attention[auto]: key_value_segment_ids needs query_segment_ids too; got None.",
+    ),
+    "window": (
+        (Q, K, V),
+        dict(local_window_size=(1, 2, 3)),
+        "dot_product_attention[auto]: local_window_size must be an int or a pair (left, right) of ints >= 0 or None; "
+        "got (1, 2, 3).",
+    ),
+    "negative window": (
+        (Q, K, V),
+        dict(local_window_size=-1),
+        "dot_product_attention[auto]: local_window_size must be an int or a pair (left, right) of ints >= 0 or None; "
+        "got -1.",
+    ),
+    "soft cap of zero": (
+        (Q, K, V),
+        dict(logits_soft_cap=0.0),
+        "dot_product_attention[auto]: logits_soft_cap must be positive and finite; got 0.0. None turns it off.",
+    ),
+    "infinite soft cap": (
+        (Q, K, V),
+        dict(logits_soft_cap=float("inf")),
+        "dot_product_attention[auto]: logits_soft_cap must be positive and finite; got inf. None turns it off.",
+    ),
+    "scale": (
+        (Q, K, V),
+        dict(scale="small"),
+        "dot_product_attention[auto]: scale must be a number known at trace time; got 'small'.",
+    ),
+}
+
+CALLS: list[Any] = [
+    pytest.param(f, args, options, message, id=f"{f.__name__}-{name}")
+    for f, table in ((jk.matmul, MATMULS), (jk.dot_general, DOT_GENERALS), (jk.dot_product_attention, ATTENTIONS))
+    for name, (args, options, message) in table.items()
+]
+
+
+@pytest.mark.parametrize(("f", "args", "options", "message"), CALLS)
+def test_message(f, args, options, message):
+    """The call is only traced: nothing can have run."""
+    with raises_exactly(ValueError, message):
+        jax.eval_shape(lambda: f(*args, **options))
+
+
+def test_scale_must_not_be_traced():
+    loss = lambda scale: jnp.sum(jk.dot_product_attention(Q, K, V, scale=scale))
+    with pytest.raises(
+        ValueError, match=r"^dot_product_attention\[auto\]: scale must be a number known at trace time; got "
+    ):
+        jax.grad(loss)(0.5)
+
+
+def test_strict_promotion_is_kept():
+    with jax.numpy_dtype_promotion("strict"), pytest.raises(ValueError, match="a and b have no common dtype"):
+        jk.matmul(A, B.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: jax.jvp(lambda q: jax.jvp(f, (q,), (q,))[1], (Q,), (Q,)),
+        lambda f: jax.grad(lambda q: jnp.sum(jax.jvp(f, (q,), (q,))[1] ** 2))(Q),
+    ],
+    ids=["of the tangent, forward", "of the tangent, backward"],
+)
+def test_second_derivative_of_a_tangent_kernel(opaque, transform):
+    f = functools.partial(jk.dot_product_attention, key=K, value=V, backend=opaque)
+    message = (
+        'attention_tangent[opaque]: second derivatives are computed by XLA only. Use backend=None or backend="xla".'
+    )
+    with raises_exactly(NotImplementedError, message):
+        transform(f)
+
+
+def test_second_derivative_of_a_backward_kernel(opaque):
+    f = lambda q: jnp.sum(jk.dot_product_attention(q, K, V, backend=opaque) ** 2)
+    message = (
+        'attention_backward[opaque]: second derivatives are computed by XLA only. Use backend=None or backend="xla".'
+    )
+    with raises_exactly(NotImplementedError, message):
+        jax.jvp(jax.grad(f), (Q,), (Q,))

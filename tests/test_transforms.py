@@ -1,0 +1,429 @@
+"""Every transform of JAX over every operation, against the same transform of plain JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import random_array
+from numerics import assert_close, compile_quickly
+
+import jaxkernels as jk
+
+Arrays = tuple[np.ndarray, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function of arrays by this package, taking backend=, and the same by plain JAX."""
+
+    ours: Callable[..., Any]
+    reference: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def operands(self, seed: int = 0) -> Arrays:
+        rng = np.random.default_rng(seed)
+        return tuple(random_array(rng, shape, "float32") for shape in self.shapes)
+
+    def both(self, backend: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        return functools.partial(self.ours, backend=backend), self.reference
+
+
+def _fused(activation: str | None, function: Callable[..., Any]) -> Program:
+    return Program(
+        lambda a, b, bias, residual, backend: jk.matmul(
+            a, b, bias=bias, activation=activation, residual=residual, backend=backend
+        ),
+        lambda a, b, bias, residual: function(a @ b + bias) + residual,
+        shapes=((5, 7), (7, 3), (3,), (5, 3)),
+    )
+
+
+def _plain_lse(q: jax.Array, k: jax.Array) -> jax.Array:
+    logits = jnp.einsum("btnh,bsnh->btns", q, jnp.repeat(k, q.shape[2] // k.shape[2], axis=2))
+    return jax.nn.logsumexp(logits / np.sqrt(q.shape[3]).astype(np.float32), axis=-1)
+
+
+_NUMBERS = (((3, 1), (0, 2)), ((0,), (1,)))
+_QKV = ((2, 3, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8))
+_MASKS = dict(
+    is_causal=True,
+    local_window_size=(2, 1),
+    query_seq_lengths=np.int32([3, 2]),
+    key_value_seq_lengths=np.int32([4, 5]),
+)
+
+PROGRAMS = {
+    "product": Program(jk.matmul, jnp.matmul, shapes=((5, 7), (7, 3))),
+    "batch of products": Program(jk.matmul, jnp.matmul, shapes=((2, 5, 7), (2, 7, 3))),
+    "dot_general": Program(
+        lambda lhs, rhs, backend: jk.dot_general(lhs, rhs, _NUMBERS, backend=backend),
+        lambda lhs, rhs: jax.lax.dot_general(lhs, rhs, _NUMBERS),
+        shapes=((2, 4, 5, 3), (3, 2, 4, 6)),
+    ),
+    "bias": Program(
+        lambda a, b, bias, backend: jk.matmul(a, b, bias=bias, backend=backend),
+        lambda a, b, bias: a @ b + bias,
+        shapes=((5, 7), (7, 3), (3,)),
+    ),
+    "silu": Program(
+        lambda a, b, backend: jk.matmul(a, b, activation="silu", backend=backend),
+        lambda a, b: jax.nn.silu(a @ b),
+        shapes=((2, 5, 7), (7, 3)),
+    ),
+    "bias, residual": _fused(None, lambda x: x),
+    "bias, gelu, residual": _fused("gelu", jax.nn.gelu),
+    "attention": Program(jk.dot_product_attention, jax.nn.dot_product_attention, shapes=_QKV),
+    "attention, bias": Program(
+        functools.partial(jk.dot_product_attention, is_causal=True),
+        functools.partial(jax.nn.dot_product_attention, is_causal=True),
+        shapes=(*_QKV, (1, 4, 3, 5)),
+    ),
+    "attention, bias of each batch": Program(
+        jk.dot_product_attention, jax.nn.dot_product_attention, shapes=(*_QKV, (2, 1, 3, 1))
+    ),
+    "attention, masks": Program(
+        functools.partial(jk.dot_product_attention, **_MASKS),
+        functools.partial(jax.nn.dot_product_attention, **_MASKS),
+        shapes=_QKV,
+    ),
+    "attention, lse": Program(
+        functools.partial(jk.dot_product_attention, return_lse=True),
+        lambda q, k, v: (jax.nn.dot_product_attention(q, k, v), _plain_lse(q, k)),
+        shapes=_QKV,
+    ),
+}
+
+every_program = pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
+
+
+def some_programs(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("program", [PROGRAMS[name] for name in names], ids=names)
+
+
+def loss(f: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """A scalar whose derivatives of every order are there and differ in every entry."""
+    return lambda *xs: sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(f(*xs)))
+
+
+def assert_same(transform: Callable[[Callable[..., Any]], Any], *functions: Callable[..., Any]) -> None:
+    """`transform(ours)` equals `transform(reference)`; both from one compiled program."""
+    with jax.enable_checks(True):  # Also the types of what the rules return are checked.
+        ours, reference = compile_quickly(lambda: tuple(transform(f) for f in functions))()
+    assert_close(ours, reference)
+
+
+def all_args(xs: Arrays) -> tuple[int, ...]:
+    return tuple(range(len(xs)))
+
+
+# Derivatives.
+
+
+@every_program
+def test_first_derivatives(backend, program):
+    xs, dxs = program.operands(0), program.operands(1)
+
+    def derivatives(f):
+        out, pull = jax.vjp(f, *xs)
+        _, push = jax.linearize(f, *xs)
+        only_first = jax.jvp(lambda x: f(x, *xs[1:]), xs[:1], dxs[:1])
+        only_last = jax.grad(lambda x: loss(f)(*xs[:-1], x))(xs[-1])
+        return out, pull(out), push(*dxs), jax.jvp(f, xs, dxs), only_first, only_last
+
+    assert_same(derivatives, *program.both(backend))
+
+
+@every_program
+def test_second_derivatives(program):
+    xs, dxs, ddxs = (program.operands(seed) for seed in range(3))
+
+    def derivatives(f):
+        grad = jax.grad(loss(f), all_args(xs))
+        push = lambda *xs: jax.jvp(loss(f), xs, dxs)[1]
+        return (
+            jax.jvp(grad, xs, dxs),
+            jax.grad(lambda *xs: loss(grad)(*xs), all_args(xs))(*xs),
+            jax.jvp(push, xs, ddxs),
+            jax.grad(push, all_args(xs))(*xs),
+        )
+
+    assert_same(derivatives, *program.both("xla"))
+
+
+@some_programs("product", "dot_general", "bias, gelu, residual")
+def test_second_derivatives_on_a_kernel_backend(opaque, program):
+    xs, dxs = program.operands(0), program.operands(1)
+    assert_same(lambda f: jax.jvp(jax.grad(loss(f), all_args(xs)), xs, dxs), *program.both(opaque))
+
+
+def test_third_derivatives():
+    program = PROGRAMS["bias, gelu, residual"]
+    xs, dxs = program.operands(0), program.operands(1)
+
+    def third(f):
+        hvp = lambda *xs: jax.jvp(jax.grad(loss(f), all_args(xs)), xs, dxs)[1]
+        return jax.jvp(hvp, xs, dxs)[1]
+
+    assert_same(third, *program.both("xla"))
+
+
+@some_programs("product", "bias, gelu, residual", "attention, bias")
+def test_jacobians(program):
+    """Of forward mode, which asks the batching rules also where no operand is mapped."""
+    xs = program.operands()
+
+    def jacobians(f):
+        argnums = 0, len(xs) - 1
+        return jax.jacfwd(f, argnums)(*xs), jax.jacrev(f, argnums)(*xs), jax.hessian(loss(f), argnums)(*xs)
+
+    assert_same(jacobians, *program.both("xla"))
+
+
+@some_programs("product", "batch of products", "dot_general")
+def test_linear_transpose(backend, program):
+    a, b = program.operands()
+
+    def transposes(f):
+        of_a, of_b = jax.linear_transpose(lambda a: f(a, b), a), jax.linear_transpose(lambda b: f(a, b), b)
+        return of_a(f(a, b)), of_b(f(a, b))
+
+    assert_same(transposes, *program.both(backend))
+
+
+# vmap.
+
+
+def mapped_in_all_ways(num: int) -> list[tuple[bool, ...]]:
+    return [mapped for mapped in itertools.product([True, False], repeat=num) if any(mapped)]
+
+
+def stack(x: np.ndarray, seed: int, axis: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return np.stack([x, -x, x + random_array(rng, x.shape, "float32")], axis=axis)
+
+
+@every_program
+def test_vmap_of_every_combination_of_operands(opaque, program):
+    """Values and gradients, with the mapped axis first, last, or in the middle."""
+    xs = program.operands()
+
+    def mapped_gradients(f):
+        results = []
+        for n, mapped in enumerate(mapped_in_all_ways(len(xs))):
+            axes = tuple(
+                (n + i) % (x.ndim + 1) if is_mapped else None for i, (x, is_mapped) in enumerate(zip(xs, mapped))
+            )
+            stacked = [x if axis is None else stack(x, i, axis) for i, (x, axis) in enumerate(zip(xs, axes))]
+            results.append(jax.vmap(f, axes, out_axes=1)(*stacked))
+            results.append(jax.vmap(jax.grad(loss(f), all_args(xs)), axes)(*stacked))
+        return results
+
+    assert_same(mapped_gradients, *program.both(opaque))
+
+
+@every_program
+def test_vmap_of_primals_and_tangents_apart(program):
+    """As jacfwd does it: the tangents mapped over unmapped primals, and the other way round."""
+    xs, dxs = program.operands(0), program.operands(1)
+
+    def tangents(f):
+        push = lambda xs, dxs: jax.jvp(f, xs, dxs)[1]
+        results = []
+        for i in all_args(xs):
+            axes = tuple(0 if j == i else None for j in all_args(xs))
+            stacked_xs, stacked_dxs = ((*x[:i], stack(x[i], i, 0), *x[i + 1 :]) for x in (xs, dxs))
+            results.append(jax.vmap(push, (None, axes))(xs, stacked_dxs))
+            results.append(jax.vmap(push, (axes, None))(stacked_xs, dxs))
+        return results
+
+    assert_same(tangents, *program.both("xla"))
+
+
+@every_program
+def test_vmap_of_cotangents_alone(program):
+    """As jacrev does it."""
+    xs = program.operands()
+
+    def gradients(f):
+        out, pull = jax.vjp(f, *xs)
+        cts = jax.tree.map(lambda x: jnp.stack([x, 2 * x, x + 1]), out)
+        return jax.vmap(pull)(cts)
+
+    assert_same(gradients, *program.both("xla"))
+
+
+@every_program
+def test_vmap_of_vmap(opaque, program):
+    """The first operand mapped twice, the last once."""
+    xs = program.operands()
+    twice, once = stack(stack(xs[0], 0, 0), 1, 0), stack(xs[-1], 2, 0)
+    none = (None,) * (len(xs) - 2)
+
+    def mapped(f):
+        inner = jax.vmap(jax.grad(loss(f), all_args(xs)), (0, *none, None))
+        return jax.vmap(inner, (0, *none, 0))(twice, *xs[1:-1], once)
+
+    assert_same(mapped, *program.both(opaque))
+
+
+@pytest.mark.parametrize("name", ["query_seq_lengths", "query_segment_ids", "mask"])
+def test_vmap_of_masks(name):
+    rng = np.random.default_rng(0)
+    q, k, v = PROGRAMS["attention"].operands()
+    if name == "query_seq_lengths":
+        mapped = {name: np.int32([[3, 2], [0, 1], [2, 3]]), "key_value_seq_lengths": np.int32([[4, 5], [1, 2], [5, 0]])}
+    elif name == "query_segment_ids":
+        mapped = {
+            name: rng.integers(0, 2, (3, 2, 3), np.int32),
+            "key_value_segment_ids": rng.integers(0, 2, (3, 2, 5), np.int32),
+        }
+    else:
+        mapped = {name: rng.random((3, 1, 4, 3, 5)) < 0.7}
+    grad = jax.grad(lambda xs, masks: jnp.sum(jnp.sin(jk.dot_product_attention(*xs, **masks))))
+
+    def one_by_one(xs, masks):
+        each = [grad(xs, {name: mask[i] for name, mask in masks.items()}) for i in range(3)]
+        return jax.tree.map(lambda *grads: jnp.stack(grads), *each)
+
+    assert_close(
+        *compile_quickly(lambda: (jax.vmap(grad, (None, 0))((q, k, v), mapped), one_by_one((q, k, v), mapped)))()
+    )
+
+
+def test_vmap_with_an_axis_name():
+    """A collective over the mapped axis inside the function."""
+    a, b = stack(PROGRAMS["product"].operands()[0], 0, 0), PROGRAMS["product"].operands()[1]
+    mean = lambda f: jax.vmap(lambda a: jax.lax.pmean(f(a, b), "i"), axis_name="i")(a)
+    assert_same(mean, *PROGRAMS["product"].both("xla"))
+
+
+# Control flow and remat.
+
+
+def layer(f: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A residual block of a scan, from the activations and one weight."""
+    if name == "attention":
+        return lambda h, w: h + f(jnp.sin(h * w), h, h)
+    return lambda h, w: jnp.sin(h + f(h, w))
+
+
+BLOCKS = {
+    "product": Program(jk.matmul, jnp.matmul, shapes=((4, 6), (3, 6, 6))),
+    "silu": Program(
+        lambda a, b, backend: jk.matmul(a, b, activation="silu", backend=backend),
+        lambda a, b: jax.nn.silu(a @ b),
+        shapes=((4, 6), (3, 6, 6)),
+    ),
+    "attention": Program(
+        functools.partial(jk.dot_product_attention, is_causal=True),
+        functools.partial(jax.nn.dot_product_attention, is_causal=True),
+        shapes=((2, 3, 2, 4), (3, 2, 3, 2, 4)),
+    ),
+}
+
+POLICIES = {
+    "no checkpoint": None,
+    "save nothing": jax.checkpoint_policies.nothing_saveable,
+    "save everything": jax.checkpoint_policies.everything_saveable,
+    "save our results": lambda primitive, *_, **__: primitive.name.startswith("jk_"),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_scan_over_layers(opaque, name, policy):
+    """The gradient of a scan, its body under jax.checkpoint or not, and the scan of a tangent."""
+    h, ws = BLOCKS[name].operands(0)
+    dh, dws = BLOCKS[name].operands(1)
+
+    def derivatives(f):
+        body = layer(f, name)
+        body = jax.checkpoint(body, policy=policy, prevent_cse=False) if policy else body
+        scan = lambda h, ws: jax.lax.scan(lambda h, w: (body(h, w), None), h, ws)[0]
+        results = [jax.grad(loss(scan), (0, 1))(h, ws)]
+        return results if policy else [*results, jax.jvp(scan, (h, ws), (dh, dws))]
+
+    assert_same(derivatives, *BLOCKS[name].both(opaque))
+
+
+@some_programs("product", "bias, gelu, residual", "attention, bias")
+def test_cond_loop_and_custom_derivatives_around_it(program):
+    xs = program.operands()
+
+    def programs(f):
+        chosen = lambda flag, *xs: jax.lax.cond(flag, loss(f), lambda *xs: jnp.sum(xs[0]), *xs)
+        grads = [jax.grad(chosen, tuple(i + 1 for i in all_args(xs)))(flag, *xs) for flag in (True, False)]
+        looped = jax.lax.fori_loop(0, 3, lambda i, total: total + loss(f)(*xs) * i, 0.0)
+        doubled = jax.custom_vjp(lambda *xs: f(*xs))
+        doubled.defvjp(lambda *xs: (f(*xs), xs), lambda xs, ct: jax.tree.map(lambda g: 2 * g, jax.vjp(f, *xs)[1](ct)))
+        return grads, looped, jax.grad(loss(doubled), all_args(xs))(*xs)
+
+    assert_same(programs, *program.both("xla"))
+
+
+def primitives_of(f: Callable[..., Any], *xs: Any) -> dict[str, int]:
+    """How often each of our primitives is in the program of f, inner programs included."""
+    text = str(jax.make_jaxpr(f)(*xs).pretty_print(use_color=False, name_stack=False))
+    names = "jk_matmul", "jk_dot_general", "jk_attention_forward", "jk_attention_backward"
+    return {name: count for name in names if (count := text.count(f" {name}["))}
+
+
+def kept(f: Callable[..., Any], *xs: np.ndarray) -> list[tuple[int, ...]]:
+    """Shapes of what the forward pass keeps for the backward one."""
+    return sorted(leaf.shape for leaf in jax.tree.leaves(jax.vjp(f, *xs)[1]))
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_erf"])
+def test_fused_product_keeps_its_operands_and_the_preactivation(activation):
+    a, b, bias, residual = PROGRAMS["bias, gelu, residual"].operands()
+    f = lambda a, b, bias, residual: jk.matmul(a, b, bias=bias, activation=activation, residual=residual)
+    assert kept(f, a, b, bias, residual) == sorted([a.shape, b.shape, residual.shape])
+    assert kept(lambda a, b: jk.matmul(a, b), a, b) == sorted([a.shape, b.shape])
+
+
+def test_attention_keeps_its_operands_output_and_lse():
+    q, k, v = PROGRAMS["attention"].operands()
+    assert kept(jk.dot_product_attention, q, k, v) == sorted([q.shape, k.shape, v.shape, q.shape, q.shape[:3]])
+
+
+def test_checkpoint_keeps_what_its_policy_says():
+    """One fused product: recomputed in the backward pass, or only its results kept."""
+    a, b, *_ = PROGRAMS["bias, gelu, residual"].operands()
+    f = lambda a, b: jnp.sum(jk.matmul(a, b, activation="gelu"))
+    gradient = lambda policy: jax.grad(jax.checkpoint(f, policy=policy), (0, 1))
+    assert primitives_of(jax.grad(f, (0, 1)), a, b) == dict(jk_matmul=1, jk_dot_general=2)
+    saved = gradient(POLICIES["save our results"])
+    assert primitives_of(saved, a, b) == dict(jk_matmul=1, jk_dot_general=2)
+    recomputed = gradient(POLICIES["save nothing"])
+    assert primitives_of(recomputed, a, b) == dict(jk_matmul=2, jk_dot_general=2)
+
+
+def test_gradient_of_attention_is_one_forward_and_one_backward_kernel():
+    q, k, v = PROGRAMS["attention"].operands()
+    gradient = jax.grad(loss(jk.dot_product_attention), (0, 1, 2))
+    assert primitives_of(gradient, q, k, v) == dict(jk_attention_forward=1, jk_attention_backward=1)
+
+
+# Other ways in.
+
+
+@some_programs("bias, gelu, residual", "attention, bias")
+def test_no_tracer_leaks(opaque, program):
+    with jax.checking_leaks():
+        compile_quickly(jax.vmap(jax.grad(loss(program.both(opaque)[0]))))(*(x[None] for x in program.operands()))
+
+
+@some_programs("product", "bias, gelu, residual")
+def test_eager_evaluation_equals_jit(backend, program):
+    f, _ = program.both(backend)
+    xs = program.operands()
+    assert_close(f(*xs), jax.jit(f)(*xs))
+    assert_close(jax.grad(loss(f))(*xs), jax.jit(jax.grad(loss(f)))(*xs))
