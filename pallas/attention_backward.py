@@ -266,8 +266,6 @@ def _dkv_kernel(
             s = _product(shape, k_smem, q_smem.transpose((1, 0)))
             s = mask(s, spec, (first + q_idx) * block_q + offset, keys[1].start, keys_in_rows=True)
             lse, delta = plgpu.load(lse_smem, layout=COLUMNS), plgpu.load(delta_smem, layout=COLUMNS)
-            # The producer refills the slot through the async proxy: it must come after these reads.
-            plgpu.commit_smem()
             p = jnp.exp2(s * (spec.scale * _LOG2E) - lax.broadcast_in_dim(lse, shape, [1]))
 
             def add_dv(dv: jax.Array) -> jax.Array:

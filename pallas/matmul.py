@@ -291,6 +291,10 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
     no_batch = () if g.batch is None else (zero,)
     allocations = pipeline(lambda *_: None, lambda *_: None, zero, zero, no_batch).get_allocations(lhs_gmem, rhs_gmem)
 
+    drained_barrier = plgpu.Barrier
+    if config.cluster:  # The neighbour's producer writes our slots too.
+        drained_barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
+
     @functools.partial(
         pl.run_scoped,
         allocations=allocations,
@@ -298,9 +302,10 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
             (_NUM_CONSUMERS, _NUM_STORE_SLOTS, _STORE_M, store_n), out_dtype, transforms=_swizzled(store_n, out_dtype)
         ),
         residual_full=None if residual_gmem is None else plgpu.Barrier(num_barriers=_NUM_CONSUMERS * _NUM_STORE_SLOTS),
+        drained=None if not config.delay_release else drained_barrier(num_arrivals=_NUM_CONSUMERS),
         collective_axes="warpgroup",
     )
-    def _persistent(allocations: Any, out_smem: Any, residual_full: Any) -> None:
+    def _persistent(allocations: Any, out_smem: Any, residual_full: Any, drained: Any) -> None:
         consumer = lax.axis_index("warpgroup")
         cta = lax.axis_index("cluster")
 
@@ -336,6 +341,8 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
                 def _scope(acc_ref: Any) -> None:
                     run_pipeline(acc_ref)
                     acc = acc_ref[...]
+                    if config.delay_release:
+                        plgpu.barrier_arrive(drained)
                     store(acc)
 
             def store(acc: Any) -> None:
@@ -347,17 +354,19 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
                     piece = acc[i * _STORE_M : (i + 1) * _STORE_M, j * store_n : (j + 1) * store_n]
                     rows, columns = pl.ds(row + i * _STORE_M, _STORE_M), pl.ds(column + j * store_n, store_n)
                     target = (*batch, rows, columns)
+                    # Mosaic drops a dimension of one tile from the copy, and with it the index that lies outside.
+                    is_inside = columns.start < store_n if out_gmem.shape[-1] == store_n else None
                     if bias_gmem is not None:
                         bias = plgpu.load(bias_gmem.at[columns], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
                         piece = piece + lax.broadcast_in_dim(bias, piece.shape, [1])
                     if preactivation_gmem:
-                        send(piece, next(slots), preactivation_gmem[0].at[target])
+                        send(piece, next(slots), preactivation_gmem[0].at[target], is_inside)
                     if spec.activation is not None:
                         piece = _ACTIVATIONS[spec.activation](piece)
                     residual = None if residual_gmem is None else residual_gmem.at[target]
-                    send(piece, next(slots), out_gmem.at[target], residual)
+                    send(piece, next(slots), out_gmem.at[target], is_inside, residual)
 
-            def send(piece: Any, slot: int, target: Any, residual: Any = None) -> None:
+            def send(piece: Any, slot: int, target: Any, is_inside: Any, residual: Any = None) -> None:
                 # The slot was last read by the store before the previous one.
                 plgpu.wait_smem_to_gmem(_NUM_STORE_SLOTS - 1, wait_read_only=True)
                 staging = out_smem.at[consumer, slot]
@@ -368,8 +377,13 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
                     piece = piece + staging[...].astype(jnp.float32)
                 staging[...] = piece.astype(out_dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(staging, target)
+                plgpu.copy_smem_to_gmem(staging, target, is_inside)
 
+            if config.delay_release:
+                # A pipeline that releases late never releases its last slots: the next tile must not fill them
+                # before the products that read them are done.
+                is_producer = consumer == _NUM_CONSUMERS
+                pl.when(jnp.logical_and(is_producer, loop_info.local_index > 0))(lambda: plgpu.barrier_wait(drained))
             pipeline(multiply, consume, m_idx, n_idx, batch)(lhs_gmem, rhs_gmem, allocations=allocations)
 
     # The staging buffers must outlive the last stores' reads.

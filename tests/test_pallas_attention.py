@@ -1,0 +1,252 @@
+"""The Pallas attention kernels, interpreted on the CPU under the race detector: masks, edges, heads, schedules."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import random_array
+from interpret import RaceError, interpret
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from numerics import assert_accurate
+
+from jaxkernels import hardware
+from jaxkernels.pallas import attention_backward, attention_forward
+from jaxkernels.specs import ArrayType, AttentionSpec
+from jaxkernels.xla import attention_backward as xla_backward
+from jaxkernels.xla import attention_forward as xla_forward
+
+_SMALL_GPU = dataclasses.replace(hardware.lookup("NVIDIA H200"), num_sms=2)
+_FORWARD = attention_forward.Config(block_kv=64)
+_BACKWARD = attention_backward.Config()
+
+
+def make_spec(
+    queries: int,
+    keys: int,
+    *,
+    heads: tuple[int, int] = (2, 1),
+    dims: tuple[int, int] = (64, 64),
+    batch: int = 1,
+    dtype: str = "bfloat16",
+    **rules: Any,
+) -> AttentionSpec:
+    array = lambda *shape: ArrayType((batch, *shape), jnp.dtype(dtype))
+    return AttentionSpec(
+        q=array(queries, heads[0], dims[0]),
+        k=array(keys, heads[1], dims[0]),
+        v=array(keys, heads[1], dims[1]),
+        scale=dims[0] ** -0.5,
+        target=_SMALL_GPU,
+        **rules,
+    )
+
+
+def widened(spec: AttentionSpec) -> AttentionSpec:
+    wide = lambda array: dataclasses.replace(array, dtype=jnp.dtype(jnp.float64))
+    return dataclasses.replace(spec, q=wide(spec.q), k=wide(spec.k), v=wide(spec.v))
+
+
+def check(
+    spec: AttentionSpec,
+    forward: attention_forward.Config = _FORWARD,
+    backward: attention_backward.Config = _BACKWARD,
+    *,
+    offset: int | None = None,
+    scale_queries: float = 1.0,
+) -> None:
+    """Runs both passes interpreted and holds out, lse, dq, dk and dv to the error rule."""
+    assert attention_forward.unsupported(spec) is None
+    rng = np.random.default_rng(0)
+    q, k, v = (random_array(rng, x.shape, x.dtype) for x in (spec.q, spec.k, spec.v))
+    q = (q * scale_queries).astype(q.dtype)
+    rows = spec.q.shape[:3]
+    dout, dlse = random_array(rng, (*rows, spec.v.shape[3]), spec.q.dtype), random_array(rng, rows, "float32")
+    extras = () if offset is None else (jnp.int32(offset),)
+
+    def both(run_forward: Any, run_backward: Any, *operands: jax.Array) -> dict[str, np.ndarray]:
+        q, k, v, dout, dlse = operands
+        out, lse = run_forward(q, k, v, *extras)
+        grads = run_backward(q, k, v, *extras, out, lse, dout, dlse)
+        return {name: np.asarray(x) for name, x in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads))}
+
+    def plain(spec: AttentionSpec, operands: list[jax.Array]) -> dict[str, np.ndarray]:
+        return both(
+            lambda *xs: xla_forward.run(spec, xla_forward.Config(), *xs),
+            lambda *xs: xla_backward.run(spec, xla_backward.Config(), *xs),
+            *operands,
+        )
+
+    operands = [q, k, v, dout, dlse]
+    with interpret():
+        actual = both(
+            lambda *xs: attention_forward.run(spec, forward, *xs),
+            lambda *xs: attention_backward.run(spec, backward, *xs),
+            *map(jnp.asarray, operands),
+        )
+    expected = plain(spec, [jnp.asarray(x) for x in operands])
+    with jax.enable_x64(True):
+        exact = plain(widened(spec), [jnp.asarray(x.astype(np.float64)) for x in operands])
+    assert_accurate(actual, expected, exact)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("lengths", [(128, 128), (136, 200), (200, 136), (1, 130), (63, 65)], ids=str)
+def test_lengths(lengths: tuple[int, int], causal: bool) -> None:
+    check(make_spec(*lengths, causal=causal))
+
+
+def test_one_key_and_one_query() -> None:
+    check(make_spec(1, 1))
+    check(make_spec(130, 1, causal=True))
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1), (4, 2)], ids=str)
+def test_grouped_heads(heads: tuple[int, int]) -> None:
+    check(make_spec(72, 72, heads=heads, batch=2, causal=True))
+
+
+@pytest.mark.parametrize("dims", [(16, 16), (80, 80), (128, 128), (64, 128), (128, 64)], ids=str)
+def test_head_dimensions(dims: tuple[int, int]) -> None:
+    check(make_spec(72, 136, dims=dims, causal=True))
+
+
+@pytest.mark.parametrize("dims", [(192, 192), (192, 128), (256, 256)], ids=str)
+def test_wide_heads_split_the_outputs_between_the_consumers(dims: tuple[int, int]) -> None:
+    spec = make_spec(136, 72, dims=dims, causal=True)
+    config = attention_backward.default_config(spec)
+    assert config.split_outputs
+    check(spec, backward=config)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dtypes(dtype: str) -> None:
+    check(make_spec(136, 136, dtype=dtype, causal=True))
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        attention_forward.Config(block_kv=128, num_stages=1),
+        attention_forward.Config(block_kv=64, num_stages=3),
+        attention_forward.Config(block_q=128, block_kv=64),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_forward_schedules(forward: attention_forward.Config, causal: bool) -> None:
+    check(make_spec(200, 264, causal=causal), forward=forward)
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        attention_backward.Config(dq_block_kv=128, dq_num_stages=1, dkv_block_q=128, dkv_num_stages=1),
+        attention_backward.Config(dq_num_stages=3, dkv_num_stages=3),
+        attention_backward.Config(split_outputs=True),
+    ],
+    ids=["one stage", "three stages", "split"],
+)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_backward_schedules(backward: attention_backward.Config, causal: bool) -> None:
+    check(make_spec(200, 264, causal=causal), backward=backward)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 70, 300])
+def test_a_shard_of_the_queries_counts_from_its_place(offset: int) -> None:
+    check(make_spec(72, 200, causal=True, query_offset=True), offset=offset)
+
+
+def test_large_logits() -> None:
+    """Logits of some hundreds: the running maximum keeps every exponential in range."""
+    check(make_spec(72, 136, causal=True), scale_queries=200.0)
+
+
+def test_same_inputs_give_the_same_bits() -> None:
+    spec = make_spec(72, 136, causal=True)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(random_array(rng, x.shape, x.dtype)) for x in (spec.q, spec.k, spec.v))
+    bits = set()
+    for _ in range(2):
+        with interpret():
+            out, lse = attention_forward.run(spec, _FORWARD, q, k, v)
+            grads = attention_backward.run(spec, _BACKWARD, q, k, v, out, lse, out, lse)
+        bits.add(b"".join(np.asarray(x).tobytes() for x in (out, lse, *grads)))
+    assert len(bits) == 1
+
+
+@pytest.mark.parametrize(
+    ("missing", "config"),
+    [
+        ("commit_smem", _BACKWARD),
+        ("commit_smem", dataclasses.replace(_BACKWARD, split_outputs=True)),
+        ("wait_smem_to_gmem", _BACKWARD),
+    ],
+    ids=["commit", "commit, split", "final wait"],
+)
+def test_a_missing_fence_is_noticed(
+    missing: str, config: attention_backward.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = make_spec(264, 264, causal=True)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(random_array(rng, x.shape, x.dtype)) for x in (spec.q, spec.k, spec.v))
+    out, lse = xla_forward.run(spec, xla_forward.Config(), q, k, v)
+    monkeypatch.setattr(plgpu, missing, lambda *args, **kwargs: None)
+    unfinished = (RaceError, ValueError)  # ValueError: the kernel ended with stores in flight.
+    with pytest.raises(unfinished, match=r"is not ordered|Not all copy_smem_to_gmem"), interpret():
+        attention_backward.run(spec, config, q, k, v, out, lse, out, lse)
+
+
+@pytest.mark.parametrize(
+    ("rules", "reason"),
+    [
+        (dict(window=(3, 0)), "does not handle a local window yet"),
+        (dict(soft_cap=3.0, key_lengths=True), "does not handle a soft cap, sequence lengths yet"),
+        (dict(segments=True), "does not handle segment ids yet"),
+        (dict(bias=ArrayType((1, 2, 8, 8), jnp.dtype("float32"))), "does not handle a bias yet"),
+        (dict(mask=ArrayType((1, 1, 8, 8), jnp.dtype("bool"))), "does not handle a dense mask yet"),
+        (dict(dtype="float32"), "takes bfloat16 or float16, not float32"),
+        (dict(dims=(288, 64)), "handles head dimensions up to 256, got 288 and 64"),
+    ],
+    ids=["window", "cap and lengths", "segments", "bias", "mask", "float32", "wide"],
+)
+def test_refusals(rules: dict[str, Any], reason: str) -> None:
+    spec = make_spec(8, 8, **rules)
+    assert attention_forward.unsupported(spec) == reason
+    assert attention_backward.unsupported(spec) == reason
+
+
+def test_refuses_what_has_no_kernel_shape() -> None:
+    spec = make_spec(8, 8)
+    assert attention_forward.unsupported(dataclasses.replace(spec, scale=-1.0)) == "needs a positive scale, got -1.0"
+    assert attention_forward.unsupported(make_spec(0, 8)) == "has no work in an empty attention"
+    ampere = dataclasses.replace(spec, target=hardware.lookup("NVIDIA A100-SXM4-80GB"))
+    assert attention_forward.unsupported(ampere) == (
+        "needs a GPU of compute capability 9.0 (Hopper), the target is NVIDIA A100-SXM4-80GB (compute capability 8.0)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: attention_forward.Config(block_kv=32),
+            "attention_forward[pallas]: block_q and block_kv must be multiples of 64 and num_stages at least 1; "
+            "got Config(block_q=64, block_kv=32, num_stages=2).",
+        ),
+        (
+            lambda: attention_backward.Config(dq_num_stages=0),
+            "attention_backward[pallas]: block sizes must be multiples of 64 and stages at least 1; got "
+            "Config(dq_block_kv=64, dq_num_stages=0, dkv_block_q=64, dkv_num_stages=2, split_outputs=False).",
+        ),
+    ],
+    ids=["forward", "backward"],
+)
+def test_configs_refuse_what_cannot_run(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make()

@@ -1,0 +1,145 @@
+"""Every Pallas kernel and every configuration it can choose lowers for a Hopper GPU, on a machine without one.
+
+Lowering checks what interpret mode cannot: layouts in registers, the tiling and alignment TMA asks for, the
+size of shared memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import ATTENTION_CASES, MATMUL_CASES, AttentionCase, MatmulCase
+
+from jaxkernels import dispatch, hardware
+from jaxkernels.pallas import attention_backward, attention_forward, matmul
+from jaxkernels.specs import ArrayType, AttentionSpec, MatmulSpec
+
+_H200 = hardware.lookup("NVIDIA H200")
+
+
+def lower(f: Callable[..., Any], *operands: Any) -> str:
+    """The StableHLO of `f` for CUDA."""
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
+    return jax.jit(f).trace(*structs).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def structs(*types: ArrayType) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
+
+
+def chosen(f: Callable[..., Any], *operands: Any) -> list[tuple[str, str]]:
+    """(operation, backend) of each kernel in `f` lowered for CUDA."""
+    with dispatch.recording() as choices:
+        lower(f, *operands)
+    return [(choice.op, choice.backend) for choice in choices]
+
+
+def gradients(case: Any) -> Callable[..., Any]:
+    """Results and gradients of a case, as one function of its operands and cotangents."""
+
+    def f(operands: dict[str, Any], cotangents: Any) -> Any:
+        moving = {name for name, x in operands.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        fixed = {name: x for name, x in operands.items() if name not in moving}
+        out, pull = jax.vjp(lambda xs: case.run(fixed | xs), {name: operands[name] for name in moving})
+        return out, pull(cotangents)
+
+    return f
+
+
+def _cases(table: tuple[Any, ...]) -> list[Any]:
+    return [pytest.param(case, id=case.id) for case in table]
+
+
+@pytest.mark.parametrize("case", _cases(MATMUL_CASES))
+def test_matmul_cases_lower(case: MatmulCase) -> None:
+    def expected(*dtypes: str) -> str:
+        return "pallas" if set(dtypes) in ({"bfloat16"}, {"float16"}, {"bfloat16", "float32"}) else "xla"
+
+    # The product itself, and its cotangent with either operand.
+    backends = {expected(case.dtype), expected(case.dtype, case.out_dtype or case.dtype)}
+    assert {backend for _, backend in chosen(gradients(case), case.operands(), case.cotangents())} == backends
+
+
+def _supported(case: AttentionCase) -> bool:
+    features = (case.window, case.soft_cap, case.bias, case.mask)
+    flags = (case.query_lengths, case.key_lengths, case.segments, case.dtype == "float32")
+    return not any(flags) and all(feature is None for feature in features)
+
+
+@pytest.mark.parametrize("case", _cases(ATTENTION_CASES))
+def test_attention_cases_lower(case: AttentionCase) -> None:
+    backend = "pallas" if _supported(case) else "xla"
+    expected = [("attention_forward", backend), ("attention_backward", backend)]
+    assert chosen(gradients(case), case.operands(), case.cotangents()) == expected
+
+
+def lower_matmul(config: matmul.Config, layouts: str = "mk.kn", *, epilogue: bool = False, out: str) -> None:
+    lhs_layout, rhs_layout = layouts.split(".")
+    sizes = dict(m=512, n=768, k=1024)
+    array = lambda *shape: ArrayType(shape, jnp.dtype(jnp.bfloat16))
+    spec = MatmulSpec(
+        lhs=array(*(sizes[axis] for axis in lhs_layout)),
+        rhs=array(*(sizes[axis] for axis in rhs_layout)),
+        dimension_numbers=(((lhs_layout.index("k"),), (rhs_layout.index("k"),)), ((), ())),
+        out_dtype=jnp.dtype(out),
+        target=_H200,
+        bias=array(sizes["n"]) if epilogue else None,
+        activation="gelu" if epilogue else None,
+        residual=array(sizes["m"], sizes["n"]) if epilogue else None,
+        save_preactivation=epilogue,
+    )
+    operands = structs(*(t for t in (spec.lhs, spec.rhs, spec.bias, spec.residual) if t is not None))
+    lower(functools.partial(matmul.run, spec, config), *operands)
+
+
+_CANDIDATES = [pytest.param(c, id=f"{c.block_m}x{c.block_n}") for c in matmul._CANDIDATES]
+
+
+@pytest.mark.parametrize("config", _CANDIDATES)
+@pytest.mark.parametrize("layouts", ["mk.kn", "mk.nk", "km.kn", "km.nk"])
+def test_every_candidate_lowers_for_every_layout(config: matmul.Config, layouts: str) -> None:
+    lower_matmul(config, layouts, out="bfloat16")
+
+
+@pytest.mark.parametrize("config", _CANDIDATES)
+@pytest.mark.parametrize("out", ["bfloat16", "float32"])
+def test_every_candidate_lowers_with_an_epilogue(config: matmul.Config, out: str) -> None:
+    lower_matmul(config, epilogue=True, out=out)
+
+
+@pytest.mark.parametrize("config", _CANDIDATES)
+@pytest.mark.parametrize("schedule", [dict(delay_release=1, cluster="m"), dict(cluster="n", minor="n")], ids=str)
+def test_every_candidate_lowers_with_clusters(config: matmul.Config, schedule: dict[str, Any]) -> None:
+    lower_matmul(dataclasses.replace(config, **schedule), "km.nk", out="bfloat16")
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_attention_default_lowers(head_dims: tuple[int, int], dtype: str) -> None:
+    head_dim, value_dim = head_dims
+    array = lambda *shape: ArrayType(shape, jnp.dtype(dtype))
+    for causal, offset in itertools.product((False, True), (False, True)):
+        spec = AttentionSpec(
+            q=array(2, 2040, 8, head_dim),
+            k=array(2, 2001, 4, head_dim),
+            v=array(2, 2001, 4, value_dim),
+            scale=head_dim**-0.5,
+            target=_H200,
+            causal=causal,
+            query_offset=offset,
+        )
+        extras = [jax.ShapeDtypeStruct((), jnp.int32)] * offset
+        rows = jax.ShapeDtypeStruct(spec.q.shape[:3], jnp.float32)
+        (out,) = structs(array(*spec.q.shape[:3], value_dim))
+        qkv = structs(spec.q, spec.k, spec.v)
+        forward = functools.partial(attention_forward.run, spec, attention_forward.default_config(spec))
+        lower(forward, *qkv, *extras)
+        backward = functools.partial(attention_backward.run, spec, attention_backward.default_config(spec))
+        lower(backward, *qkv, *extras, out, rows, out, rows)

@@ -1,0 +1,239 @@
+"""The Pallas matmul kernel, interpreted on the CPU under the race detector: every schedule, edges, epilogues."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import random_array
+from interpret import RaceError, interpret
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from numerics import assert_accurate
+
+from jaxkernels import hardware
+from jaxkernels.pallas import matmul
+from jaxkernels.specs import ArrayType, MatmulSpec
+from jaxkernels.xla import matmul as xla_matmul
+
+#: A Hopper GPU of two SMs, so that a handful of small tiles makes a CTA walk several.
+_SMALL_GPU = dataclasses.replace(hardware.lookup("NVIDIA H200"), num_sms=2)
+_SMALL_TILE = matmul.Config(block_m=64, block_n=128, num_stages=2)
+
+
+def make_spec(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    layouts: str = "mk.kn",
+    batch: int | None = None,
+    dtypes: tuple[str, str] = ("bfloat16", "bfloat16"),
+    out_dtype: str = "bfloat16",
+    bias: bool = False,
+    residual: bool = False,
+    **epilogue: Any,
+) -> MatmulSpec:
+    lhs_layout, rhs_layout = layouts.split(".")
+    sizes = dict(m=m, n=n, k=k)
+    lead = () if batch is None else (batch,)
+    array = lambda dtype, *shape: ArrayType((*lead, *shape), jnp.dtype(dtype))
+    contracting = (len(lead) + lhs_layout.index("k"),), (len(lead) + rhs_layout.index("k"),)
+    return MatmulSpec(
+        lhs=array(dtypes[0], *(sizes[axis] for axis in lhs_layout)),
+        rhs=array(dtypes[1], *(sizes[axis] for axis in rhs_layout)),
+        dimension_numbers=(contracting, (tuple(range(len(lead))),) * 2),
+        out_dtype=jnp.dtype(out_dtype),
+        target=_SMALL_GPU,
+        bias=ArrayType((n,), jnp.dtype("bfloat16")) if bias else None,
+        residual=array("bfloat16", m, n) if residual else None,
+        **epilogue,
+    )
+
+
+def draw(spec: MatmulSpec) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    arrays = [array for array in (spec.lhs, spec.rhs, spec.bias, spec.residual) if array is not None]
+    return [random_array(rng, array.shape, array.dtype) for array in arrays]
+
+
+def check(spec: MatmulSpec, config: matmul.Config = _SMALL_TILE) -> None:
+    """Runs the kernel interpreted and holds it to the error rule."""
+    assert matmul.unsupported(spec) is None
+    operands = draw(spec)
+    with interpret():
+        outs = matmul.run(spec, config, *map(jnp.asarray, operands))
+    plain = xla_matmul.run(spec, xla_matmul.Config(), *map(jnp.asarray, operands))
+    with jax.enable_x64(True):
+        wide = dataclasses.replace(spec, out_dtype=jnp.dtype(jnp.float64))
+        exact = xla_matmul.run(wide, xla_matmul.Config(), *(jnp.asarray(x.astype(np.float64)) for x in operands))
+    named = lambda results: {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(results))}
+    assert_accurate(named(outs), named(plain), named(exact))
+
+
+@pytest.mark.parametrize("layouts", ["mk.kn", "mk.nk", "km.kn", "km.nk"])
+@pytest.mark.parametrize("split", ["m", "n"])
+def test_layouts(layouts: str, split: str) -> None:
+    block_m, block_n = (128, 64) if split == "m" else (64, 128)
+    config = matmul.Config(block_m=block_m, block_n=block_n, num_stages=2, split=split)
+    check(make_spec(128, 192, 256, layouts=layouts), config)
+
+
+@pytest.mark.parametrize("layouts", ["mk.kn", "km.nk"])
+@pytest.mark.parametrize("cluster", [None, "m", "n"])
+@pytest.mark.parametrize("delay_release", [0, 1])
+def test_schedules(layouts: str, cluster: Any, delay_release: int) -> None:
+    config = dataclasses.replace(_SMALL_TILE, cluster=cluster, delay_release=delay_release, num_stages=3)
+    check(make_spec(200, 264, 328, layouts=layouts), config)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
+def test_number_of_stages(num_stages: int) -> None:
+    check(make_spec(72, 136, 320), dataclasses.replace(_SMALL_TILE, num_stages=num_stages))
+
+
+@pytest.mark.parametrize("minor", ["m", "n"])
+@pytest.mark.parametrize("strip", [1, 3])
+def test_tile_orders(minor: Any, strip: int) -> None:
+    check(make_spec(200, 520, 64), dataclasses.replace(_SMALL_TILE, minor=minor, strip=strip))
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1), (5, 7, 3), (63, 65, 129), (1, 300, 70), (300, 1, 70), (129, 257, 1)], ids=str
+)
+@pytest.mark.parametrize("layouts", ["mk.kn", "km.nk"])
+def test_ragged_sizes(sizes: tuple[int, int, int], layouts: str) -> None:
+    check(make_spec(*sizes, layouts=layouts))
+
+
+@pytest.mark.parametrize("layouts", ["mk.kn", "mk.nk", "km.kn"])
+def test_batches(layouts: str) -> None:
+    check(make_spec(72, 136, 72, layouts=layouts, batch=3))
+    check(make_spec(33, 9, 50, layouts=layouts, batch=2))
+
+
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dtypes(dtype: str, out_dtype: str) -> None:
+    check(make_spec(72, 136, 136, dtypes=(dtype, dtype), out_dtype=out_dtype))
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_float32_with_bfloat16(dtypes: tuple[str, str]) -> None:
+    """Two products of halves keep 16 bits of the float32 operand; plain JAX on the CPU keeps all."""
+    spec = make_spec(72, 136, 136, dtypes=dtypes, out_dtype="float32")
+    lhs, rhs = draw(spec)
+    with interpret():
+        out = np.asarray(matmul.run(spec, _SMALL_TILE, jnp.asarray(lhs), jnp.asarray(rhs)))
+    exact = lhs.astype(np.float64) @ rhs.astype(np.float64)
+    assert np.max(np.abs(out - exact)) <= 2.0**-17 * np.max(
+        np.abs(lhs).astype(np.float64) @ np.abs(rhs).astype(np.float64)
+    )
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", "gelu_erf"])
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+def test_epilogues(activation: str | None, out_dtype: str) -> None:
+    check(
+        make_spec(
+            100, 200, 136, out_dtype=out_dtype, bias=True, activation=activation, residual=True,
+            save_preactivation=activation is not None,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("cluster", [None, "n"])
+def test_epilogue_parts(cluster: Any) -> None:
+    config = dataclasses.replace(_SMALL_TILE, cluster=cluster)
+    check(make_spec(72, 264, 72, bias=True), config)
+    check(make_spec(72, 264, 72, batch=2, residual=True), config)
+    check(make_spec(72, 264, 72, activation="silu"), config)
+
+
+def test_padding_is_not_read() -> None:
+    """NaNs in a neighbour's columns never reach the result: the operand's own rows end before them."""
+    whole = np.full((136, 200), np.nan, np.float32).astype(jnp.bfloat16)
+    whole[:, :136] = random_array(np.random.default_rng(0), (136, 136), "bfloat16")
+    spec = make_spec(136, 136, 136)
+    with interpret():
+        out = matmul.run(spec, _SMALL_TILE, jnp.asarray(whole)[:, :136], jnp.asarray(whole)[:, :136])
+    assert not np.isnan(np.asarray(out, np.float32)).any()
+
+
+def test_same_inputs_give_the_same_bits() -> None:
+    spec = make_spec(72, 136, 136, bias=True, activation="gelu")
+    operands = [jnp.asarray(x) for x in draw(spec)]
+    with interpret():
+        first, second = (np.asarray(matmul.run(spec, _SMALL_TILE, *operands)[0]) for _ in range(2))
+    assert first.tobytes() == second.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("missing", "config"),
+    [
+        ("commit_smem", _SMALL_TILE),
+        ("wait_smem_to_gmem", _SMALL_TILE),
+        ("wgmma_wait", dataclasses.replace(_SMALL_TILE, num_stages=2)),
+    ],
+)
+def test_a_missing_wait_is_a_race(missing: str, config: matmul.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec(200, 264, 264)
+    operands = [jnp.asarray(x) for x in draw(spec)]
+    monkeypatch.setattr(plgpu, missing, lambda *args, **kwargs: None)
+    with pytest.raises(RaceError), interpret():
+        matmul.run(spec, config, *operands)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        (
+            dict(block_m=96),
+            "matmul[pallas]: each consumer's tile and block_k must be multiples of 64; got "
+            "block_m=96, block_n=256, block_k=64 split along n.",
+        ),
+        (dict(num_stages=1, delay_release=1), "matmul[pallas]: num_stages must exceed delay_release=1; got 1."),
+    ],
+    ids=["tile", "stages"],
+)
+def test_config_refuses_what_cannot_run(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        matmul.Config(**knobs)
+
+
+_TAKES = "takes two bfloat16 or two float16 operands, or bfloat16 and float32 without epilogue, not"
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (make_spec(8, 8, 8, dtypes=("float32", "float32"), out_dtype="float32"),
+         f"{_TAKES} float32 and float32"),
+        (make_spec(8, 8, 8, dtypes=("float32", "bfloat16"), out_dtype="float32", activation="relu"),
+         f"{_TAKES} float32 and bfloat16"),
+        (make_spec(8, 8, 8, out_dtype="float64"), "returns bfloat16, float16 or float32, not float64"),
+        (make_spec(8, 0, 8), "has no work in an empty product"),
+        (dataclasses.replace(make_spec(8, 8, 8), precision=jax.lax.DotAlgorithmPreset.F32_F32_F32),
+         "accumulates 16-bit products in float32, the precision asked for is F32_F32_F32"),
+        (dataclasses.replace(make_spec(8, 8, 8), target=hardware.lookup("NVIDIA A100-SXM4-80GB")),
+         "needs a GPU of compute capability 9.0 (Hopper), the target is NVIDIA A100-SXM4-80GB "
+         "(compute capability 8.0)"),
+    ],
+    ids=["float32", "mixed with epilogue", "float64", "empty", "precision", "Ampere"],
+)  # fmt: skip
+def test_refusals(spec: MatmulSpec, reason: str) -> None:
+    assert matmul.unsupported(spec) == reason
+
+
+def test_the_model_prefers_tiles_that_fill_the_machine() -> None:
+    h200 = hardware.lookup("NVIDIA H200")
+    tile = lambda *sizes: dataclasses.astuple(
+        matmul.default_config(dataclasses.replace(make_spec(*sizes), target=h200))
+    )[:2]
+    assert tile(8192, 8192, 8192) == (128, 256)
+    assert tile(1024, 1024, 1024) == (64, 128)
+    assert tile(64, 4096, 4096)[0] == 64

@@ -1,0 +1,129 @@
+"""Every Pallas kernel compiles to machine code for an H200 without spilling registers. Needs no GPU.
+
+Needs the extra "aot" (compilers and JAX's CUDA plugin); the tests are skipped without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxkernels import hardware
+from jaxkernels.pallas import attention_backward, attention_forward, matmul
+from jaxkernels.specs import ArrayType, AttentionSpec, MatmulSpec
+
+_NEEDED = ("jax_plugins.xla_cuda13", "nvidia.cu13")
+
+
+def _missing() -> list[str]:
+    def found(name: str) -> bool:
+        try:
+            return importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:
+            return False
+
+    return [name for name in _NEEDED if not found(name)]
+
+
+pytestmark = pytest.mark.skipif(bool(_missing()), reason=f'needs the extra "aot"; missing: {", ".join(_missing())}')
+
+_H200 = hardware.lookup("NVIDIA H200")
+
+
+@functools.cache
+def _sharding() -> jax.sharding.NamedSharding:
+    from jax.experimental import topologies
+
+    config = (Path(__file__).parent / "h200_target_config.txtpb").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
+    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+@pytest.fixture
+def spills(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., list[int]]:
+    """Compiles a function for an H200; returns the bytes each of its kernels spills, as ptxas reports them."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+
+    def compile_and_read(f: Callable[..., Any], *types: ArrayType) -> list[int]:
+        structs = [jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=_sharding()) for t in types]
+        capfd.readouterr()
+        jax.jit(f).lower(*structs).compile()
+        out, err = capfd.readouterr()
+        stores = re.findall(r"(\d+) bytes spill stores", out + err)
+        assert stores, "ptxas reported no kernel"
+        return [int(count) for count in stores]
+
+    return compile_and_read
+
+
+def _matmul_spec(layouts: str, **epilogue: Any) -> MatmulSpec:
+    lhs, rhs = layouts.split(".")
+    bfloat16 = jnp.dtype(jnp.bfloat16)
+    return MatmulSpec(
+        lhs=ArrayType((4096, 4096), bfloat16),
+        rhs=ArrayType((4096, 4096), bfloat16),
+        dimension_numbers=(((lhs.index("k"),), (rhs.index("k"),)), ((), ())),
+        out_dtype=bfloat16,
+        target=_H200,
+        **epilogue,
+    )
+
+
+@pytest.mark.parametrize("config", matmul._CANDIDATES, ids=lambda c: f"{c.block_m}x{c.block_n}")
+@pytest.mark.parametrize("layouts", ["mk.kn", "km.nk"])
+def test_matmul(config: matmul.Config, layouts: str, spills: Callable[..., list[int]]) -> None:
+    spec = _matmul_spec(layouts)
+    assert spills(functools.partial(matmul.run, spec, config), spec.lhs, spec.rhs) == [0]
+
+
+@pytest.mark.parametrize("schedule", [dict(delay_release=1), dict(cluster="m"), dict(cluster="n")], ids=str)
+def test_matmul_schedules(schedule: dict[str, Any], spills: Callable[..., list[int]]) -> None:
+    spec = _matmul_spec("mk.kn")
+    run = functools.partial(matmul.run, spec, dataclasses.replace(matmul.Config(), **schedule))
+    assert spills(run, spec.lhs, spec.rhs) == [0]
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_erf"])
+def test_matmul_epilogue(activation: str, spills: Callable[..., list[int]]) -> None:
+    array = lambda *shape: ArrayType(shape, jnp.dtype(jnp.bfloat16))
+    spec = _matmul_spec(
+        "mk.kn", activation=activation, bias=array(4096), residual=array(4096, 4096), save_preactivation=True
+    )
+    run = functools.partial(matmul.run, spec, matmul.default_config(spec))
+    assert spills(run, spec.lhs, spec.rhs, spec.bias, spec.residual) == [0]
+
+
+def _attention_spec(head_dim: int, *, causal: bool, length: int = 4096) -> AttentionSpec:
+    array = lambda heads: ArrayType((2, length, heads, head_dim), jnp.dtype(jnp.bfloat16))
+    return AttentionSpec(
+        q=array(16), k=array(4), v=array(4), scale=head_dim**-0.5, target=_H200, causal=causal
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("length", [4096, 4000])
+def test_attention_forward(head_dim: int, causal: bool, length: int, spills: Callable[..., list[int]]) -> None:
+    spec = _attention_spec(head_dim, causal=causal, length=length)
+    run = functools.partial(attention_forward.run, spec, attention_forward.default_config(spec))
+    assert spills(run, spec.q, spec.k, spec.v) == [0]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("head_dim", "allowed"), [(64, 0), (128, 0), (192, 0), (256, 128)])
+def test_attention_backward(head_dim: int, allowed: int, causal: bool, spills: Callable[..., list[int]]) -> None:
+    """Where bytes are allowed, what spills are wgmma descriptors that do not change in the loop, not accumulators."""
+    spec = _attention_spec(head_dim, causal=causal)
+    rows = ArrayType(spec.q.shape[:3], jnp.dtype(jnp.float32))
+    run = functools.partial(attention_backward.run, spec, attention_backward.default_config(spec))
+    assert max(spills(run, spec.q, spec.k, spec.v, spec.q, rows, spec.q, rows)) <= allowed
