@@ -1,0 +1,322 @@
+"""CUDA C++ text to a cubin: NVRTC, what it has to say about the result, and a cache on disk.
+
+Kernels travel as source and are compiled at first use, on any machine: NVRTC needs neither a GPU nor
+a CUDA toolkit. It comes with the extras cuda13 and cuda12.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+import json
+import os
+import pathlib
+import re
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import platformdirs
+
+__all__ = ["CompileError", "CompiledKernel", "Report", "cache_dir", "compile_kernel", "nvrtc_version"]
+
+#: Part of every cache key: entries of another layout, or compiled with other fixed options, are not found.
+_CACHE_FORMAT = 1
+
+# ptxas says with these that it gave up on keeping the tensor cores busy: a wgmma pipeline it had to
+# serialise (C7510 and its neighbours), a setmaxnreg it ignored (C7508).
+_SLOW = re.compile(r"^.*\((C75(?:0[4-9]|1[01]))\).*$", re.MULTILINE)
+
+
+class CompileError(RuntimeError):
+    """The source does not compile, or not into the code that `strict` asks for.
+
+    Attributes:
+      log: what NVRTC said, with the lines of the source as it was given.
+    """
+
+    def __init__(self, message: str, log: str):
+        super().__init__(message)
+        self.log = log
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What one kernel uses, by ptxas' account.
+
+    Attributes:
+      registers: per thread.
+      stack_bytes: per thread, of local memory: arrays indexed at run time, and spills.
+      spill_store_bytes, spill_load_bytes: per thread, of registers that did not fit.
+      smem_bytes: per block, of static shared memory.
+    """
+
+    registers: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    smem_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.registers} registers, {self.stack_bytes} bytes of stack, spills of {self.spill_store_bytes} bytes "
+            f"stored and {self.spill_load_bytes} loaded, {self.smem_bytes} bytes of static shared memory"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledKernel:
+    """A kernel, ready for `jaxkernels.ffi.launch`.
+
+    Attributes:
+      cubin: the code, an ELF image.
+      name: the kernel's symbol in it; of a template, the mangled one.
+      report: what it uses, or None where NVRTC's log does not tell.
+      log: what NVRTC and ptxas said: warnings, and ptxas' account of every kernel of the source.
+    """
+
+    cubin: bytes
+    name: str
+    report: Report | None
+    log: str
+
+
+def compile_kernel(
+    source: str,
+    kernel: str,
+    *,
+    filename: str = "kernel.cu",
+    headers: Mapping[str, str] | None = None,
+    defines: Mapping[str, int | float | str] | None = None,
+    options: Sequence[str] = (),
+    arch: str = "sm_90a",
+    strict: bool = False,
+) -> CompiledKernel:
+    """Compiles one kernel of a CUDA C++ source, or takes it from the cache.
+
+    Args:
+      source: CUDA C++17. CUDA's own headers (cuda_bf16.h ...) are found where they are installed, as
+        they are with JAX's CUDA packages.
+      kernel: the `__global__` function: "copy", or an instance of a template, "gemm<128, 256>".
+      filename: what the source is called in messages.
+      headers: text of what the source includes, by name.
+      defines: macros; True and False become 1 and 0.
+      options: further options of NVRTC.
+      arch: the architecture of the code.
+      strict: refuse spilled registers and ptxas' warnings C7504 to C7511 (a pipeline serialised, a
+        setmaxnreg ignored): the code would run, at a fraction of its speed.
+
+    Raises:
+      CompileError: the source does not compile, or `strict` refuses the result.
+      ImportError: NVRTC is not installed.
+    """
+    options = (
+        f"--gpu-architecture={arch}",
+        "--std=c++17",
+        "--ptxas-options=-v",
+        *(f"--define-macro={name}={_macro(value)}" for name, value in sorted((defines or {}).items())),
+        *options,
+    )
+    request = _Request(source, kernel, filename, tuple(sorted((headers or {}).items())), options)
+    path = cache_dir() / "cubins" / f"{request.key()}.zip"
+    compiled = _read(path)
+    if compiled is None:
+        compiled = request.compile()
+        _write(path, compiled)
+    if strict:
+        _refuse_slow(filename, compiled)
+    return compiled
+
+
+def cache_dir() -> pathlib.Path:
+    """Where compiled kernels are kept: JAXKERNELS_CACHE_DIR, or the user's cache folder. Safe to delete."""
+    return pathlib.Path(os.environ.get("JAXKERNELS_CACHE_DIR") or platformdirs.user_cache_dir("jaxkernels"))
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Version of NVRTC (major, minor).
+
+    Raises:
+      ImportError: it is not installed; the message says how to install it.
+    """
+    return _nvrtc_version()
+
+
+@functools.cache
+def _nvrtc_version() -> tuple[int, int]:
+    way_out = 'Install NVRTC with the package: pip install "jaxkernels[cuda13]" (or cuda12).'
+    try:
+        nvrtc = _nvrtc()
+    except ImportError as e:
+        raise ImportError(f"compile[nvrtc]: the package cuda-bindings cannot be imported; got {e}. {way_out}") from e
+    try:
+        status, major, minor = nvrtc.nvrtcVersion()
+    except RuntimeError as e:  # What cuda-pathfinder raises for a library it cannot find.
+        raise ImportError(f"compile[nvrtc]: the library cannot be loaded; got {str(e).strip()}. {way_out}") from e
+    _check(nvrtc, status, "nvrtcVersion")
+    return major, minor
+
+
+def _nvrtc() -> ModuleType:
+    return importlib.import_module("cuda.bindings.nvrtc")
+
+
+@functools.cache
+def _toolkit_headers() -> pathlib.Path | None:
+    """The folder of CUDA's own headers, where they are installed."""
+    pathfinder = importlib.import_module("cuda.pathfinder")
+    folder = pathfinder.find_nvidia_header_directory("cudart")
+    return None if folder is None else pathlib.Path(folder)
+
+
+def _macro(value: int | float | str) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """Everything that decides what the cubin is."""
+
+    source: str
+    kernel: str
+    filename: str
+    headers: tuple[tuple[str, str], ...]
+    options: tuple[str, ...]
+
+    def key(self) -> str:
+        folder = _toolkit_headers() if nvrtc_version() else None
+        toolkit = None if folder is None else (str(folder), (folder / "cuda_runtime_api.h").stat().st_mtime_ns)
+        parts = [_CACHE_FORMAT, nvrtc_version(), toolkit, dataclasses.astuple(self)]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def compile(self) -> CompiledKernel:
+        nvrtc = _nvrtc()
+        options = list(self.options)
+        if (folder := _toolkit_headers()) is not None:
+            options.append(f"--include-path={folder}")
+        status, program = nvrtc.nvrtcCreateProgram(
+            self.source.encode(),
+            self.filename.encode(),
+            len(self.headers),
+            [text.encode() for _, text in self.headers],
+            [name.encode() for name, _ in self.headers],
+        )
+        _check(nvrtc, status, "nvrtcCreateProgram")
+        try:
+            _check(nvrtc, nvrtc.nvrtcAddNameExpression(program, self.kernel.encode())[0], "nvrtcAddNameExpression")
+            (outcome,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+            log = _fetch(nvrtc, program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
+            if outcome != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+                raise CompileError(
+                    f"{self.filename}[nvrtc]: the source does not compile ({outcome.name}, NVRTC "
+                    f"{'.'.join(map(str, nvrtc_version()))}, {self.options[0]}); NVRTC says:\n{log}",
+                    log,
+                )
+            status, symbol = nvrtc.nvrtcGetLoweredName(program, self.kernel.encode())
+            _check(nvrtc, status, "nvrtcGetLoweredName")
+            return CompiledKernel(_fetch(nvrtc, program, "CUBIN"), symbol.decode(), _report(log, symbol.decode()), log)
+        finally:
+            nvrtc.nvrtcDestroyProgram(program)
+
+
+def _fetch(nvrtc: ModuleType, program: Any, what: str) -> bytes:
+    """Asks for the size of something, then for it."""
+    status, size = getattr(nvrtc, f"nvrtcGet{what}Size")(program)
+    _check(nvrtc, status, f"nvrtcGet{what}Size")
+    buffer = bytearray(size)
+    (status,) = getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
+    _check(nvrtc, status, f"nvrtcGet{what}")
+    return bytes(buffer)
+
+
+def _check(nvrtc: ModuleType, status: Any, function: str) -> None:
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise RuntimeError(f"compile[nvrtc]: {function} failed; got {status.name}.")
+
+
+def _report(log: str, symbol: str) -> Report | None:
+    """Reads ptxas' account of one kernel: from its heading to the next kernel's."""
+    _, heading, rest = log.partition(f"Compiling entry function '{symbol}'")
+    account = rest.partition("Compiling entry function")[0]
+    used = re.search(r"Used (\d+) registers", account)
+    if not heading or used is None:
+        return None
+    total = lambda pattern: sum(map(int, re.findall(pattern, account)))
+    return Report(
+        registers=int(used[1]),
+        stack_bytes=total(r"(\d+) bytes stack frame"),
+        spill_store_bytes=total(r"(\d+) bytes spill stores"),
+        spill_load_bytes=total(r"(\d+) bytes spill loads"),
+        smem_bytes=total(r"(\d+) bytes smem"),
+    )
+
+
+def _refuse_slow(filename: str, compiled: CompiledKernel) -> None:
+    report = compiled.report
+    if report is None:
+        raise CompileError(
+            f"{filename}[nvrtc]: strict needs ptxas' account of the kernel; got none for {compiled.name} from NVRTC "
+            f"{'.'.join(map(str, nvrtc_version()))}. Install another version of it.",
+            compiled.log,
+        )
+    if report.spill_store_bytes or report.spill_load_bytes:
+        raise CompileError(
+            f"{filename}[nvrtc]: {compiled.name} must not spill registers; got {report}. "
+            "Use smaller tiles, more threads or strict=False.",
+            compiled.log,
+        )
+    if slow := [match[0].strip() for match in _SLOW.finditer(compiled.log)]:
+        raise CompileError(
+            f"{filename}[nvrtc]: the source must compile without ptxas' warnings of lost performance; got\n"
+            + "\n".join(slow)
+            + "\nFollow the warning, or use strict=False.",
+            compiled.log,
+        )
+
+
+# One zip file for a kernel: its checksums tell a damaged entry from a whole one, and any tool opens it.
+_CUBIN = "kernel.cubin"
+_ACCOUNT = "kernel.json"
+
+
+def _read(path: pathlib.Path) -> CompiledKernel | None:
+    """Returns the cached kernel, or None where there is none or it is damaged."""
+    try:
+        with zipfile.ZipFile(path) as entry:
+            cubin = entry.read(_CUBIN)
+            account = json.loads(entry.read(_ACCOUNT))
+        report = account["report"]
+        return CompiledKernel(cubin, account["name"], None if report is None else Report(**report), account["log"])
+    except Exception:
+        # Damage can surface in any way zipfile has to fail; the remedy is always to compile again.
+        return None
+
+
+def _write(path: pathlib.Path, compiled: CompiledKernel) -> None:
+    """Puts the kernel into the cache in one step, so that other processes see all of it or nothing."""
+    report = None if compiled.report is None else dataclasses.asdict(compiled.report)
+    account = {"name": compiled.name, "report": report, "log": compiled.log}
+    unfinished = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+            unfinished = file.name
+            with zipfile.ZipFile(file, "w") as entry:
+                entry.writestr(_CUBIN, compiled.cubin)
+                entry.writestr(_ACCOUNT, json.dumps(account))
+        os.replace(unfinished, path)
+        unfinished = None
+    except OSError as e:
+        warnings.warn(
+            f"compile[nvrtc]: the compiled kernel cannot be kept in {path.parent}; got {e}. It will be compiled "
+            "again whenever it is needed; set JAXKERNELS_CACHE_DIR to a folder that can be written.",
+            stacklevel=2,
+        )
+    finally:
+        if unfinished is not None:
+            pathlib.Path(unfinished).unlink(missing_ok=True)

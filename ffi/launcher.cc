@@ -1,0 +1,872 @@
+// One XLA FFI handler that launches any CUDA kernel, handed to it as a cubin.
+//
+// XLA calls three stages. Instantiate, once per custom call of a compiled program, reads the
+// attributes into a `Launch`. Initialize, before a run, loads the cubin into the device's context.
+// Execute encodes the tensor maps from the buffers' addresses, fills in the kernel's parameters and
+// launches; it neither allocates device memory nor synchronises, so XLA may capture it in a CUDA
+// graph. Nothing is kept between calls but the loaded cubins.
+//
+// The attributes, written by custom_call.py beside this file ("parameter0." stands for every
+// parameter):
+//
+//   cubin                          u8[]    the code, an ELF image
+//   kernel                         string  the kernel's symbol in it
+//   grid, block, cluster           i64[3]  blocks, threads per block, blocks per cluster; x y z
+//   smem_bytes                     i64     dynamic shared memory per block
+//   num_parameters                 i64     how many parameters the kernel takes
+//   parameter0.kind                string  "value", "pointer" or "tensor_map"
+//
+//   parameter0.value               u8[]    value: its bytes
+//
+//   parameter0.buffer              i64     pointer, tensor_map: operands, then results
+//   parameter0.byte_offset         i64     from the start of the buffer
+//
+//   parameter0.dtype               string  tensor_map: a name of kDtypes below
+//   parameter0.sizes               i64[r]  elements, innermost dimension first, as CUDA has it
+//   parameter0.byte_strides        i64[r-1] of the dimensions but the innermost
+//   parameter0.box                 i64[r]  elements of one copy
+//   parameter0.element_strides     i64[r]
+//   parameter0.interleave, .swizzle, .l2_promotion, .fill    strings: names of the tables below
+//
+// custom_call.py explains the limits of the hardware to the user. Here, what would make the launch
+// read or write outside the memory it was given is refused, and the driver is the judge of the
+// rest. Every failure is an ffi::Error. Nothing of CUDA is linked: libcuda is opened at run time.
+
+#include <cuda.h>
+#include <dlfcn.h>
+#include <elf.h>
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <unordered_map>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+// The driver's library; the tests, which have no device, put a recording stand-in here.
+#ifndef JAXKERNELS_LIBCUDA
+#define JAXKERNELS_LIBCUDA "libcuda.so.1"
+#endif
+
+namespace jaxkernels {
+namespace {
+
+namespace ffi = ::xla::ffi;
+
+// ---- Text for the messages ----------------------------------------------------------------------
+
+// Without streams: where the toolchain links libstdc++ statically, their locale is not the
+// process's and printing a number crashes (seen with jaxlib's plugin for CUDA and g++ 13).
+template <typename T>
+std::string text(const T& value) {
+  if constexpr (std::is_arithmetic_v<T>) {
+    return std::to_string(value);
+  } else {
+    return std::string(value);
+  }
+}
+
+template <typename... Parts>
+std::string concat(const Parts&... parts) {
+  std::string out;
+  (out.append(text(parts)), ...);
+  return out;
+}
+
+template <typename Sequence>
+std::string listed(const Sequence& values) {
+  std::string out = "(";
+  for (const auto& value : values) {
+    if (out.size() > 1) out.append(", ");
+    out.append(text(value));
+  }
+  return out + ")";
+}
+
+// All messages have the form `kernel[cuda]: what is wrong; got value. way out.`
+ffi::Error error_for(std::string_view kernel, ffi::ErrorCode code, const std::string& what) {
+  return ffi::Error(code, concat(kernel.empty() ? "launch" : kernel, "[cuda]: ", what));
+}
+
+// ---- The driver ---------------------------------------------------------------------------------
+
+// cuda.h renames functions whose ABI changed (cuCtxPushCurrent is cuCtxPushCurrent_v2); the second
+// macro lets that happen before the name becomes text, so that pointer and symbol agree.
+#define JAXKERNELS_TEXT(name) #name
+#define JAXKERNELS_SYMBOL(name) JAXKERNELS_TEXT(name)
+
+class Driver {
+ public:
+  decltype(&cuCtxGetCurrent) ctx_get_current;
+  decltype(&cuCtxGetDevice) ctx_get_device;
+  decltype(&cuCtxGetId) ctx_get_id;
+  decltype(&cuCtxPopCurrent) ctx_pop_current;
+  decltype(&cuCtxPushCurrent) ctx_push_current;
+  decltype(&cuDeviceGetAttribute) device_get_attribute;
+  decltype(&cuDriverGetVersion) driver_get_version;
+  decltype(&cuFuncGetAttribute) func_get_attribute;
+  decltype(&cuFuncSetAttribute) func_set_attribute;
+  decltype(&cuGetErrorName) get_error_name;
+  decltype(&cuGetErrorString) get_error_string;
+  decltype(&cuLaunchKernelEx) launch_kernel_ex;
+  decltype(&cuModuleGetFunction) module_get_function;
+  decltype(&cuModuleLoadData) module_load_data;
+  decltype(&cuStreamGetCtx) stream_get_ctx;
+  decltype(&cuTensorMapEncodeTiled) tensor_map_encode_tiled;
+  // Null in drivers older than CUDA 12.4.
+  CUresult (*func_get_param_info)(CUfunction, size_t index, size_t* offset, size_t* size);
+
+  // The driver, opened on first use. The outcome is final for the process.
+  static ffi::ErrorOr<const Driver*> get(std::string_view kernel) {
+    static const Driver driver;
+    if (driver.problem_.empty()) return &driver;
+    return ffi::Unexpected(error_for(kernel, ffi::ErrorCode::kUnavailable, driver.problem_));
+  }
+
+  // "CUDA_ERROR_INVALID_VALUE (invalid argument)"
+  std::string describe(CUresult result) const {
+    const char* name = nullptr;
+    const char* meaning = nullptr;
+    get_error_name(result, &name);
+    get_error_string(result, &meaning);
+    if (name == nullptr) return concat("CUDA error ", static_cast<int>(result));
+    return concat(name, " (", meaning == nullptr ? "" : meaning, ")");
+  }
+
+ private:
+  Driver() {
+    void* library = dlopen(JAXKERNELS_LIBCUDA, RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) {
+      const char* why = dlerror();
+      problem_ = concat("the CUDA driver cannot be opened; got: ", why == nullptr ? "" : why,
+                        ". Install NVIDIA's driver.");
+      return;
+    }
+    load(library, ctx_get_current, JAXKERNELS_SYMBOL(cuCtxGetCurrent));
+    load(library, ctx_get_device, JAXKERNELS_SYMBOL(cuCtxGetDevice));
+    load(library, ctx_get_id, JAXKERNELS_SYMBOL(cuCtxGetId));
+    load(library, ctx_pop_current, JAXKERNELS_SYMBOL(cuCtxPopCurrent));
+    load(library, ctx_push_current, JAXKERNELS_SYMBOL(cuCtxPushCurrent));
+    load(library, device_get_attribute, JAXKERNELS_SYMBOL(cuDeviceGetAttribute));
+    load(library, driver_get_version, JAXKERNELS_SYMBOL(cuDriverGetVersion));
+    load(library, func_get_attribute, JAXKERNELS_SYMBOL(cuFuncGetAttribute));
+    load(library, func_set_attribute, JAXKERNELS_SYMBOL(cuFuncSetAttribute));
+    load(library, get_error_name, JAXKERNELS_SYMBOL(cuGetErrorName));
+    load(library, get_error_string, JAXKERNELS_SYMBOL(cuGetErrorString));
+    load(library, launch_kernel_ex, JAXKERNELS_SYMBOL(cuLaunchKernelEx));
+    load(library, module_get_function, JAXKERNELS_SYMBOL(cuModuleGetFunction));
+    load(library, module_load_data, JAXKERNELS_SYMBOL(cuModuleLoadData));
+    load(library, stream_get_ctx, JAXKERNELS_SYMBOL(cuStreamGetCtx));
+    load(library, tensor_map_encode_tiled, JAXKERNELS_SYMBOL(cuTensorMapEncodeTiled));
+    func_get_param_info = reinterpret_cast<decltype(func_get_param_info)>(
+        dlsym(library, JAXKERNELS_SYMBOL(cuFuncGetParamInfo)));
+  }
+
+  template <typename Function>
+  void load(void* library, Function& function, const char* name) {
+    function = reinterpret_cast<Function>(dlsym(library, name));
+    if (function == nullptr && problem_.empty()) {
+      problem_ = concat("the CUDA driver is too old; it has no ", name,
+                        ". Install a driver of CUDA 12.0 or newer.");
+    }
+  }
+
+  std::string problem_;
+};
+
+// Makes the stream's context the thread's current one: XLA runs several devices from one process,
+// and no thread of it is tied to one of them.
+class CurrentContext {
+ public:
+  CurrentContext(const Driver& driver, CUstream stream) : driver_(driver) {
+    CUcontext current = nullptr;
+    result_ = driver.stream_get_ctx(stream, &context_);
+    if (result_ == CUDA_SUCCESS) result_ = driver.ctx_get_id(context_, &id_);
+    if (result_ == CUDA_SUCCESS) result_ = driver.ctx_get_current(&current);
+    if (result_ == CUDA_SUCCESS && current != context_) {
+      result_ = driver.ctx_push_current(context_);
+      pushed_ = result_ == CUDA_SUCCESS;
+    }
+  }
+  ~CurrentContext() {
+    CUcontext popped;
+    if (pushed_) driver_.ctx_pop_current(&popped);
+  }
+  CurrentContext(const CurrentContext&) = delete;
+  CurrentContext& operator=(const CurrentContext&) = delete;
+
+  CUresult result() const { return result_; }
+
+  // Unlike the handle, an id is never used again for another context.
+  unsigned long long id() const { return id_; }
+
+ private:
+  const Driver& driver_;
+  CUresult result_;
+  CUcontext context_ = nullptr;
+  unsigned long long id_ = 0;
+  bool pushed_ = false;
+};
+
+// ---- What is to be launched ---------------------------------------------------------------------
+
+template <typename T>
+struct Named {
+  std::string_view name;
+  T value;
+};
+
+struct Dtype {
+  CUtensorMapDataType code;
+  uint64_t bytes;
+};
+
+constexpr Named<Dtype> kDtypes[] = {
+    {"uint8", {CU_TENSOR_MAP_DATA_TYPE_UINT8, 1}},
+    {"uint16", {CU_TENSOR_MAP_DATA_TYPE_UINT16, 2}},
+    {"uint32", {CU_TENSOR_MAP_DATA_TYPE_UINT32, 4}},
+    {"int32", {CU_TENSOR_MAP_DATA_TYPE_INT32, 4}},
+    {"uint64", {CU_TENSOR_MAP_DATA_TYPE_UINT64, 8}},
+    {"int64", {CU_TENSOR_MAP_DATA_TYPE_INT64, 8}},
+    {"float16", {CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2}},
+    {"bfloat16", {CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2}},
+    {"float32", {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4}},
+    {"float32_ftz", {CU_TENSOR_MAP_DATA_TYPE_FLOAT32_FTZ, 4}},
+    {"tfloat32", {CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, 4}},
+    {"tfloat32_ftz", {CU_TENSOR_MAP_DATA_TYPE_TFLOAT32_FTZ, 4}},
+    {"float64", {CU_TENSOR_MAP_DATA_TYPE_FLOAT64, 8}},
+};
+constexpr Named<CUtensorMapInterleave> kInterleaves[] = {
+    {"none", CU_TENSOR_MAP_INTERLEAVE_NONE},
+    {"16B", CU_TENSOR_MAP_INTERLEAVE_16B},
+    {"32B", CU_TENSOR_MAP_INTERLEAVE_32B},
+};
+constexpr Named<CUtensorMapSwizzle> kSwizzles[] = {
+    {"none", CU_TENSOR_MAP_SWIZZLE_NONE},
+    {"32B", CU_TENSOR_MAP_SWIZZLE_32B},
+    {"64B", CU_TENSOR_MAP_SWIZZLE_64B},
+    {"128B", CU_TENSOR_MAP_SWIZZLE_128B},
+};
+constexpr Named<CUtensorMapL2promotion> kL2Promotions[] = {
+    {"none", CU_TENSOR_MAP_L2_PROMOTION_NONE},
+    {"64B", CU_TENSOR_MAP_L2_PROMOTION_L2_64B},
+    {"128B", CU_TENSOR_MAP_L2_PROMOTION_L2_128B},
+    {"256B", CU_TENSOR_MAP_L2_PROMOTION_L2_256B},
+};
+constexpr Named<CUtensorMapFloatOOBfill> kFills[] = {
+    {"zeros", CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE},
+    {"nan", CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA},
+};
+constexpr size_t kMaxRank = 5;
+
+// A parameter passed by value.
+struct Value {
+  std::vector<uint8_t> bytes;
+};
+
+// A place in one of the call's buffers, passed as a pointer.
+struct Pointer {
+  int64_t buffer;
+  uint64_t byte_offset;
+};
+
+// A tensor map over one of the call's buffers, passed by value (`const __grid_constant__`).
+struct TensorMap {
+  Pointer start;
+  Dtype dtype;
+  std::vector<cuuint64_t> sizes;
+  std::vector<cuuint64_t> byte_strides;
+  std::vector<cuuint32_t> box;
+  std::vector<cuuint32_t> element_strides;
+  CUtensorMapInterleave interleave;
+  CUtensorMapSwizzle swizzle;
+  CUtensorMapL2promotion l2_promotion;
+  CUtensorMapFloatOOBfill fill;
+
+  // Whether every element lies in a buffer of `bytes` bytes. Subtracts, so that nothing overflows.
+  bool fits(uint64_t bytes) const {
+    if (start.byte_offset > bytes) return false;
+    uint64_t room = bytes - start.byte_offset;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      const uint64_t step = i == 0 ? dtype.bytes : byte_strides[i - 1];
+      if (step == 0) continue;
+      if (sizes[i] - 1 > room / step) return false;
+      room -= (sizes[i] - 1) * step;
+    }
+    return room >= dtype.bytes;
+  }
+};
+
+using Parameter = std::variant<Value, Pointer, TensorMap>;
+
+size_t parameter_bytes(const Parameter& parameter) {
+  if (const auto* value = std::get_if<Value>(&parameter)) return value->bytes.size();
+  return std::holds_alternative<Pointer>(parameter) ? sizeof(void*) : sizeof(CUtensorMap);
+}
+
+class Cubin;
+
+// One custom call of a compiled program: what XLA keeps for it between the stages.
+struct Launch {
+  static ffi::TypeId id;
+
+  std::string kernel;
+  Cubin* cubin;
+  std::array<unsigned, 3> grid;
+  std::array<unsigned, 3> block;
+  std::array<unsigned, 3> cluster;
+  unsigned smem_bytes;
+  std::vector<Parameter> parameters;
+  std::vector<size_t> parameter_bytes;
+
+  uint64_t cluster_blocks() const { return uint64_t{cluster[0]} * cluster[1] * cluster[2]; }
+
+  ffi::Error error(ffi::ErrorCode code, const std::string& what) const {
+    return error_for(kernel, code, what);
+  }
+  ffi::Error driver_error(const Driver& driver, CUresult result, const std::string& what,
+                          const char* way_out) const {
+    const bool is_memory = result == CUDA_ERROR_OUT_OF_MEMORY;
+    return error(is_memory ? ffi::ErrorCode::kResourceExhausted : ffi::ErrorCode::kInternal,
+                 concat(what, "; got ", driver.describe(result), ". ", way_out));
+  }
+};
+
+ffi::TypeId Launch::id = {};
+
+// ---- Loaded code --------------------------------------------------------------------------------
+
+// The driver is handed a pointer and no length: an image that was cut short must be found out here.
+bool is_whole_elf(std::string_view image) {
+  Elf64_Ehdr header;
+  if (image.size() < sizeof(header)) return false;
+  std::memcpy(&header, image.data(), sizeof(header));
+  if (std::memcmp(header.e_ident, ELFMAG, SELFMAG) != 0) return false;
+  if (header.e_ident[EI_CLASS] != ELFCLASS64) return false;
+  const auto inside = [&](uint64_t offset, uint64_t bytes) {
+    return offset <= image.size() && bytes <= image.size() - offset;
+  };
+  if (!inside(header.e_phoff, uint64_t{header.e_phnum} * header.e_phentsize)) return false;
+  if (!inside(header.e_shoff, uint64_t{header.e_shnum} * header.e_shentsize)) return false;
+  for (uint64_t i = 0; i < header.e_shnum; ++i) {
+    Elf64_Shdr section;
+    if (header.e_shentsize < sizeof(section)) return false;
+    std::memcpy(&section, image.data() + header.e_shoff + i * header.e_shentsize, sizeof(section));
+    if (section.sh_type == SHT_NOBITS) continue;
+    if (!inside(section.sh_offset, section.sh_size)) return false;
+  }
+  return true;
+}
+
+// One distinct cubin of the process and the kernels loaded from it, per context.
+class Cubin {
+ public:
+  explicit Cubin(std::string_view image) : image_(image) {}
+
+  std::string_view image() const { return image_; }
+
+  // Finds the kernel in the current context, loading it on first use. Initialize does so for every
+  // run, so that execute, which may be under capture, only looks it up.
+  ffi::Error find(const Driver& driver, const CurrentContext& context, const Launch& launch,
+                  CUfunction* function) {
+    Loaded& loaded = loaded_in(context.id());
+    std::lock_guard<std::mutex> lock(loaded.mutex);
+    Kernel& kernel = loaded.kernels[launch.kernel];
+    if (kernel.function == nullptr) {
+      if (auto error = load(driver, launch, &loaded.module, &kernel); error.failure()) return error;
+    }
+    if (auto error = check_parameters(kernel, launch); error.failure()) return error;
+    if (auto error = allow(driver, launch, &kernel); error.failure()) return error;
+    *function = kernel.function;
+    return ffi::Error::Success();
+  }
+
+ private:
+  struct Kernel {
+    CUfunction function = nullptr;
+    std::optional<std::vector<size_t>> parameter_bytes;  // Not known to older drivers.
+    int smem_bytes = -1;                                 // -1: no limit has been set yet.
+    bool large_clusters = false;
+  };
+
+  // A context has a lock of its own: loading may wait for what runs on the device, and that, in a
+  // collective, for another device, whose thread must then not wait here.
+  struct Loaded {
+    std::mutex mutex;
+    CUmodule module = nullptr;
+    std::map<std::string, Kernel> kernels;
+  };
+
+  Loaded& loaded_in(unsigned long long context_id) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return contexts_[context_id];  // Stays where it is when others are added.
+  }
+
+  ffi::Error load(const Driver& driver, const Launch& launch, CUmodule* module,
+                  Kernel* kernel) const {
+    if (*module == nullptr) {
+      if (CUresult result = driver.module_load_data(module, image_.data())) {
+        *module = nullptr;
+        int version = 0;
+        driver.driver_get_version(&version);
+        return launch.driver_error(
+            driver, result,
+            concat("the driver (CUDA ", version / 1000, ".", version % 1000 / 10,
+                   ") cannot load the cubin of ", image_.size(), " bytes on this device"),
+            "Compile it for the device's architecture, with an NVRTC of the driver's major version "
+            "or an older one.");
+      }
+    }
+    CUfunction function = nullptr;
+    if (CUresult result = driver.module_get_function(&function, *module, launch.kernel.c_str())) {
+      return launch.driver_error(driver, result, "the cubin has no kernel of this name",
+                                 "C++ names are mangled: use the one compile_kernel returned.");
+    }
+    if (driver.func_get_param_info != nullptr) {
+      std::vector<size_t> sizes;
+      size_t offset = 0;
+      size_t bytes = 0;
+      while (driver.func_get_param_info(function, sizes.size(), &offset, &bytes) == CUDA_SUCCESS) {
+        sizes.push_back(bytes);
+      }
+      kernel->parameter_bytes = std::move(sizes);
+    }
+    kernel->function = function;
+    return ffi::Error::Success();
+  }
+
+  // The driver copies each parameter by the kernel's own idea of its size.
+  static ffi::Error check_parameters(const Kernel& kernel, const Launch& launch) {
+    if (kernel.parameter_bytes.value_or(launch.parameter_bytes) == launch.parameter_bytes) {
+      return ffi::Error::Success();
+    }
+    return launch.error(ffi::ErrorCode::kInvalidArgument,
+                        concat("the kernel takes parameters of ", listed(*kernel.parameter_bytes),
+                               " bytes; got ", listed(launch.parameter_bytes),
+                               ". Give them in the order of the kernel's signature."));
+  }
+
+  // Raises the limits that a kernel has to opt in to. Setting an attribute also makes the driver
+  // load the kernel's code now, where it would otherwise wait for the first launch.
+  static ffi::Error allow(const Driver& driver, const Launch& launch, Kernel* kernel) {
+    const int smem_bytes = static_cast<int>(launch.smem_bytes);
+    if (smem_bytes > kernel->smem_bytes) {
+      if (CUresult result = driver.func_set_attribute(
+              kernel->function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, smem_bytes)) {
+        int fixed = 0;
+        int limit = 0;
+        CUdevice device = 0;
+        driver.func_get_attribute(&fixed, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel->function);
+        driver.ctx_get_device(&device);
+        driver.device_get_attribute(&limit, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+                                    device);
+        return launch.driver_error(
+            driver, result,
+            concat("cannot have ", smem_bytes, " bytes of dynamic shared memory beside ", fixed,
+                   " static ones, the device allows ", limit, " together"),
+            "Use smaller tiles or fewer stages.");
+      }
+      kernel->smem_bytes = smem_bytes;
+    }
+    constexpr uint64_t kPortableClusterBlocks = 8;
+    if (launch.cluster_blocks() > kPortableClusterBlocks && !kernel->large_clusters) {
+      if (CUresult result = driver.func_set_attribute(
+              kernel->function, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)) {
+        return launch.driver_error(
+            driver, result, concat("cannot have clusters of ", launch.cluster_blocks(), " blocks"),
+            "Use up to 8, which every device has.");
+      }
+      kernel->large_clusters = true;
+    }
+    return ffi::Error::Success();
+  }
+
+  const std::string image_;
+  std::mutex mutex_;
+  std::map<unsigned long long, Loaded> contexts_;
+};
+
+// The process's copy of an image: a model calls one kernel from each of its layers. Cubins are
+// never unloaded: a CUDA graph may outlive the custom call it was captured from, and at exit the
+// driver may be gone before either.
+Cubin* intern(std::string_view image) {
+  static auto* mutex = new std::mutex;
+  static auto* cubins = new std::unordered_map<std::string_view, std::unique_ptr<Cubin>>;
+  std::lock_guard<std::mutex> lock(*mutex);
+  if (auto found = cubins->find(image); found != cubins->end()) return found->second.get();
+  auto cubin = std::make_unique<Cubin>(image);
+  const std::string_view key = cubin->image();
+  return cubins->emplace(key, std::move(cubin)).first->second.get();
+}
+
+// ---- Instantiate: attributes to a Launch --------------------------------------------------------
+
+// Reads attributes one after the other and remembers the first problem; what is returned after it
+// is a placeholder, so `error` must be asked before the values are used.
+class AttributeReader {
+ public:
+  explicit AttributeReader(const ffi::Dictionary& attributes) : attributes_(attributes) {
+    kernel_ = std::string(get<std::string_view>("kernel"));
+  }
+
+  const std::string& kernel() const { return kernel_; }
+  const ffi::Error& error() const { return error_; }
+
+  template <typename T>
+  T get(const std::string& name) {
+    ffi::ErrorOr<T> value = attributes_.get<T>(name);
+    if (value.has_value()) return *value;
+    refuse(concat("attribute ", name,
+                  " is missing or of another type; got: ", value.error().message(), "."));
+    return T{};
+  }
+
+  int64_t number(const std::string& name, int64_t low, int64_t high) {
+    return checked(name, get<int64_t>(name), low, high);
+  }
+
+  template <typename T>
+  std::vector<T> numbers(const std::string& name, size_t count, int64_t low, int64_t high) {
+    const auto values = get<ffi::Span<const int64_t>>(name);
+    if (values.size() != count) {
+      refuse(
+          concat("attribute ", name, " must have ", count, " elements; got ", values.size(), "."));
+    }
+    std::vector<T> result;
+    for (int64_t value : values) {
+      result.push_back(static_cast<T>(checked(name, value, low, high)));
+    }
+    result.resize(count);
+    return result;
+  }
+
+  std::array<unsigned, 3> extents(const std::string& name) {
+    const auto xyz = numbers<unsigned>(name, 3, 1, std::numeric_limits<int32_t>::max());
+    return {xyz[0], xyz[1], xyz[2]};
+  }
+
+  template <typename T, size_t N>
+  T choice(const std::string& name, const Named<T> (&table)[N]) {
+    const auto wanted = get<std::string_view>(name);
+    std::vector<std::string_view> known;
+    for (const Named<T>& entry : table) {
+      if (entry.name == wanted) return entry.value;
+      known.push_back(entry.name);
+    }
+    refuse(
+        concat("attribute ", name, " must be one of ", listed(known), "; got \"", wanted, "\"."));
+    return table[0].value;
+  }
+
+  void refuse(const std::string& what) {
+    if (error_.failure()) return;
+    error_ = error_for(kernel_, ffi::ErrorCode::kInvalidArgument,
+                       what + " Have jaxkernels.ffi.launch write the attributes.");
+  }
+
+ private:
+  int64_t checked(const std::string& name, int64_t value, int64_t low, int64_t high) {
+    if (low <= value && value <= high) return value;
+    refuse(concat("attribute ", name, " must be from ", low, " to ", high, "; got ", value, "."));
+    return low;
+  }
+
+  const ffi::Dictionary& attributes_;
+  std::string kernel_;
+  ffi::Error error_;
+};
+
+Pointer read_pointer(AttributeReader& attributes, const std::string& prefix) {
+  constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
+  return {attributes.number(prefix + "buffer", 0, kMax),
+          static_cast<uint64_t>(attributes.number(prefix + "byte_offset", 0, kMax))};
+}
+
+TensorMap read_tensor_map(AttributeReader& attributes, const std::string& prefix) {
+  constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
+  constexpr int64_t kMax32 = std::numeric_limits<uint32_t>::max();
+  TensorMap map = {};
+  map.start = read_pointer(attributes, prefix);
+  map.dtype = attributes.choice(prefix + "dtype", kDtypes);
+  const size_t rank = attributes.get<ffi::Span<const int64_t>>(prefix + "sizes").size();
+  if (rank < 1 || rank > kMaxRank) {
+    attributes.refuse(
+        concat("attribute ", prefix, "sizes must have 1 to 5 elements; got ", rank, "."));
+    return map;
+  }
+  map.sizes = attributes.numbers<cuuint64_t>(prefix + "sizes", rank, 1, kMax);
+  map.byte_strides = attributes.numbers<cuuint64_t>(prefix + "byte_strides", rank - 1, 0, kMax);
+  map.box = attributes.numbers<cuuint32_t>(prefix + "box", rank, 1, kMax32);
+  map.element_strides = attributes.numbers<cuuint32_t>(prefix + "element_strides", rank, 1, kMax32);
+  map.interleave = attributes.choice(prefix + "interleave", kInterleaves);
+  map.swizzle = attributes.choice(prefix + "swizzle", kSwizzles);
+  map.l2_promotion = attributes.choice(prefix + "l2_promotion", kL2Promotions);
+  map.fill = attributes.choice(prefix + "fill", kFills);
+  return map;
+}
+
+Parameter read_parameter(AttributeReader& attributes, const std::string& prefix) {
+  const auto kind = attributes.get<std::string_view>(prefix + "kind");
+  if (kind == "pointer") return read_pointer(attributes, prefix);
+  if (kind == "tensor_map") return read_tensor_map(attributes, prefix);
+  if (kind == "value") {
+    const auto bytes = attributes.get<ffi::Span<const uint8_t>>(prefix + "value");
+    if (bytes.size() == 0) {
+      attributes.refuse(concat("attribute ", prefix, "value must have bytes; got none."));
+    }
+    return Value{std::vector<uint8_t>(bytes.begin(), bytes.end())};
+  }
+  attributes.refuse(concat("attribute ", prefix,
+                           "kind must be one of (value, pointer, tensor_map); got \"", kind,
+                           "\"."));
+  return Value{};
+}
+
+ffi::ErrorOr<std::unique_ptr<Launch>> instantiate(ffi::Dictionary dictionary) {
+  constexpr int64_t kMaxParameters = 32764;  // More bytes of them no kernel can have.
+  AttributeReader attributes(dictionary);
+  auto launch = std::make_unique<Launch>();
+  launch->kernel = attributes.kernel();
+  launch->grid = attributes.extents("grid");
+  launch->block = attributes.extents("block");
+  launch->cluster = attributes.extents("cluster");
+  launch->smem_bytes = static_cast<unsigned>(
+      attributes.number("smem_bytes", 0, std::numeric_limits<int32_t>::max()));
+  const int64_t num_parameters = attributes.number("num_parameters", 0, kMaxParameters);
+  for (int64_t i = 0; i < num_parameters && attributes.error().success(); ++i) {
+    launch->parameters.push_back(read_parameter(attributes, concat("parameter", i, ".")));
+    launch->parameter_bytes.push_back(parameter_bytes(launch->parameters.back()));
+  }
+  const auto cubin = attributes.get<ffi::Span<const uint8_t>>("cubin");
+  const std::string_view image(reinterpret_cast<const char*>(cubin.begin()), cubin.size());
+  if (attributes.error().success() && !is_whole_elf(image)) {
+    attributes.refuse(concat("attribute cubin must be a whole ELF image; got ", image.size(),
+                             " bytes that are none."));
+  }
+  if (attributes.error().failure()) return ffi::Unexpected(attributes.error());
+  launch->cubin = intern(image);
+  return ffi::ErrorOr<std::unique_ptr<Launch>>(std::move(launch));
+}
+
+// ---- Initialize: load the kernel before the run -------------------------------------------------
+
+constexpr const char* kNoContext = "the stream's context cannot be entered";
+constexpr const char* kNoContextWayOut =
+    "An earlier kernel may have broken it: restart the process.";
+
+ffi::Error initialize(CUstream stream, Launch* launch) {
+  auto driver = Driver::get(launch->kernel);
+  if (driver.has_error()) return driver.error();
+  CurrentContext context(**driver, stream);
+  if (CUresult result = context.result()) {
+    return launch->driver_error(**driver, result, kNoContext, kNoContextWayOut);
+  }
+  CUfunction function;
+  return launch->cubin->find(**driver, context, *launch, &function);
+}
+
+// ---- Execute: parameters, tensor maps, launch ---------------------------------------------------
+
+std::atomic<uint64_t> launch_count{0};
+
+struct Buffer {
+  char* data;
+  uint64_t bytes;
+};
+
+ffi::ErrorOr<std::vector<Buffer>> buffers_of(ffi::RemainingArgs operands,
+                                             ffi::RemainingRets results) {
+  std::vector<Buffer> buffers;
+  const auto add = [&](const ffi::AnyBuffer& buffer) {
+    buffers.push_back({static_cast<char*>(buffer.untyped_data()), buffer.size_bytes()});
+  };
+  for (size_t i = 0; i < operands.size(); ++i) {
+    auto operand = operands.get<ffi::AnyBuffer>(i);
+    if (operand.has_error()) return ffi::Unexpected(operand.error());
+    add(*operand);
+  }
+  for (size_t i = 0; i < results.size(); ++i) {
+    auto result = results.get<ffi::AnyBuffer>(i);
+    if (result.has_error()) return ffi::Unexpected(result.error());
+    add(**result);
+  }
+  return buffers;
+}
+
+std::string describe(const TensorMap& map) {
+  return concat("sizes=", listed(map.sizes), " byte_strides=", listed(map.byte_strides),
+                " box=", listed(map.box), " element_strides=", listed(map.element_strides),
+                " element_bytes=", map.dtype.bytes, " byte_offset=", map.start.byte_offset,
+                " swizzle=", static_cast<int>(map.swizzle),
+                " interleave=", static_cast<int>(map.interleave));
+}
+
+// The kernel's parameters with the addresses of one run. The driver copies them during the launch.
+class Arguments {
+ public:
+  explicit Arguments(const Launch& launch)
+      : launch_(launch),
+        maps_(launch.parameters.size()),
+        addresses_(launch.parameters.size()),
+        values_(launch.parameters.size()) {}
+
+  void** values() { return values_.data(); }
+
+  ffi::Error fill(const Driver& driver, const std::vector<Buffer>& buffers) {
+    for (size_t i = 0; i < values_.size(); ++i) {
+      const Parameter& parameter = launch_.parameters[i];
+      ffi::Error error;
+      if (const auto* value = std::get_if<Value>(&parameter)) {
+        values_[i] = const_cast<uint8_t*>(value->bytes.data());
+      } else if (const auto* pointer = std::get_if<Pointer>(&parameter)) {
+        values_[i] = &addresses_[i];
+        error = locate(i, *pointer, buffers, [&](uint64_t bytes) {
+          return pointer->byte_offset <= bytes ? "" : concat("byte_offset=", pointer->byte_offset);
+        });
+      } else {
+        const auto& map = std::get<TensorMap>(parameter);
+        values_[i] = &maps_[i];
+        error = locate(i, map.start, buffers,
+                       [&](uint64_t bytes) { return map.fits(bytes) ? "" : describe(map); });
+        if (error.success()) error = encode(i, map, driver);
+      }
+      if (error.failure()) return error;
+    }
+    return ffi::Error::Success();
+  }
+
+ private:
+  // Takes the address of a place in a buffer. `reaching_out` describes what of the parameter lies
+  // outside a buffer of so many bytes.
+  template <typename ReachingOut>
+  ffi::Error locate(size_t i, const Pointer& place, const std::vector<Buffer>& buffers,
+                    ReachingOut reaching_out) {
+    if (static_cast<uint64_t>(place.buffer) >= buffers.size()) {
+      return launch_.error(
+          ffi::ErrorCode::kInvalidArgument,
+          concat("parameter ", i, " names a buffer the call has not; got buffer ", place.buffer,
+                 " of ", buffers.size(), ". Operands count from 0, results follow them."));
+    }
+    const Buffer& buffer = buffers[place.buffer];
+    if (const std::string outside = reaching_out(buffer.bytes); !outside.empty()) {
+      return launch_.error(ffi::ErrorCode::kInvalidArgument,
+                           concat("parameter ", i, " reaches outside buffer ", place.buffer, " of ",
+                                  buffer.bytes, " bytes; got ", outside, ". Sizes count elements, ",
+                                  "strides and offsets bytes."));
+    }
+    addresses_[i] = buffer.data + place.byte_offset;
+    return ffi::Error::Success();
+  }
+
+  ffi::Error encode(size_t i, const TensorMap& map, const Driver& driver) {
+    // A map of one dimension has no strides, but the driver takes no null pointer for them.
+    const cuuint64_t none = 0;
+    const cuuint64_t* byte_strides = map.byte_strides.empty() ? &none : map.byte_strides.data();
+    const CUresult result = driver.tensor_map_encode_tiled(
+        &maps_[i], map.dtype.code, static_cast<cuuint32_t>(map.sizes.size()), addresses_[i],
+        map.sizes.data(), byte_strides, map.box.data(), map.element_strides.data(), map.interleave,
+        map.swizzle, map.l2_promotion, map.fill);
+    if (result == CUDA_SUCCESS) return ffi::Error::Success();
+    return launch_.driver_error(driver, result,
+                                concat("parameter ", i, " is no valid tensor map: ", describe(map)),
+                                "Compare it with the limits of cuTensorMapEncodeTiled.");
+  }
+
+  const Launch& launch_;
+  std::vector<CUtensorMap> maps_;
+  std::vector<void*> addresses_;
+  std::vector<void*> values_;
+};
+
+ffi::Error execute(CUstream stream, Launch* launch, ffi::RemainingArgs operands,
+                   ffi::RemainingRets results) {
+  auto found = Driver::get(launch->kernel);
+  if (found.has_error()) return found.error();
+  const Driver& driver = **found;
+  CurrentContext context(driver, stream);
+  if (CUresult result = context.result()) {
+    return launch->driver_error(driver, result, kNoContext, kNoContextWayOut);
+  }
+  CUfunction function;
+  if (auto error = launch->cubin->find(driver, context, *launch, &function); error.failure()) {
+    return error;
+  }
+  auto buffers = buffers_of(operands, results);
+  if (buffers.has_error()) return buffers.error();
+  Arguments arguments(*launch);
+  if (auto error = arguments.fill(driver, *buffers); error.failure()) return error;
+
+  CUlaunchAttribute cluster = {};
+  cluster.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+  cluster.value.clusterDim = {launch->cluster[0], launch->cluster[1], launch->cluster[2]};
+  CUlaunchConfig config = {};
+  config.gridDimX = launch->grid[0];
+  config.gridDimY = launch->grid[1];
+  config.gridDimZ = launch->grid[2];
+  config.blockDimX = launch->block[0];
+  config.blockDimY = launch->block[1];
+  config.blockDimZ = launch->block[2];
+  config.sharedMemBytes = launch->smem_bytes;
+  config.hStream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = launch->cluster_blocks() > 1 ? 1 : 0;
+  if (CUresult result = driver.launch_kernel_ex(&config, function, arguments.values(), nullptr)) {
+    return launch->driver_error(
+        driver, result,
+        concat("the launch failed with grid=", listed(launch->grid),
+               " block=", listed(launch->block), " cluster=", listed(launch->cluster),
+               " smem_bytes=", launch->smem_bytes),
+        "Compare it with the kernel's __launch_bounds__ and the limits of the device.");
+  }
+  launch_count.fetch_add(1, std::memory_order_relaxed);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jaxkernels
+
+// ---- What launcher.py finds in the library ------------------------------------------------------
+// Everything else is hidden: the library is built with -fvisibility=hidden.
+
+#pragma GCC visibility push(default)
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkernels_instantiate, jaxkernels::instantiate,
+                              xla::ffi::Ffi::BindInstantiate().Attrs());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkernels_initialize, jaxkernels::initialize,
+                              xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()
+                                  .Ctx<xla::ffi::PlatformStream<CUstream>>()
+                                  .Ctx<xla::ffi::State<jaxkernels::Launch>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkernels_execute, jaxkernels::execute,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<CUstream>>()
+                                  .Ctx<xla::ffi::State<jaxkernels::Launch>>()
+                                  .RemainingArgs()
+                                  .RemainingRets(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+extern "C" XLA_FFI_TypeId* jaxkernels_launch_type_id() { return &jaxkernels::Launch::id; }
+
+extern "C" const XLA_FFI_TypeInfo* jaxkernels_launch_type_info() {
+  static const XLA_FFI_TypeInfo info = xla::ffi::MakeTypeInfo<jaxkernels::Launch>();
+  return &info;
+}
+
+// Launches so far. One replayed from a CUDA graph does not pass here: that tells the two apart.
+extern "C" uint64_t jaxkernels_launch_count() { return jaxkernels::launch_count.load(); }
+
+#pragma GCC visibility pop

@@ -1,0 +1,279 @@
+"""The compiler of the CUDA engine and its cache. NVRTC needs no GPU: all of it is run."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from typing import Any
+
+import pytest
+
+from jaxkernels import ffi
+from jaxkernels.ffi import compiler
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+TWO_KERNELS = """
+template <int kCount>
+__global__ void __launch_bounds__(1024, 1) sum(float* p) {
+  float values[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = p[i * threadIdx.x];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) p[i * 7] = values[i];
+}
+extern "C" __global__ void staged(float* p) {
+  __shared__ float tile[128];
+  tile[threadIdx.x] = p[threadIdx.x];
+  __syncthreads();
+  p[threadIdx.x] = tile[127 - threadIdx.x];
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A cache of each test's own."""
+    monkeypatch.setenv("JAXKERNELS_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "cubins"
+
+
+@pytest.fixture
+def forbid_compiling(monkeypatch):
+    def refuse(self):
+        raise AssertionError("compiled again")
+
+    return lambda: monkeypatch.setattr(compiler._Request, "compile", refuse)
+
+
+def test_compile_reports_what_the_kernel_uses():
+    compiled = ffi.compile_kernel(TWO_KERNELS, "staged")
+    assert compiled.name == "staged"
+    assert compiled.cubin[:4] == b"\x7fELF"
+    assert compiled.report is not None
+    assert compiled.report.smem_bytes == 512
+    assert 0 < compiled.report.registers < 64
+    assert (compiled.report.spill_store_bytes, compiled.report.spill_load_bytes) == (0, 0)
+
+
+def test_compile_instantiates_a_template():
+    compiled = ffi.compile_kernel(TWO_KERNELS, "sum<4>", strict=True)
+    assert compiled.name == "_Z3sumILi4EEvPf"
+    assert compiled.name.encode() in compiled.cubin
+
+
+def test_compile_error_shows_the_lines_of_the_source():
+    source = "__global__ void k(float* p) {\n  p[0] = 1;\n  p[1] = missing;\n}\n"
+    with pytest.raises(ffi.CompileError, match=r"scale\.cu\(3\): error: identifier \"missing\" is undefined") as error:
+        ffi.compile_kernel(source, "k", filename="scale.cu")
+    assert str(error.value).startswith("scale.cu[nvrtc]: the source does not compile (NVRTC_ERROR_COMPILATION, NVRTC ")
+    assert "--gpu-architecture=sm_90a" in str(error.value)
+    assert error.value.log in str(error.value)
+
+
+def test_compile_error_names_an_unknown_kernel():
+    with pytest.raises(ffi.CompileError, match="transposed"):
+        ffi.compile_kernel(TWO_KERNELS, "transposed")
+
+
+def test_compile_takes_headers_defines_and_options():
+    source = '#include "scale.cuh"\nextern "C" __global__ void k(float* p) { p[0] = scale(p[1]) * FACTOR * ON; }'
+    headers = {"scale.cuh": "__device__ float scale(float x) { return x * x; }"}
+    compiled = ffi.compile_kernel(
+        source, "k", headers=headers, defines={"FACTOR": 3, "ON": True}, options=["--maxrregcount=32"]
+    )
+    assert compiled.report is not None
+    assert compiled.report.registers <= 32
+    with pytest.raises(ffi.CompileError, match="FACTOR"):
+        ffi.compile_kernel(source, "k", headers=headers)
+
+
+def test_compile_finds_cudas_own_headers():
+    source = "#include <cuda_bf16.h>\n__global__ void k(__nv_bfloat16* p) { p[0] = __float2bfloat16(2.f); }"
+    ffi.compile_kernel(source, "k")
+
+
+def test_strict_refuses_spills():
+    assert ffi.compile_kernel(TWO_KERNELS, "sum<200>").report.spill_store_bytes > 0
+    with pytest.raises(
+        ffi.CompileError, match=r"^kernel\.cu\[nvrtc\]: _Z3sumILi200EEvPf must not spill registers; got 64 registers, "
+    ):
+        ffi.compile_kernel(TWO_KERNELS, "sum<200>", strict=True)
+
+
+def test_strict_refuses_an_ignored_setmaxnreg():
+    source = '__global__ void k(float* p) { asm volatile("setmaxnreg.inc.sync.aligned.u32 240;"); p[0] = 1; }'
+    assert "C7508" in ffi.compile_kernel(source, "k").log
+    with pytest.raises(ffi.CompileError, match=r"warnings of lost performance; got\n.*\(C7508\).*'setmaxnreg' ignored"):
+        ffi.compile_kernel(source, "k", strict=True)
+    capped = source.replace("void k", "void __launch_bounds__(128, 1) k")
+    ffi.compile_kernel(capped, "k", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("account", "message"),
+    [
+        ("", "strict needs ptxas' account of the kernel; got none for k from NVRTC"),
+        ("Compiling entry function 'k' for 'sm_90a'\nptxas info : Used 40 registers\n(C7510) serialized", "C7510"),
+    ],
+)
+def test_strict_reads_the_log(account, message):
+    compiled = ffi.CompiledKernel(b"", "k", compiler._report(account, "k"), account)
+    with pytest.raises(ffi.CompileError, match=re.escape(message)):
+        compiler._refuse_slow("kernel.cu", compiled)
+
+
+def test_report_is_that_of_the_kernel_asked_for():
+    log = ffi.compile_kernel(TWO_KERNELS + "template __global__ void sum<200>(float*);", "staged").log
+    staged, spilling = compiler._report(log, "staged"), compiler._report(log, "_Z3sumILi200EEvPf")
+    assert staged.spill_load_bytes == 0
+    assert staged.smem_bytes == 512
+    assert spilling.spill_load_bytes > 0
+    assert spilling.smem_bytes == 0
+
+
+def test_missing_cuda_bindings_names_the_extra(monkeypatch):
+    def missing():
+        raise ModuleNotFoundError("No module named 'cuda'")
+
+    monkeypatch.setattr(compiler, "_nvrtc", missing)
+    compiler._nvrtc_version.cache_clear()
+    message = (
+        "compile[nvrtc]: the package cuda-bindings cannot be imported; got No module named 'cuda'. "
+        'Install NVRTC with the package: pip install "jaxkernels[cuda13]" (or cuda12).'
+    )
+    with pytest.raises(ImportError, match=f"^{re.escape(message)}$"):
+        ffi.compile_kernel(TWO_KERNELS, "staged")
+
+
+def test_missing_nvrtc_names_the_extra(monkeypatch):
+    class Bindings:
+        @staticmethod
+        def nvrtcVersion():  # noqa: N802, the name is NVIDIA's
+            raise RuntimeError("libnvrtc.so.13 is nowhere")
+
+    monkeypatch.setattr(compiler, "_nvrtc", lambda: Bindings)
+    compiler._nvrtc_version.cache_clear()
+    with pytest.raises(ImportError, match=re.escape("got libnvrtc.so.13 is nowhere. Install NVRTC with the package")):
+        ffi.compile_kernel(TWO_KERNELS, "staged")
+
+
+# The cache.
+
+
+def test_second_compilation_comes_from_the_cache(cache, forbid_compiling):
+    compiler.nvrtc_version()  # The library is opened once in a process, cache or not.
+    start = time.perf_counter()
+    cold = ffi.compile_kernel(TWO_KERNELS, "sum<200>")
+    between = time.perf_counter()
+    forbid_compiling()
+    warm = ffi.compile_kernel(TWO_KERNELS, "sum<200>")
+    end = time.perf_counter()
+    assert warm == cold
+    assert [entry.suffix for entry in cache.iterdir()] == [".zip"]
+    assert end - between < (between - start) / 5, f"cold {between - start:.4f} s, warm {end - between:.4f} s"
+
+
+def test_strict_judges_a_cached_kernel_too(forbid_compiling):
+    ffi.compile_kernel(TWO_KERNELS, "sum<200>")
+    forbid_compiling()
+    with pytest.raises(ffi.CompileError, match="must not spill"):
+        ffi.compile_kernel(TWO_KERNELS, "sum<200>", strict=True)
+
+
+def test_cache_key_covers_all_that_decides_the_code(cache, monkeypatch):
+    variants: list[dict[str, Any]] = [
+        {},
+        {"source": TWO_KERNELS + "\n"},
+        {"kernel": "sum<1>"},
+        {"filename": "other.cu"},
+        {"headers": {"a.cuh": ""}},
+        {"headers": {"a.cuh": "//"}},
+        {"defines": {"A": 1}},
+        {"defines": {"A": 2}},
+        {"options": ["--use_fast_math"]},
+        {"arch": "sm_90"},
+    ]
+    for variant in variants:
+        ffi.compile_kernel(**({"source": TWO_KERNELS, "kernel": "staged"} | variant))
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: (99, 0))
+    ffi.compile_kernel(TWO_KERNELS, "staged")
+    monkeypatch.setattr(compiler, "_toolkit_headers", lambda: None)
+    ffi.compile_kernel(TWO_KERNELS, "staged")
+    assert len(list(cache.iterdir())) == len(variants) + 2
+
+
+def damages(entry: bytes):
+    for kept in (0, 1, len(entry) // 3, len(entry) - 1):
+        yield f"first {kept} bytes", entry[:kept]
+    for place in (10, len(entry) // 3, len(entry) // 2, len(entry) - 10):
+        yield f"byte {place} flipped", entry[:place] + bytes([entry[place] ^ 0xFF]) + entry[place + 1 :]
+    yield "other text", b"not a zip file" * 100
+
+
+def test_damaged_entries_are_compiled_again(cache, forbid_compiling):
+    good = ffi.compile_kernel(TWO_KERNELS, "staged")
+    (path,) = cache.iterdir()
+    entry = path.read_bytes()
+    for what, damaged in damages(entry):
+        path.write_bytes(damaged)
+        again = ffi.compile_kernel(TWO_KERNELS, "staged")
+        assert (again.cubin, again.report) == (good.cubin, good.report), what
+    forbid_compiling()
+    assert ffi.compile_kernel(TWO_KERNELS, "staged") == again
+
+
+def test_two_processes_may_compile_the_same_kernel_at_once(cache):
+    script = textwrap.dedent(f"""
+        import sys
+        from jaxkernels.ffi import compiler
+        compiler.nvrtc_version()
+        print("ready", flush=True)
+        for line in sys.stdin:
+            compiled = compiler.compile_kernel({TWO_KERNELS!r}, line.strip())
+            print(len(compiled.cubin), flush=True)
+    """)
+    processes = [python(script) for _ in range(2)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for count in range(1, 11):
+        for process in processes:
+            process.stdin.write(f"sum<{count}>\n")
+            process.stdin.flush()
+        sizes = [process.stdout.readline() for process in processes]
+        assert sizes[0] == sizes[1]
+        assert int(sizes[0]) > 1000
+    for process in processes:
+        process.stdin.close()
+        assert process.wait(60) == 0
+    assert [path.suffix for path in cache.iterdir()] == [".zip"] * 10
+
+
+def python(script: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [ROOT, *sys.path]))},
+    )
+
+
+def test_a_cache_that_cannot_be_written_warns_and_compiles(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JAXKERNELS_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match=r"set JAXKERNELS_CACHE_DIR to a folder that can be written\.$"):
+        compiled = ffi.compile_kernel(TWO_KERNELS, "staged")
+    assert compiled.name == "staged"
+
+
+def test_cache_dir_defaults_to_the_users(monkeypatch):
+    monkeypatch.delenv("JAXKERNELS_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere/else")
+    assert compiler.cache_dir() == pathlib.Path("/somewhere/else/jaxkernels")
