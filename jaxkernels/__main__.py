@@ -1,0 +1,5 @@
+"""`python -m jaxkernels`: the command line."""
+
+from jaxkernels.cli import main
+
+main()

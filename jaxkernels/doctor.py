@@ -1,0 +1,220 @@
+"""What this machine can run, and why not what it cannot: the report behind `jaxkernels doctor`."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import pathlib
+import platform
+import re
+
+import jax
+import jax.numpy as jnp
+
+from jaxkernels import dispatch, hardware
+from jaxkernels.specs import ArrayType, AttentionSpec, MatmulSpec
+
+__all__ = ["Availability", "Report", "as_json", "as_text", "examine"]
+
+_PACKAGES = (
+    "jaxkernels", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "orbax-checkpoint",
+    "numpy", "tokenizers", "jax-triton", "triton", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Availability:
+    """Whether a backend runs here.
+
+    Attributes:
+      name: the backend.
+      reasons: why not; empty where it is available.
+      note: what else is worth knowing.
+    """
+
+    name: str
+    reasons: tuple[str, ...]
+    note: str = ""
+
+    @property
+    def available(self) -> bool:
+        return not self.reasons
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `examine` found.
+
+    Attributes:
+      system: Python and the operating system.
+      versions: package -> version, None where it is not installed.
+      devices: JAX's devices, one line for each; the error instead where JAX finds none.
+      driver: the NVIDIA driver, or why there is none.
+      backends: every backend.
+      caches: folder -> bytes in it.
+    """
+
+    system: str
+    versions: dict[str, str | None]
+    devices: tuple[str, ...]
+    driver: str
+    backends: tuple[Availability, ...]
+    caches: dict[str, int]
+
+
+def examine() -> Report:
+    """Looks at this machine. Nothing is compiled or run."""
+    devices, chip = _devices()
+    backends = [Availability(name, tuple(_kernel_reasons(name, chip))) for name in dispatch.backend_names()]
+    backends = [backend for backend in backends if backend.name != "cuda"]
+    return Report(
+        system=f"Python {platform.python_version()} on {platform.platform()}",
+        versions={package: _version(package) for package in _PACKAGES},
+        devices=devices,
+        driver=_driver(),
+        backends=(*backends, _cuda(chip), _triton(chip)),
+        caches=_caches(),
+    )
+
+
+def as_json(report: Report) -> str:
+    """The report for a program; each backend also says `available`."""
+    values = dataclasses.asdict(report)
+    values["backends"] = {
+        backend.name: dict(available=backend.available, reasons=list(backend.reasons), note=backend.note)
+        for backend in report.backends
+    }
+    return json.dumps(values, indent=2)
+
+
+def as_text(report: Report) -> str:
+    """The report for a reader."""
+    installed = [f"{name:24} {version}" for name, version in report.versions.items() if version is not None]
+    backends = []
+    for backend in report.backends:
+        state = "available" if backend.available else "not here: " + "; ".join(backend.reasons)
+        backends.append(f"{backend.name:8}{state}" + (f" ({backend.note})" if backend.note else ""))
+    sections = {
+        "versions": [report.system, *installed],
+        "devices": report.devices,
+        "driver": [report.driver],
+        "backends": backends,
+        "caches": [f"{size / 1e6:8.1f} MB  {folder}" for folder, size in report.caches.items()] or ["empty"],
+    }
+    return "\n".join(f"{title}\n" + "".join(f"  {line}\n" for line in lines) for title, lines in sections.items())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> tuple[tuple[str, ...], hardware.Chip]:
+    try:
+        devices = jax.devices()
+    except RuntimeError as e:  # A plugin that is installed and cannot start.
+        return (f"none: {e}",), hardware.host("no device")
+    lines = []
+    for device in devices:
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        memory = f", {limit / 2**30:.1f} GiB for JAX" if limit else ""
+        lines.append(f"{device.platform}:{device.id}  {hardware.chip_of(device)}{memory}")
+    return tuple(lines), hardware.chip_of(devices[0])
+
+
+def _driver() -> str:
+    """The driver's own version, and the CUDA version up to which it runs programs."""
+    try:
+        libcuda = ctypes.CDLL("libcuda.so.1")
+    except OSError as e:
+        return f"none: {e}"
+    number = ctypes.c_int()
+    status = libcuda.cuDriverGetVersion(ctypes.byref(number))
+    if status != 0:
+        return f"libcuda.so.1 does not tell its version (error {status})"
+    cuda = f"CUDA {number.value // 1000}.{number.value % 1000 // 10}"
+    module = pathlib.Path("/proc/driver/nvidia/version")
+    found = re.search(r"\d+\.\d+(?:\.\d+)?", module.read_text()) if module.exists() else None
+    return f"NVIDIA {found.group()}, runs programs up to {cuda}" if found else f"runs programs up to {cuda}"
+
+
+def _probe(op: str, chip: hardware.Chip) -> MatmulSpec | AttentionSpec:
+    """A plain case that every backend should take: large, aligned, bfloat16."""
+    array = lambda *shape: ArrayType(shape, jnp.dtype(jnp.bfloat16))
+    if op == "matmul":
+        square = array(1024, 1024)
+        return MatmulSpec(square, square, (((1,), (0,)), ((), ())), jnp.dtype(jnp.bfloat16), chip)
+    heads = array(2, 1024, 8, 128)
+    return AttentionSpec(heads, heads, heads, scale=1.0, target=chip, causal=True)
+
+
+def _kernel_reasons(name: str, chip: hardware.Chip) -> list[str]:
+    """Why a backend's kernels do not run on the chip: there are none, they do not load, or say so themselves."""
+    if name not in dispatch.backend_names():
+        return ["no operation has a kernel of this backend yet"]
+    reasons = []
+    for op, backend in dispatch.REGISTRY:
+        if backend != name:
+            continue
+        try:
+            reason = dispatch.load(op, name).unsupported(_probe(op, chip))
+        except ImportError as e:
+            reason = str(e)
+        platforms = dispatch.REGISTRY[op, name].platforms
+        if reason is None and platforms is not None and chip.platform not in platforms:
+            reason = f"runs on {' or '.join(platforms)} devices, this machine has {chip}"
+        if reason is not None and reason not in reasons:
+            reasons.append(reason)
+    return reasons
+
+
+def _cuda(chip: hardware.Chip) -> Availability:
+    """The CUDA engine: its launcher, NVRTC, a chip its kernels are written for, and what its kernels say."""
+    try:
+        from jaxkernels import ffi
+        from jaxkernels.ffi.compiler import nvrtc_version
+    except ImportError as e:
+        return Availability("cuda", (f"the engine cannot be imported: {e}",))
+    reasons, notes = [], []
+    launcher = ffi.status()
+    (reasons if launcher.library is None else notes).append(f"launcher: {launcher}")
+    try:
+        notes.append("NVRTC {}.{}".format(*nvrtc_version()))
+    except ImportError as e:
+        reasons.append(str(e))
+    if not chip.is_hopper:
+        reasons.append(f"needs a GPU of compute capability 9.0 (Hopper), this machine has {chip}")
+    reasons += [reason for reason in _kernel_reasons("cuda", chip) if reason not in reasons]
+    return Availability("cuda", tuple(reasons), ", ".join(notes))
+
+
+def _triton(chip: hardware.Chip) -> Availability:
+    reasons = []
+    try:
+        importlib.import_module("jax_triton")
+    except ImportError as e:
+        reasons.append(f"jax-triton cannot be imported: {e}")
+    if chip.platform != "cuda":
+        reasons.append(f"runs on cuda devices, this machine has {chip}")
+    reasons += [reason for reason in _kernel_reasons("triton", chip) if reason not in reasons]
+    return Availability("triton", tuple(reasons))
+
+
+def _caches() -> dict[str, int]:
+    """The folders below the package's cache folder, and JAX's compilation cache where one is set."""
+    from jaxkernels.models.data import cache_folder
+
+    root = cache_folder().parent
+    folders = [path for path in sorted(root.iterdir()) if path.is_dir()] if root.is_dir() else []
+    if jax.config.jax_compilation_cache_dir:
+        folders.append(pathlib.Path(jax.config.jax_compilation_cache_dir))
+    return {str(folder): _size(folder) for folder in folders}
+
+
+def _size(folder: pathlib.Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,333 @@
+"""What a model is and how it is trained: frozen, validated descriptions, and the presets."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+__all__ = ["PRESETS", "InputError", "ModelConfig", "Preset", "TrainingConfig", "preset", "training_config"]
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used: the command line prints the message alone, without a traceback."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder transformer: pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+    Attributes:
+      vocab_size: rows of the embedding.
+      num_layers: transformer blocks.
+      embed_dim: width of the residual stream.
+      num_heads: query heads.
+      num_kv_heads: key/value heads; `num_heads` must be a multiple (1: multi-query attention).
+      head_dim: width of one head; even, as the rotation turns pairs.
+      mlp_dim: hidden width of the feed-forward block.
+      rope_theta: base of the rotary wavelengths.
+      norm_epsilon: added to the mean square in RMSNorm.
+      tied_embedding: the unembedding is the embedding, transposed; otherwise a matrix of its own.
+      dtype: dtype the model computes in, by name; parameters are kept in float32 whatever it is.
+      remat: recompute each block's activations in the backward pass instead of keeping them.
+      scan: one `jax.lax.scan` over stacked layers instead of one copy of the block for each: compiles
+        faster, and changes the parameters' layout but not the function.
+      backend: which kernels run every matmul and attention: the name of one of jaxkernels' backends, or
+        None for the fastest that can, chosen for each operation.
+    """
+
+    vocab_size: int
+    num_layers: int
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    rope_theta: float = 10_000.0
+    norm_epsilon: float = 1e-6
+    tied_embedding: bool = True
+    dtype: str = "bfloat16"
+    remat: bool = False
+    scan: bool = False
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InputError(f"ModelConfig: {field} must be a positive int; got {value!r}.")
+        if self.num_heads % self.num_kv_heads:
+            raise InputError(
+                "ModelConfig: num_heads must be a multiple of num_kv_heads; "
+                f"got {self.num_heads} and {self.num_kv_heads}."
+            )
+        if self.head_dim % 2:
+            raise InputError(f"ModelConfig: head_dim must be even (rotary embeddings turn pairs); got {self.head_dim}.")
+        for field in ("rope_theta", "norm_epsilon"):
+            if not getattr(self, field) > 0:
+                raise InputError(f"ModelConfig: {field} must be positive; got {getattr(self, field)!r}.")
+        if self.dtype not in ("bfloat16", "float16", "float32"):
+            raise InputError(f'ModelConfig: dtype must be "bfloat16", "float16" or "float32"; got {self.dtype!r}.')
+
+    @property
+    def num_matmul_params(self) -> int:
+        """Parameters that a token's forward pass multiplies with, the unembedding included."""
+        attention = self.embed_dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.embed_dim * self.mlp_dim) + self.vocab_size * self.embed_dim
+
+    @property
+    def num_params(self) -> int:
+        """All parameters: the matrices, the norms' scales, and the embedding where it is not tied."""
+        norms = (2 * self.num_layers + 1) * self.embed_dim
+        embedding = 0 if self.tied_embedding else self.vocab_size * self.embed_dim
+        return self.num_matmul_params + norms + embedding
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """FLOPs a training step must do for one token, forward and backward: 6 N + 6 L T N_h H.
+
+        N is `num_matmul_params`: 2 FLOPs each forward, 4 backward. Attention does 4 T H FLOPs per head
+        forward (two products over T keys) and twice that backward; causal masking needs half. What
+        rematerialisation computes again is not counted. (Chowdhery et al. 2022, arXiv:2204.02311,
+        appendix B, which does not halve for causal masking.)
+        """
+        attention = 6 * self.num_layers * sequence_length * self.num_heads * self.head_dim
+        return 6.0 * self.num_matmul_params + attention
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """A model size and the training settings that suit it.
+
+    Attributes:
+      model: the model; its `vocab_size` and `dtype` may be replaced by what the run asks for.
+      tokenizer: "bytes" or "bpe".
+      steps, batch_size, sequence_length, learning_rate: training defaults; `learning_rate` is the peak.
+      source: where the sizes come from.
+    """
+
+    model: ModelConfig
+    tokenizer: str
+    steps: int
+    batch_size: int
+    sequence_length: int
+    learning_rate: float
+    source: str
+
+
+#: The vocabulary trained for the larger presets: a multiple of 128, as tensor-core tiles want.
+_BPE_VOCAB = 32_768
+
+#: name -> preset; the parameter counts are asserted in tests/test_model.py.
+PRESETS: dict[str, Preset] = {
+    "tiny": Preset(
+        model=ModelConfig(
+            vocab_size=256,
+            num_layers=4,
+            embed_dim=128,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=32,
+            mlp_dim=384,
+        ),
+        tokenizer="bytes",
+        steps=800,
+        batch_size=8,
+        sequence_length=128,
+        learning_rate=2e-3,
+        source="our own: sized to learn the shape of Python in a minute or two on two CPU cores",
+    ),
+    "124m": Preset(
+        model=ModelConfig(
+            vocab_size=_BPE_VOCAB,
+            num_layers=12,
+            embed_dim=768,
+            num_heads=12,
+            num_kv_heads=12,
+            head_dim=64,
+            mlp_dim=2560,
+        ),
+        tokenizer="bpe",
+        steps=2000,
+        batch_size=32,
+        sequence_length=1024,
+        learning_rate=6e-4,
+        source="depth, width and heads of GPT-2 small (Radford et al. 2019, table 2); mlp_dim makes up for the "
+        "smaller vocabulary, so that the parameters are GPT-2's 124 M",
+    ),
+    "350m": Preset(
+        model=ModelConfig(
+            vocab_size=_BPE_VOCAB,
+            num_layers=24,
+            embed_dim=1024,
+            num_heads=16,
+            num_kv_heads=16,
+            head_dim=64,
+            mlp_dim=2944,
+        ),
+        tokenizer="bpe",
+        steps=4000,
+        batch_size=32,
+        sequence_length=1024,
+        learning_rate=3e-4,
+        source="depth, width and heads of GPT-3 Medium, 350 M (Brown et al. 2020, arXiv:2005.14165, table 2.1); "
+        "mlp_dim chosen for that parameter count",
+    ),
+    "1b": Preset(
+        model=ModelConfig(
+            vocab_size=_BPE_VOCAB,
+            num_layers=16,
+            embed_dim=2048,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=64,
+            mlp_dim=8192,
+            rope_theta=500_000.0,
+            norm_epsilon=1e-5,
+            remat=True,
+            scan=True,
+        ),
+        tokenizer="bpe",
+        steps=4000,
+        batch_size=16,
+        sequence_length=2048,
+        learning_rate=3e-4,
+        source="Llama 3.2 1B (its published config.json), with a vocabulary of 32,768 instead of 128,256",
+    ),
+}
+
+
+def preset(name: str) -> Preset:
+    """Returns the preset called `name`.
+
+    Raises:
+      InputError: no preset of that name; the message lists the known ones.
+    """
+    if name not in PRESETS:
+        raise InputError(f"preset: unknown preset {name!r}; use one of {', '.join(PRESETS)}.")
+    return PRESETS[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """Everything that decides the losses of a run, but for the machine it runs on.
+
+    Attributes:
+      preset: name of the preset it started from.
+      model: the model.
+      tokenizer: "bytes" or "bpe".
+      data: path of the text as it was given, or None for the standard library's source.
+      steps: optimizer steps.
+      batch_size: sequences in a step.
+      sequence_length: tokens of a sequence.
+      learning_rate: peak of the schedule: linear warm-up over the first twentieth of the steps (at most
+        2000), then a cosine down to a tenth.
+      weight_decay: AdamW's, on every matrix but not on the norms' scales.
+      clip_norm: gradients are scaled down to this global norm.
+      seed: of the initialisation, of the batches and of the sample.
+      log_every, eval_every, checkpoint_every: steps between two of each; the last step does all three.
+      eval_batches: validation batches in an evaluation.
+      deterministic: on a GPU, compile with `xla_gpu_deterministic_ops`: equal runs have equal losses, bit for
+        bit. XLA then adds up an embedding's gradient in order instead of atomically, and does not autotune
+        its own matmuls (ours are repeatable in any case). CPUs are repeatable without it.
+    """
+
+    preset: str
+    model: ModelConfig
+    tokenizer: str
+    data: str | None
+    steps: int
+    batch_size: int
+    sequence_length: int
+    learning_rate: float
+    eval_every: int
+    checkpoint_every: int
+    seed: int = 0
+    log_every: int = 10
+    eval_batches: int = 20
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    deterministic: bool = True
+
+    def __post_init__(self) -> None:
+        for field in (
+            "steps", "batch_size", "sequence_length", "log_every", "eval_every", "eval_batches", "checkpoint_every"
+        ):  # fmt: skip
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InputError(f"TrainingConfig: {field} must be a positive int; got {value!r}.")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+            raise InputError(f"TrainingConfig: seed must be an int from 0 to 2**32 - 1; got {self.seed!r}.")
+        for field in ("learning_rate", "clip_norm"):
+            if not getattr(self, field) > 0:
+                raise InputError(f"TrainingConfig: {field} must be positive; got {getattr(self, field)!r}.")
+        if not self.weight_decay >= 0:
+            raise InputError(f"TrainingConfig: weight_decay must not be negative; got {self.weight_decay!r}.")
+        if self.tokenizer not in ("bytes", "bpe"):
+            raise InputError(f'TrainingConfig: tokenizer must be "bytes" or "bpe"; got {self.tokenizer!r}.')
+
+    @property
+    def warmup_steps(self) -> int:
+        return min(max(self.steps // 20, 1), 2000)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> TrainingConfig:
+        return cls(**{**values, "model": ModelConfig(**values["model"])})
+
+
+#: Entries of a BPE vocabulary for a preset that uses bytes by default.
+_SMALL_BPE_VOCAB = 4096
+
+
+def training_config(
+    preset_name: str,
+    *,
+    platform: str,
+    data: str | None = None,
+    tokenizer: str | None = None,
+    vocab_size: int | None = None,
+    dtype: str | None = None,
+    backend: str | None = None,
+    remat: bool | None = None,
+    scan: bool | None = None,
+    **overrides: Any,
+) -> TrainingConfig:
+    """Builds a run's configuration: a preset's, with what is given (not None) in its place.
+
+    Args:
+      preset_name: a name from `PRESETS`.
+      platform: of the devices ("cpu", "gpu"): on the CPU the default dtype is float32, as only some CPUs
+        multiply bfloat16 themselves (one that does, an EPYC with AVX512-BF16, took 0.7 of the time with it).
+      data, tokenizer, vocab_size, dtype, backend, remat, scan: see `TrainingConfig` and `ModelConfig`.
+      **overrides: other fields of `TrainingConfig`.
+
+    Raises:
+      InputError: the preset is unknown, or a value is out of range.
+    """
+    base = preset(preset_name)
+    tokenizer = tokenizer or base.tokenizer
+    if tokenizer == "bytes":
+        if vocab_size is not None:
+            raise InputError("train: --vocab-size goes with --tokenizer bpe; a byte vocabulary has 256 entries.")
+        vocab_size = 256
+    elif vocab_size is None:
+        vocab_size = base.model.vocab_size if base.tokenizer == "bpe" else _SMALL_BPE_VOCAB
+    model = dataclasses.replace(
+        base.model,
+        vocab_size=vocab_size,
+        dtype=dtype or ("float32" if platform == "cpu" else base.model.dtype),
+        backend=backend,
+        remat=base.model.remat if remat is None else remat,
+        scan=base.model.scan if scan is None else scan,
+    )
+    values: dict[str, Any] = dict(
+        steps=base.steps,
+        batch_size=base.batch_size,
+        sequence_length=base.sequence_length,
+        learning_rate=base.learning_rate,
+    )
+    values |= {name: value for name, value in overrides.items() if value is not None}
+    values.setdefault("eval_every", max(values["steps"] // 10, 1))
+    values.setdefault("checkpoint_every", max(values["steps"] // 4, 1))
+    return TrainingConfig(preset=preset_name, model=model, tokenizer=tokenizer, data=data, **values)

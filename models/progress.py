@@ -1,0 +1,65 @@
+"""What training says while it runs: a live bar on a terminal, a line at each evaluation anywhere."""
+
+from __future__ import annotations
+
+import time
+from typing import Self
+
+from rich import progress as rich_progress
+from rich.console import Console
+
+__all__ = ["Progress", "plain_console"]
+
+
+def plain_console() -> Console:
+    """A console for standard output that prints text as it is: no markup, no colours, no line breaks added."""
+    return Console(markup=False, highlight=False, soft_wrap=True)
+
+
+class Progress:
+    """Shows loss, tokens/s, time left, and MFU where it is known. A context manager.
+
+    Args:
+      console: where to.
+      start: steps done before.
+      steps: steps in all.
+    """
+
+    def __init__(self, console: Console, start: int, steps: int):
+        self.console = console
+        self.start, self.steps, self.step = start, steps, start
+        self._text = ""
+        self._begin = time.perf_counter()
+        self._bar = rich_progress.Progress(
+            rich_progress.BarColumn(),
+            rich_progress.MofNCompleteColumn(),
+            rich_progress.TextColumn("{task.fields[text]}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=steps, completed=start, text="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def update(self, step: int, loss: float, tokens_per_s: float, mfu: float | None = None) -> None:
+        """Shows the state after `step`; `loss` is the mean over the latest steps, `mfu` a share."""
+        self.step = step
+        left = (time.perf_counter() - self._begin) / (step - self.start) * (self.steps - step)
+        parts = [f"loss {loss:.3f}", f"{tokens_per_s:,.0f} tokens/s"]
+        parts += [f"MFU {mfu:.1%}"] if mfu is not None else []
+        parts += [f"ETA {int(left) // 60}:{int(left) % 60:02d}"]
+        self._text = "  ".join(parts)
+        self._bar.update(self._task, completed=step, text=self._text)
+
+    def evaluated(self, validation_loss: float) -> None:
+        """Prints a line that stays."""
+        width = len(f"{self.steps:,}")
+        self.console.print(
+            f"step {self.step:>{width},}/{self.steps:,}  validation loss {validation_loss:.3f}  {self._text}"
+        )

@@ -1,0 +1,116 @@
+"""Text to tokens and back: bytes as they are, or a byte-pair encoding trained on the spot.
+
+In both, token 0 separates documents: the byte NUL, which text does not contain, or "<|endoftext|>".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+import tokenizers
+
+from jaxkernels.models.config import InputError
+
+__all__ = ["END_OF_TEXT", "FILE_NAME", "BpeTokenizer", "ByteTokenizer", "Tokenizer", "load", "train_bpe"]
+
+#: The token between documents.
+END_OF_TEXT = 0
+
+#: Name of the tokenizer's file in a run directory and in the token cache; bytes need none.
+FILE_NAME = "tokenizer.json"
+
+_SEPARATOR = "<|endoftext|>"
+_NUM_BYTES = 256
+
+
+class Tokenizer(Protocol):
+    """What training and sampling need of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, texts: Sequence[str]) -> Iterable[np.ndarray]:
+        """Yields the tokens of each text, without separators."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+    def save(self, folder: pathlib.Path) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ByteTokenizer:
+    """One token for each byte of the text in UTF-8."""
+
+    @property
+    def vocab_size(self) -> int:
+        return _NUM_BYTES
+
+    def encode(self, texts: Sequence[str]) -> Iterable[np.ndarray]:
+        return (np.frombuffer(text.encode(), np.uint8) for text in texts)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token != END_OF_TEXT).decode(errors="replace")
+
+    def save(self, folder: pathlib.Path) -> None:
+        """Nothing to write: bytes are bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BpeTokenizer:
+    """Byte-level byte-pair encoding, by the `tokenizers` library."""
+
+    model: tokenizers.Tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.get_vocab_size()
+
+    def encode(self, texts: Sequence[str]) -> Iterable[np.ndarray]:
+        return (np.asarray(encoding.ids, np.uint32) for encoding in self.model.encode_batch_fast(list(texts)))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.model.decode([int(token) for token in tokens], skip_special_tokens=True)
+
+    def save(self, folder: pathlib.Path) -> None:
+        self.model.save(str(folder / FILE_NAME))
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
+    """Learns a byte-level BPE of at most `vocab_size` tokens: the separator, the 256 bytes, then merges.
+
+    Raises:
+      InputError: `vocab_size` leaves no room for a merge.
+    """
+    smallest = _NUM_BYTES + 2
+    if vocab_size < smallest:
+        raise InputError(
+            f"tokenizer: a BPE vocabulary needs at least {smallest} entries (256 bytes, the separator, a merge); "
+            f"got {vocab_size}. Use --tokenizer bytes for less."
+        )
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_SEPARATOR],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(texts, trainer)
+    # Text that happens to contain the separator's name is text, not the separator.
+    model.encode_special_tokens = True
+    return BpeTokenizer(model)
+
+
+def load(kind: str, folder: pathlib.Path) -> Tokenizer:
+    """Reads back the tokenizer saved in `folder`; `kind` is "bytes" or "bpe"."""
+    if kind == "bytes":
+        return ByteTokenizer()
+    model = tokenizers.Tokenizer.from_file(str(folder / FILE_NAME))
+    model.encode_special_tokens = True
+    return BpeTokenizer(model)

@@ -1,0 +1,233 @@
+"""The decoder transformer in Flax NNX; every matrix product and the attention are jaxkernels'.
+
+Letters in shapes: B batch, T tokens, D embed_dim, N query heads, K key/value heads, H head_dim, F mlp_dim,
+V vocabulary, S slots of the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+import jaxkernels as jk
+from jaxkernels.models.config import ModelConfig
+
+__all__ = ["Cache", "LayerCache", "Transformer", "abstract_params", "init_cache"]
+
+_EMBEDDING_STDDEV = 0.02  # small: the logits of a tied embedding start near zero, the loss near ln(V)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """Keys (rotated) and values of one layer, (B, S, K, H) each; stacked over layers where the model scans."""
+
+    key: jax.Array
+    value: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """What decoding remembers: the keys and values of the last S tokens.
+
+    The slots are a ring: token i lies in slot i % S. A key carries its own rotation, and a query sees
+    only how far back it is, so the order of the slots does not matter.
+
+    Attributes:
+      layers: one `LayerCache` for each layer, or one that is stacked, as the model's parameters are.
+      length: tokens seen so far, int32.
+    """
+
+    layers: tuple[LayerCache, ...] | LayerCache
+    length: jax.Array
+
+
+class Projection(nnx.Module):
+    """A matrix without bias: y = activation(x kernel) + residual, in one jaxkernels matmul."""
+
+    def __init__(self, in_features: int, out_features: int, config: ModelConfig, *, rngs: nnx.Rngs, gain: float = 1.0):
+        init = nnx.initializers.normal(gain / math.sqrt(in_features))
+        self.kernel = nnx.Param(init(rngs.params(), (in_features, out_features), jnp.float32))
+        self.config = config
+
+    def __call__(
+        self, x: Float[Array, "B T In"], *, activation: str | None = None, residual: jax.Array | None = None
+    ) -> Float[Array, "B T Out"]:
+        kernel = self.kernel[...].astype(self.config.dtype)
+        return jk.matmul(x, kernel, activation=activation, residual=residual, backend=self.config.backend)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with rotary positions and grouped key/value heads."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        c = self.config = config
+        self.qkv = Projection(c.embed_dim, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c, rngs=rngs)
+        self.out = Projection(c.num_heads * c.head_dim, c.embed_dim, c, rngs=rngs, gain=_residual_gain(c))
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        residual: Float[Array, "B T D"],
+        rotation: tuple[jax.Array, jax.Array],
+        cache: LayerCache | None,
+        length: jax.Array,
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        c = self.config
+        qkv = self.qkv(x).reshape(*x.shape[:2], c.num_heads + 2 * c.num_kv_heads, c.head_dim)  # (B, T, N + 2 K, H)
+        q, k, v = jnp.split(qkv, (c.num_heads, c.num_heads + c.num_kv_heads), axis=2)
+        q, k = rotate(q, rotation), rotate(k, rotation)
+        if cache is not None:
+            # A prompt fills an empty cache from slot 0 on; a single token takes the next slot of the ring.
+            num_slots, num_tokens = cache.key.shape[1], x.shape[1]
+            start = (0, length % num_slots if num_tokens == 1 else 0, 0, 0)
+            write = lambda old, new: jax.lax.dynamic_update_slice(old, new.astype(old.dtype), start)
+            cache = LayerCache(write(cache.key, k), write(cache.value, v))
+        if cache is not None and x.shape[1] == 1:
+            visible = jnp.broadcast_to(jnp.minimum(length + 1, cache.key.shape[1]), x.shape[:1])
+            out = jk.dot_product_attention(q, cache.key, cache.value, key_value_seq_lengths=visible, backend=c.backend)
+        else:
+            out = jk.dot_product_attention(q, k, v, is_causal=True, backend=c.backend)
+        return self.out(out.reshape(*x.shape[:2], -1), residual=residual), cache
+
+
+class FeedForward(nnx.Module):
+    """SwiGLU: (silu(x gate) * (x up)) down (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        c = config
+        self.gate = Projection(c.embed_dim, c.mlp_dim, c, rngs=rngs)
+        self.up = Projection(c.embed_dim, c.mlp_dim, c, rngs=rngs)
+        self.down = Projection(c.mlp_dim, c.embed_dim, c, rngs=rngs, gain=_residual_gain(c))
+
+    def __call__(self, x: Float[Array, "B T D"], residual: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.down(self.gate(x, activation="silu") * self.up(x), residual=residual)
+
+
+class Block(nnx.Module):
+    """One layer: attention and feed-forward, each on the normalised stream and added to it."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = _norm(config, rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = _norm(config, rngs)
+        self.mlp = FeedForward(config, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        rotation: tuple[jax.Array, jax.Array],
+        cache: LayerCache | None,
+        length: jax.Array,
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        x, cache = self.attention(self.attention_norm(x), x, rotation, cache, length)
+        return self.mlp(self.mlp_norm(x), x), cache
+
+
+class Transformer(nnx.Module):
+    """A language model: tokens in, logits of the next token out.
+
+    Args:
+      config: sizes and options.
+      rngs: the stream "params" seeds the initialisation. `scan` and `remat` do not change it.
+
+    References: Vaswani et al. 2017, arXiv:1706.03762; RMSNorm: Zhang and Sennrich 2019, arXiv:1910.07467;
+    rotary positions: Su et al. 2021, arXiv:2104.09864; grouped heads: Ainslie et al. 2023, arXiv:2305.13245.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        shape = (config.vocab_size, config.embed_dim)
+        init = nnx.initializers.normal(_EMBEDDING_STDDEV)
+        self.embedding = nnx.Param(init(rngs.params(), shape, jnp.float32))
+        blocks = [Block(config, rngs=rngs) for _ in range(config.num_layers)]
+        self.layers = jax.tree.map(lambda *xs: jnp.stack(xs), *blocks) if config.scan else nnx.List(blocks)
+        self.norm = _norm(config, rngs)
+        if not config.tied_embedding:
+            self.unembedding = nnx.Param(init(rngs.params(), shape, jnp.float32))
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], cache: Cache | None = None
+    ) -> Float[Array, "B T V"] | tuple[Float[Array, "B T V"], Cache]:
+        """Returns the logits of the token after each token, in the config's dtype.
+
+        With a cache it returns (logits, the cache with these tokens added). Then `tokens` is either a
+        prompt, of at most S tokens, for an empty cache, or a single token for each sequence.
+        """
+        c = self.config
+        length = jnp.int32(0) if cache is None else cache.length
+        rotation = rotation_at(length + jnp.arange(tokens.shape[1]), c)
+        x = jnp.take(self.embedding[...], tokens, axis=0).astype(c.dtype)
+        x, layers = self._run_layers(x, rotation, None if cache is None else cache.layers, length)
+        x = self.norm(x)
+        table = (self.embedding if c.tied_embedding else self.unembedding)[...].astype(c.dtype)
+        # Logits in the compute dtype: in float32 their cotangent would make the backward products float32.
+        logits = jk.dot_general(x, table, (((2,), (1,)), ((), ())), backend=c.backend)
+        if cache is None:
+            return logits
+        return logits, Cache(layers, length + tokens.shape[1])
+
+    def _run_layers(self, x: jax.Array, rotation: tuple[jax.Array, jax.Array], caches: Any, length: jax.Array) -> Any:
+        """Returns the stream after the last layer, and the layers' caches as they were given (None: none)."""
+
+        def run(block: Block, x: jax.Array, cache: LayerCache | None) -> tuple[jax.Array, LayerCache | None]:
+            return block(x, rotation, cache, length)
+
+        if self.config.remat:
+            run = nnx.remat(run)
+        if self.config.scan:
+            return nnx.scan(run, in_axes=(0, nnx.Carry, 0), out_axes=(nnx.Carry, 0))(self.layers, x, caches)
+        updated = []
+        for i, block in enumerate(self.layers):
+            x, cache = run(block, x, None if caches is None else caches[i])
+            updated.append(cache)
+        return x, None if caches is None else tuple(updated)
+
+
+def rotation_at(
+    positions: Int[Array, " T"], config: ModelConfig
+) -> tuple[Float[Array, "T 1 h"], Float[Array, "T 1 h"]]:
+    """Cosine and sine of every position's angles, float32; h = H/2 wavelengths from 2 pi up to 2 pi theta."""
+    frequencies = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
+    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: Float[Array, "B T N H"], rotation: tuple[jax.Array, jax.Array]) -> Float[Array, "B T N H"]:
+    """Turns each pair (x[i], x[i + H/2]) by its position's angle, computed in float32."""
+    cos, sin = rotation
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def init_cache(config: ModelConfig, batch_size: int, num_slots: int) -> Cache:
+    """Returns an empty cache that remembers the last `num_slots` tokens of each sequence."""
+    shape = (batch_size, num_slots, config.num_kv_heads, config.head_dim)
+    zeros = lambda *lead: jnp.zeros((*lead, *shape), config.dtype)
+    if config.scan:
+        layers = LayerCache(zeros(config.num_layers), zeros(config.num_layers))
+    else:
+        layers = tuple(LayerCache(zeros(), zeros()) for _ in range(config.num_layers))
+    return Cache(layers, jnp.int32(0))
+
+
+def abstract_params(config: ModelConfig) -> tuple[nnx.GraphDef, dict]:
+    """Returns the model's structure and the shapes of its parameters, without allocating them."""
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(params=0))), nnx.Param)
+    return graphdef, nnx.to_pure_dict(params)
+
+
+def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(config.embed_dim, epsilon=config.norm_epsilon, dtype=config.dtype, rngs=rngs)
+
+
+def _residual_gain(config: ModelConfig) -> float:
+    """Scale of the two projections that add to the stream, so that its variance stays near 1 (GPT-2)."""
+    return 1.0 / math.sqrt(2 * config.num_layers)

@@ -1,0 +1,288 @@
+"""The command line: what it says, what it refuses in one line, and the commands from end to end."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+from typer.testing import CliRunner, Result
+
+from jaxkernels import cli, dispatch, doctor, hardware
+from jaxkernels.models.config import PRESETS
+
+ROOT = pathlib.Path(cli.__file__).parent.parent
+TEXT = "".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i in range(200))
+
+#: A run of a few seconds.
+SHORT = ["--steps=4", "--batch-size=2", "--sequence-length=16", "--devices=1"]
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path, monkeypatch) -> None:
+    """Each test works in an empty folder, with a cache of its own, beside text.txt."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "text.txt").write_text(TEXT)
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("JAXKERNELS_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def invoke(*args: object) -> Result:
+    return CliRunner().invoke(cli.app, [str(arg) for arg in args])
+
+
+def refusal(*args: object) -> str:
+    """What a command that fails writes to standard error; it writes no traceback, and exits with 1."""
+    result = invoke(*args)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    return result.stderr
+
+
+def python(*args: object) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
+    env.pop("XLA_FLAGS", None)
+    return subprocess.run([sys.executable, *map(str, args)], env=env, capture_output=True, text=True)
+
+
+# Help.
+
+
+def test_module_prints_help_and_lists_the_commands():
+    result = python("-m", "jaxkernels", "--help")
+    assert result.returncode == 0
+    assert "Usage: jaxkernels [OPTIONS] COMMAND" in result.stdout
+    for command in ("train", "sample", "doctor"):
+        assert re.search(rf"^│ {command} +\w", result.stdout, re.MULTILINE)
+
+
+def test_help_of_train_explains_every_option(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    text = invoke("train", "--help").stdout
+    for option in (
+        "preset", "backend", "dtype", "remat", "no-remat", "scan", "no-scan", "data", "tokenizer", "vocab-size",
+        "steps", "batch-size", "sequence-length", "learning-rate", "seed", "deterministic", "no-deterministic",
+        "out", "resume", "checkpoint-every", "eval-every", "devices",
+    ):  # fmt: skip
+        assert f"--{option} " in text
+    for name, preset in PRESETS.items():
+        assert f"{name} ({preset.model.num_params / 1e6:,.1f} M parameters)" in text
+    for backend in dispatch.backend_names():
+        assert backend in text
+
+
+def test_command_line_starts_without_what_only_training_needs():
+    script = "import sys, jaxkernels.cli; print(sorted({'flax', 'optax', 'orbax', 'matplotlib'} & sys.modules.keys()))"
+    assert python("-c", script).stdout == "[]\n"
+
+
+# Refusals.
+
+
+def test_unknown_preset():
+    assert refusal("train", "--preset", "huge") == (
+        "error: preset: unknown preset 'huge'; use one of tiny, 124m, 350m, 1b.\n"
+    )
+
+
+def test_unknown_backend():
+    assert refusal("train", "--backend", "cutlass") == (
+        f"error: train: unknown backend 'cutlass'; use one of {', '.join(dispatch.backend_names())}, "
+        "or leave --backend out for the fastest that can.\n"
+    )
+
+
+def test_backend_that_cannot_run_here(tmp_path):
+    options = ["--backend=pallas", "--dtype=bfloat16", "--data", tmp_path / "text.txt"]
+    result = python("-m", "jaxkernels", "train", *SHORT, *options)
+    assert result.returncode == 1
+    assert result.stderr == (
+        "error: matmul[pallas]: runs on cuda devices only, this program is lowered for cpu. "
+        'Use backend=None (chooses by itself) or backend="xla".\n'
+    )
+    assert not pathlib.Path("runs").exists()
+
+
+def test_missing_data():
+    path = pathlib.Path("missing.txt").absolute()
+    assert refusal("train", "--data", "missing.txt") == f"error: data: no such file or folder: {path}.\n"
+
+
+def test_empty_data():
+    path = pathlib.Path("empty.txt").absolute()
+    path.touch()
+    assert refusal("train", "--data", "empty.txt") == f"error: data: {path} is empty.\n"
+
+
+def test_text_too_short_for_a_sequence(tmp_path):
+    train = round(0.95 * len(TEXT))
+    assert refusal("train", "--data", tmp_path / "text.txt", "--sequence-length", 4096) == (
+        f"error: data: too little text: {train} training and {len(TEXT) - train + 1} validation tokens, "
+        "and one sequence needs 4097. Give more text or a smaller --sequence-length.\n"
+    )
+
+
+def test_impossible_options():
+    assert refusal("train", "--steps", 0) == "error: TrainingConfig: steps must be a positive int; got 0.\n"
+    number = len(jax.devices())
+    assert refusal("train", "--devices", 0) == (
+        f"error: train: --devices must be from 1 to {number}, the devices here; got 0.\n"
+    )
+    assert refusal("train", "--vocab-size", 512) == (
+        "error: train: --vocab-size goes with --tokenizer bpe; a byte vocabulary has 256 entries.\n"
+    )
+
+
+def test_option_that_is_no_number_is_a_usage_error():
+    result = invoke("train", "--steps", "many")
+    assert result.exit_code == 2
+    assert "Invalid value for '--steps'" in result.stderr
+
+
+def test_no_run_to_resume_or_to_sample_from():
+    expected = "error: run: there is no run under ./runs. Start one with `jaxkernels train`.\n"
+    assert refusal("train", "--resume") == expected
+    assert refusal("sample") == expected
+    assert refusal("sample", "nowhere") == "error: run: nowhere is not a run's folder: it has no config.json.\n"
+    assert refusal("train", "--resume", "--out", "nowhere") == (
+        "error: run: nowhere is not a run's folder: it has no config.json.\n"
+    )
+
+
+def test_bug_is_not_dressed_up_as_bad_input(monkeypatch):
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(doctor, "examine", fail)
+    assert isinstance(invoke("doctor").exception, ZeroDivisionError)
+
+
+# From end to end.
+
+
+def test_train_resume_and_sample(tmp_path):
+    data = tmp_path / "text.txt"
+    result = invoke("train", *SHORT, "--data", data, "--tokenizer=bpe", "--vocab-size=300", "--seed=3", "--scan")
+    assert result.exit_code == 0, result.output
+    run = pathlib.Path("runs/tiny")
+    for part in ("validation loss", "tokens/s", "everything is in runs/tiny"):
+        assert part in result.stdout
+    config = json.loads((run / "config.json").read_text())
+    assert config["model"] | dict(vocab_size=300, scan=True) == config["model"]
+    assert config | dict(preset="tiny", steps=4, seed=3, tokenizer="bpe", data=str(data)) == config
+    assert {path.name for path in run.iterdir()} == {
+        "checkpoints", "config.json", "loss.png", "metrics.jsonl", "sample.txt", "tokenizer.json",
+    }  # fmt: skip
+
+    assert refusal("train", *SHORT, "--out", run) == (
+        "error: run: runs/tiny already holds a run. Continue it with --resume, or name another folder with --out.\n"
+    )
+    assert refusal("train", "--resume", "--steps=9", "--preset=124m", "--remat", "--devices=1") == (
+        "error: train: runs/tiny was started with other options: preset='tiny' there, '124m' here; "
+        "remat=False there, True here; steps=4 there, 9 here. "
+        "Leave them out to resume it, or start a new run.\n"
+    )
+    resumed = invoke("train", "--resume", "--devices=1", "--steps=4", "--seed=3")
+    assert resumed.exit_code == 0, resumed.output
+    assert "runs/tiny: resumed after step 4\n" in resumed.stdout
+
+    sampled = [invoke("sample", "--prompt=line 7", "--tokens=8", *more) for more in ([], [run], ["--seed=1"])]
+    assert [sample.exit_code for sample in sampled] == [0, 0, 0]
+    assert sampled[0].stdout.startswith("line 7")
+    assert sampled[0].stdout == sampled[1].stdout != sampled[2].stdout
+    assert refusal("sample", "--tokens=0") == "error: sample: --tokens must be at least 1; got 0.\n"
+
+    (run / "config.json").write_text(json.dumps(config | {"model": config["model"] | {"mlp_dim": 99}}))
+    assert refusal("sample") == (
+        f"error: run: the checkpoint of step 4 in {run} is of another model: "
+        f"mlp_dim={config['model']['mlp_dim']} in the checkpoint, 99 in config.json.\n"
+    )
+
+
+# Doctor.
+
+
+def test_doctor_runs_in_a_process_of_its_own():
+    result = python("-m", "jaxkernels", "doctor")
+    assert result.returncode == 0, result.stderr
+    for line in (rf"jax +{re.escape(jax.__version__)}", r"cpu:0 +cpu", r"xla +available"):
+        assert re.search(rf"^  {line}$", result.stdout, re.MULTILINE), result.stdout
+    for title in ("versions", "devices", "driver", "backends", "caches"):
+        assert f"{title}\n" in result.stdout
+
+
+def test_doctor_prints_json(tmp_path):
+    (tmp_path / "cache" / "tokens").mkdir(parents=True)
+    (tmp_path / "cache" / "tokens" / "x.bin").write_bytes(b"12345")
+    report = json.loads(invoke("doctor", "--json").stdout)
+    assert set(report["backends"]) == {*dispatch.backend_names(), "cuda", "triton"}
+    assert report["backends"]["xla"] == {"available": True, "reasons": [], "note": ""}
+    assert report["versions"]["jax"] == jax.__version__
+    assert report["versions"]["flax"] is not None
+    assert report["caches"] == {str(tmp_path / "cache" / "tokens"): 5}
+
+
+def of_chip(monkeypatch: pytest.MonkeyPatch, chip: hardware.Chip) -> dict[str, doctor.Availability]:
+    """What doctor says of the backends where the first device is `chip`."""
+    monkeypatch.setattr(hardware, "chip_of", lambda device: chip)
+    return {backend.name: backend for backend in doctor.examine().backends}
+
+
+def test_doctor_says_why_a_backend_is_not_available(monkeypatch):
+    found = of_chip(monkeypatch, hardware.host("cpu"))
+    assert found["xla"].available
+    assert found["pallas"].reasons == ("needs a GPU of compute capability 9.0 (Hopper), the target is cpu",)
+    assert "needs a GPU of compute capability 9.0 (Hopper), this machine has cpu" in found["cuda"].reasons
+    assert "runs on cuda devices, this machine has cpu" in found["triton"].reasons
+    for name in {"cuda", "triton"} - set(dispatch.backend_names()):
+        assert "no operation has a kernel of this backend yet" in found[name].reasons
+
+
+def test_doctor_finds_the_kernels_available_on_a_hopper_gpu(monkeypatch):
+    found = of_chip(monkeypatch, hardware.lookup("NVIDIA H200"))
+    assert found["pallas"].available
+    assert not any("Hopper" in reason for reason in found["cuda"].reasons)
+
+
+def test_doctor_reports_a_backend_that_does_not_load(registry, monkeypatch):
+    registry["matmul", "broken"] = dispatch.Entry("jaxkernels.no_such_module")
+    found = of_chip(monkeypatch, hardware.host("cpu"))
+    assert found["broken"].reasons == (
+        "matmul[broken]: the backend failed to load (jaxkernels.no_such_module): "
+        "No module named 'jaxkernels.no_such_module'",
+    )
+
+
+def test_doctor_reports_a_cuda_plugin_that_does_not_start(monkeypatch):
+    def fail() -> None:
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr(jax, "devices", fail)
+    report = doctor.examine()
+    assert report.devices == ("none: Unable to initialize backend 'cuda'",)
+    assert "Unable to initialize backend 'cuda'" in doctor.as_text(report)
+
+
+def test_doctor_reports_the_driver(monkeypatch):
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert doctor.examine().driver == "none: libcuda.so.1: cannot open shared object file"
+
+    class Driver:
+        def __init__(self, name: str):
+            assert name == "libcuda.so.1"
+
+        def cuDriverGetVersion(self, number: object) -> int:  # noqa: N802
+            number._obj.value = 13000
+            return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", Driver)
+    assert doctor.examine().driver.endswith("runs programs up to CUDA 13.0")

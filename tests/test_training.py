@@ -1,0 +1,508 @@
+"""Training: the step, the loop and its files, several devices, and a run that is killed and resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import json
+import math
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from numerics import assert_close, assert_same_bits, compile_quickly
+from PIL import Image
+from rich.console import Console
+
+from jaxkernels import hardware
+from jaxkernels.models import sampling, training
+from jaxkernels.models.config import InputError, ModelConfig, TrainingConfig, training_config
+from jaxkernels.models.run import Metrics, Run, latest_run
+from jaxkernels.models.tokenizer import ByteTokenizer
+from jaxkernels.models.training import Trainer, cross_entropy
+from jaxkernels.models.transformer import Transformer
+
+MODEL = ModelConfig(
+    vocab_size=256, num_layers=1, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=48, dtype="float32"
+)
+CONFIG = TrainingConfig(
+    preset="tiny",
+    model=MODEL,
+    tokenizer="bytes",
+    data=None,
+    steps=12,
+    batch_size=8,
+    sequence_length=16,
+    learning_rate=1e-2,
+    eval_every=6,
+    eval_batches=2,
+    checkpoint_every=4,
+    log_every=3,
+)
+TEXT = "".join(f"{i} plus {i} is {2 * i}, and {i} times {i} is {i * i}.\n" for i in range(400))
+ROOT = pathlib.Path(training.__file__).parent.parent
+
+
+@functools.cache
+def trainer(config: TrainingConfig = CONFIG, num_devices: int = 1) -> Trainer:
+    return Trainer(config, jax.devices("cpu")[:num_devices])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _shared() -> Iterator[None]:
+    """What the runs of this module have in common: the token cache, and the trainers, which take long to compile."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setenv("JAXKERNELS_CACHE_DIR", folder)
+        compiled = lambda config, devices: trainer(dataclasses.replace(config, data=None), len(devices))
+        patch.setattr(training, "Trainer", compiled)
+        yield
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def batch(config: TrainingConfig = CONFIG, seed: int = 0) -> np.ndarray:
+    shape = (config.batch_size, config.sequence_length + 1)
+    return np.random.default_rng(seed).integers(256, size=shape).astype(np.int32)
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+def train(config: TrainingConfig, out: pathlib.Path, console: Console | None = None) -> Run:
+    return training.train(config, out=out, devices=jax.devices("cpu")[:1], console=console or quiet())
+
+
+def losses(run: Run) -> dict[tuple[int, str], float]:
+    """Every loss of metrics.jsonl by its step and name; no line may repeat another."""
+    found = {}
+    for row in run.metrics().read():
+        name = "loss" if "loss" in row else "validation_loss"
+        assert (row["step"], name) not in found
+        found[row["step"], name] = row[name]
+    return found
+
+
+# The step.
+
+
+def test_step_lowers_the_loss_of_a_batch_it_sees_again_and_again():
+    t = trainer()
+    state, seen = t.init_state(), []
+    for _ in range(12):
+        state, metrics = t.step(state, t.put(batch()))
+        seen.append(float(metrics["loss"]))
+    assert abs(seen[0] - math.log(256)) < 0.1
+    assert seen[-1] < 0.75 * seen[0]
+    assert int(state.step) == 12
+
+
+def test_step_donates_its_state():
+    t = trainer()
+    old = t.init_state()
+    new, _ = t.step(old, t.put(batch()))
+    assert all(x.is_deleted() for x in jax.tree.leaves((old.params, old.opt_state)))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(new))
+
+
+def test_step_is_adamw_on_clipped_gradients():
+    config = dataclasses.replace(CONFIG, clip_norm=0.1, weight_decay=0.3, learning_rate=1e-3)
+    t = trainer(config)
+    state = t.init_state()
+    grads = compile_quickly(jax.grad(t._loss))(state.params, batch())
+    norm = math.sqrt(sum(float(jnp.sum(g * g)) for g in jax.tree.leaves(grads)))
+    rate = 1e-3  # one step of warm-up: the first step has the peak already
+
+    def updated(path: Any, p: jax.Array, g: jax.Array) -> jax.Array:
+        g = g * 0.1 / norm
+        decay = 0.0 if path[-1].key == "scale" else 0.3 * p
+        return p - rate * (g / (jnp.abs(g) + 1e-8) + decay)  # Adam's first step is the gradient's sign
+
+    expected = jax.tree.map_with_path(updated, state.params, grads)
+    new, metrics = t.step(state, t.put(batch()))
+    assert norm > 0.1
+    np.testing.assert_allclose(float(metrics["grad_norm"]), norm, rtol=1e-5)
+    np.testing.assert_allclose(float(metrics["learning_rate"]), rate, rtol=1e-6)
+    assert_close(new.params, expected)
+
+
+def test_learning_rate_warms_up_and_decays():
+    config = dataclasses.replace(CONFIG, steps=400)
+    schedule = training.learning_rate(config)
+    assert config.warmup_steps == 20
+    rates = [float(schedule(step)) for step in (0, 9, 20, 210, 400)]
+    np.testing.assert_allclose(rates, [0.0005, 0.004775, 0.01, 0.0055, 0.001], rtol=1e-4)
+
+
+def test_cross_entropy_is_computed_in_float32():
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 7)), jnp.bfloat16)
+    targets = np.array([[0, 6, 3], [1, 1, 2]])
+    exact = optax.softmax_cross_entropy_with_integer_labels(np.asarray(logits, np.float64), targets).mean()
+    assert cross_entropy(logits, targets).dtype == jnp.float32
+    np.testing.assert_allclose(cross_entropy(logits, targets), exact, rtol=1e-6)
+
+
+def test_initial_state_is_a_function_of_the_seed():
+    seeded = lambda seed: nnx.Rngs(params=seed)
+    params = trainer().init_state().params
+    for seed, same in ((0, True), (1, False)):
+        model = jax.jit(lambda seed=seed: nnx.state(Transformer(MODEL, rngs=seeded(seed)), nnx.Param))()
+        assert np.array_equal(params["embedding"], nnx.to_pure_dict(model)["embedding"]) == same
+
+
+@pytest.mark.parametrize("kernels", ["xla", "opaque"])
+def test_eight_devices_compute_what_one_does(kernels, opaque):
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, backend=kernels))
+    results = []
+    for num_devices in (1, 8):
+        t = trainer(config, num_devices)
+        state, metrics = t.step(t.init_state(), t.put(batch()))
+        gradients = state.opt_state[1][0].mu  # Adam's first moment is a tenth of them; the step is but their sign.
+        assert {len(x.sharding.device_set) for x in jax.tree.leaves(state)} == {num_devices}
+        results.append((metrics, jax.tree.map(lambda x: 10 * x, gradients)))
+    assert_close(*results)
+
+
+@pytest.mark.gpu
+def test_steps_on_a_gpu_are_repeatable_bit_for_bit():
+    model = dict(embed_dim=256, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=512, dtype="bfloat16")
+    config = dataclasses.replace(CONFIG, sequence_length=256, model=dataclasses.replace(MODEL, **model))
+    results = []
+    for _ in range(2):
+        t = Trainer(config, jax.devices()[:1])
+        state = t.init_state()
+        for seed in range(5):
+            state, metrics = t.step(state, t.put(batch(config, seed)))
+        results.append((state, metrics))
+    assert_same_bits(*results)
+
+
+def test_batch_that_cannot_be_split_over_the_devices_is_refused():
+    with pytest.raises(InputError) as e:
+        Trainer(dataclasses.replace(CONFIG, batch_size=12), jax.devices("cpu")[:8])
+    assert str(e.value) == (
+        "train: --batch-size must be a multiple of the 8 devices it is split over; got 12. "
+        "Change it, or use fewer with --devices."
+    )
+
+
+# A run.
+
+
+def test_run_leaves_its_files_and_its_losses_fall(tmp_path, text):
+    console = Console(file=io.StringIO(), width=200)
+    config = dataclasses.replace(CONFIG, data=str(text), steps=60, eval_every=20, checkpoint_every=30, log_every=7)
+    run = train(config, tmp_path / "run", console)
+    names = {path.name for path in run.folder.iterdir()}
+    assert names == {"checkpoints", "config.json", "loss.png", "metrics.jsonl", "sample.txt"}
+    assert {path.name for path in (run.folder / "checkpoints").iterdir()} == {"30", "60"}
+    assert Run.open(run.folder) == run
+
+    found = losses(run)
+    assert sorted(step for step, name in found if name == "loss") == list(range(1, 61))
+    assert sorted(step for step, name in found if name == "validation_loss") == [0, 20, 40, 60]
+    assert abs(found[0, "validation_loss"] - math.log(256)) < 0.1
+    assert found[60, "validation_loss"] < 3.2
+    rows = [row for row in run.metrics().read() if "loss" in row]
+    assert list(rows[0]) == ["step", "loss", "grad_norm", "learning_rate", "tokens_per_s"]  # nobody knows a CPU's MFU
+
+    with Image.open(run.folder / "loss.png") as image:
+        assert image.size == (1200, 675)
+        assert len(image.convert("RGB").getcolors(1 << 20)) > 50
+    sample = (run.folder / "sample.txt").read_text()
+    output = console.file.getvalue()
+    assert sample in output
+    for expected in ("step 20/60  validation loss", "tokens/s", "ETA 0:00"):
+        assert expected in output
+
+
+def test_progress_shows_mfu_where_the_peak_is_known(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(training, "peak_flops_per_s", lambda device, dtype: 1e12)
+    console = Console(file=io.StringIO(), width=200)
+    run = train(dataclasses.replace(CONFIG, data=str(text)), tmp_path / "run", console)
+    for row in run.metrics().read():
+        if "loss" in row:
+            assert math.isclose(row["mfu"], row["tokens_per_s"] * MODEL.flops_per_token(16) / 1e12)
+    assert "MFU 0." in console.file.getvalue()
+
+
+def test_peak_is_that_of_the_compute_dtype(monkeypatch):
+    monkeypatch.setattr(hardware, "chip_of", lambda device: hardware.lookup("NVIDIA H200"))
+    assert training.peak_flops_per_s(None, "bfloat16") == 989.4e12
+    assert training.peak_flops_per_s(None, "float32") == 494.7e12
+
+
+def test_losses_are_a_function_of_the_seed(tmp_path, text):
+    config = dataclasses.replace(CONFIG, data=str(text))
+    first, second = (losses(train(config, tmp_path / name)) for name in ("first", "second"))
+    assert first == second
+    other = losses(train(dataclasses.replace(config, seed=1), tmp_path / "other"))
+    assert other.keys() == first.keys()
+    assert not set(other.values()) & set(first.values())
+
+
+def test_sample_from_a_run_continues_the_prompt_the_same_way_each_time(finished):
+    options = dict(num_tokens=24, temperature=1.0, top_k=None)
+    sample = functools.partial(sampling.text_from_run, finished, **options)
+    assert sample(prompt="7 plus", seed=3) == sample(prompt="7 plus", seed=3)
+    assert len({sample(prompt="7 plus", seed=3), sample(prompt="7 plus", seed=4), sample(prompt="", seed=3)}) == 3
+    long = TEXT[:500]  # longer than the model's context
+    assert sample(prompt=long, seed=3) == sample(prompt=long[-16:], seed=3)
+
+
+def test_sample_ends_with_the_document(monkeypatch):
+    _, params = sampling.abstract_params(MODEL)
+    new = np.array([[72, 105, 0, 33]])
+    monkeypatch.setattr(sampling, "generate", lambda *args, **options: new)
+    options = dict(prompt="", num_tokens=4, num_slots=8, temperature=1.0, top_k=None, seed=0)
+    assert sampling.sample_text(MODEL, params, ByteTokenizer(), **options) == "Hi"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(num_tokens=0), "sample: --tokens must be at least 1; got 0."),
+        (dict(temperature=-1.0), "sample: --temperature must not be negative; got -1.0."),
+        (dict(top_k=0), "sample: --top-k must be at least 1; got 0."),
+    ],
+)
+def test_impossible_sample_is_refused(change, message):
+    options = dict(prompt="", num_tokens=4, num_slots=8, temperature=1.0, top_k=None, seed=0) | change
+    with pytest.raises(InputError) as e:
+        sampling.sample_text(MODEL, {}, ByteTokenizer(), **options)
+    assert str(e.value) == message
+
+
+# Killing and resuming.
+
+LONG = dataclasses.replace(CONFIG, steps=240, checkpoint_every=20, eval_every=25)
+
+
+def test_killed_and_resumed_run_logs_the_losses_of_one_that_was_not(tmp_path, text):
+    config = dataclasses.replace(LONG, data=str(text))
+    script = (
+        "import json, pathlib, sys\n"
+        "import jax\n"
+        "from jaxkernels.models import training\n"
+        "from jaxkernels.models.config import TrainingConfig\n"
+        "from jaxkernels.models.run import Run\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "devices = jax.devices()[:1]\n"
+        "if sys.argv[2] == 'train':\n"
+        "    config = TrainingConfig.from_json(json.loads(sys.argv[3]))\n"
+        "    training.train(config, out=folder, devices=devices)\n"
+        "else:\n"
+        "    training.resume(Run.open(folder), devices=devices)\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", script]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    settings = json.dumps(config.to_json())
+    subprocess.run([*command, whole, "train", settings], env=env, check=True, stdout=subprocess.DEVNULL)
+
+    process = subprocess.Popen([*command, killed, "train", settings], env=env, stdout=subprocess.DEVNULL)
+    log = killed / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while process.poll() is None and not (log.exists() and log.read_text().count("\n") > 60):
+        assert time.monotonic() < deadline, "the run did not get to its 60th step"
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    before = losses(Run.open(killed))
+    assert not (killed / "checkpoints" / "240").exists()
+
+    resumed = subprocess.run([*command, killed, "resume"], env=env, check=True, capture_output=True, text=True)
+    first = next(line for line in resumed.stdout.splitlines() if "resumed after step" in line)
+    step = int(first.split()[-1])
+    assert 20 <= step < 240
+    assert step % 20 == 0
+    expected, actual = losses(Run.open(whole)), losses(Run.open(killed))
+    assert actual == expected
+    assert before.items() <= expected.items()
+    assert len(before) > 60
+    assert_same_bits(*(restored_params(Run.open(folder)) for folder in (whole, killed)))
+
+
+def restored_params(run: Run) -> Any:
+    t = trainer(dataclasses.replace(CONFIG, model=run.config.model))
+    with run.checkpoints(read_only=True) as checkpoints:
+        return checkpoints.restore(run.config, t.replicated, t.abstract_state().params)[0]
+
+
+def test_line_cut_off_by_a_kill_is_dropped(tmp_path):
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.append([{"step": step, "loss": 1.0} for step in range(1, 6)])
+    with open(metrics.path, "a") as file:
+        file.write('{"step": 6, "lo')
+    assert [row["step"] for row in metrics.read()] == [1, 2, 3, 4, 5]
+    metrics.truncate(3)
+    metrics.append([{"step": 4, "loss": 2.0}])
+    assert [row["step"] for row in metrics.read()] == [1, 2, 3, 4]
+
+
+@pytest.fixture(scope="module")
+def finished_once(tmp_path_factory, text) -> Run:
+    return train(dataclasses.replace(CONFIG, data=str(text)), tmp_path_factory.mktemp("runs") / "run")
+
+
+@pytest.fixture
+def finished(finished_once, tmp_path) -> Run:
+    """A finished run that the test may damage."""
+    return Run.open(pathlib.Path(shutil.copytree(finished_once.folder, tmp_path / "run")))
+
+
+def refusal_to_resume(folder: pathlib.Path) -> str:
+    with pytest.raises(InputError) as e:
+        training.resume(Run.open(folder), devices=jax.devices("cpu")[:1], console=quiet())
+    return str(e.value)
+
+
+def edit_config(run: Run, model: dict[str, Any] | None = None, **changes: Any) -> None:
+    path = run.folder / "config.json"
+    values = json.loads(path.read_text()) | changes
+    values["model"] |= model or {}
+    path.write_text(json.dumps(values))
+
+
+def test_run_without_a_checkpoint_is_not_resumed(finished):
+    shutil.rmtree(finished.folder / "checkpoints")
+    assert refusal_to_resume(finished.folder) == (
+        f"run: {finished.folder} holds no checkpoint to resume from. Start a new run."
+    )
+
+
+def test_checkpoint_of_another_model_is_refused(finished):
+    edit_config(finished, model=dict(embed_dim=64, num_kv_heads=4))
+    message = (
+        f"run: the checkpoint of step 12 in {finished.folder} is of another model: embed_dim=32 in the checkpoint, "
+        "64 in config.json; num_kv_heads=2 in the checkpoint, 4 in config.json."
+    )
+    assert refusal_to_resume(finished.folder) == message
+    options = dict(prompt="", num_tokens=4, temperature=1.0, top_k=None, seed=0)
+    with pytest.raises(InputError) as e:
+        sampling.text_from_run(Run.open(finished.folder), **options)
+    assert str(e.value) == message
+
+
+def test_run_is_not_resumed_on_another_text(finished, tmp_path):
+    (tmp_path / "other.txt").write_text(TEXT + "more\n")
+    edit_config(finished, data=str(tmp_path / "other.txt"))
+    assert refusal_to_resume(finished.folder) == (
+        f"data: the text is no longer the one {finished.folder} was started with. Restore it, or start a new run."
+    )
+
+
+def test_resuming_a_finished_run_changes_no_loss(finished):
+    before = losses(finished)
+    training.resume(finished, devices=jax.devices("cpu")[:1], console=quiet())
+    assert losses(finished) == before
+
+
+def test_damaged_config_is_refused(finished):
+    path = finished.folder / "config.json"
+    path.write_text('{"data_key": "x", "model": {}}')
+    with pytest.raises(InputError, match=f"run: {path} is not a run's configuration: "):
+        Run.open(finished.folder)
+    path.write_text("[]")
+    with pytest.raises(InputError, match=f"run: {path} is not a run's configuration: "):
+        Run.open(finished.folder)
+
+
+# Where runs go.
+
+
+def test_new_run_takes_a_free_folder_and_the_latest_is_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError) as e:
+        latest_run()
+    assert str(e.value) == "run: there is no run under ./runs. Start one with `jaxkernels train`."
+    for name in ("tiny", "tiny-2", "tiny-3"):
+        assert Run.create(None, CONFIG, "key", ByteTokenizer()).folder == pathlib.Path("runs", name)
+        os.utime(f"runs/{name}/config.json", ns=(0, 0))
+    os.utime("runs/tiny-2/config.json")
+    assert latest_run() == pathlib.Path("runs", "tiny-2")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "config.json",
+            "run: {folder} already holds a run. Continue it with --resume, or name another folder with --out.",
+        ),
+        ("thesis.tex", "run: {folder} is not empty. Name another folder with --out."),
+    ],
+)
+def test_folder_in_use_is_refused_before_any_work(tmp_path, name, message, monkeypatch):
+    (tmp_path / name).write_text("")
+    monkeypatch.setattr(training, "_load_data", None)
+    with pytest.raises(InputError) as e:
+        training.train(CONFIG, out=tmp_path, console=quiet())
+    assert str(e.value) == message.format(folder=tmp_path)
+
+
+def test_file_in_place_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError) as e:
+        Run.create(tmp_path / "file", CONFIG, "key", ByteTokenizer())
+    assert str(e.value) == f"run: {tmp_path / 'file'} is not a folder. Name another one with --out."
+    with pytest.raises(InputError) as e:
+        Run.create(tmp_path / "file" / "run", CONFIG, "key", ByteTokenizer())
+    assert str(e.value) == f"run: cannot write {tmp_path / 'file' / 'run'}: Not a directory."
+
+
+# Configurations.
+
+
+def test_config_survives_json():
+    assert TrainingConfig.from_json(json.loads(json.dumps(CONFIG.to_json()))) == CONFIG
+
+
+def test_presets_become_configurations():
+    tiny = training_config("tiny", platform="cpu")
+    assert (tiny.model.dtype, tiny.tokenizer, tiny.model.vocab_size) == ("float32", "bytes", 256)
+    large = training_config("124m", platform="gpu", steps=100, backend="xla")
+    assert (large.model.dtype, large.tokenizer, large.model.vocab_size) == ("bfloat16", "bpe", 32768)
+    assert (large.eval_every, large.checkpoint_every, large.model.backend) == (10, 25, "xla")
+    assert training_config("tiny", platform="cpu", tokenizer="bpe").model.vocab_size == 4096
+    assert training_config("124m", platform="gpu", tokenizer="bytes").model.vocab_size == 256
+    assert training_config("1b", platform="gpu", scan=False).model.scan is False
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(steps=0), "TrainingConfig: steps must be a positive int; got 0."),
+        (dict(seed=-1), "TrainingConfig: seed must be an int from 0 to 2**32 - 1; got -1."),
+        (dict(learning_rate=0.0), "TrainingConfig: learning_rate must be positive; got 0.0."),
+        (dict(weight_decay=-0.1), "TrainingConfig: weight_decay must not be negative; got -0.1."),
+        (dict(tokenizer="words"), 'TrainingConfig: tokenizer must be "bytes" or "bpe"; got \'words\'.'),
+        (
+            dict(vocab_size=512),
+            "train: --vocab-size goes with --tokenizer bpe; a byte vocabulary has 256 entries.",
+        ),
+    ],
+)
+def test_impossible_training_is_refused(options, message):
+    with pytest.raises(InputError) as e:
+        training_config("tiny", platform="cpu", **options)
+    assert str(e.value) == message
