@@ -1,0 +1,84 @@
+"""README.md says what is so: its example runs and prints what it shows, its table agrees with the backends."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkernels as jk
+from jaxkernels import dispatch
+
+README = (pathlib.Path(jk.__file__).parent.parent / "README.md").read_text()
+FLOATS = ("bfloat16", "float16", "float32", "float8_e4m3fn")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def table() -> list[dict[str, str]]:
+    lines = re.findall(r"^\| (.*) \|$", README.split("## Operations")[1], re.MULTILINE)
+    header, *rows = ([cell.strip() for cell in line.split("|")] for line in lines)
+    return [dict(zip(header, row, strict=True)) for row in rows]
+
+
+def call(operation: str, dtype: str, backend: str):
+    if operation == "dot_product_attention":
+        x = jax.ShapeDtypeStruct((1, 256, 4, 64), dtype)
+        return lambda q, k, v: jk.dot_product_attention(q, k, v, backend=backend), (x, x, x)
+    x = jax.ShapeDtypeStruct((256, 256), dtype)
+    if operation == "matmul":
+        return lambda a, b: jk.matmul(a, b, backend=backend), (x, x)
+    return lambda a, b: jk.dot_general(a, b, (((1,), (0,)), ((), ())), backend=backend), (x, x)
+
+
+def test_example_prints_what_is_shown():
+    (example,), (shown,) = blocks("python"), blocks("text")
+    assert len(example.replace("\n\n", "\n").splitlines()) == 6
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(example, "README.md", "exec"), {})
+    assert printed.getvalue() == shown
+
+
+@pytest.mark.parametrize("row", table(), ids=lambda row: f"{row['operation']}-{row['backend']}")
+def test_table_agrees_with_the_backends(row):
+    backend = row["backend"].strip("`")
+    for operation in re.findall(r"`(\w+)`", row["operation"]):
+        for dtype in FLOATS:
+            f, operands = call(operation, dtype, backend)
+            named = dtype in row["dtypes"].split(";")[0] or backend == "xla"
+            if backend == "xla" and dtype.startswith("float8") and operation == "dot_product_attention":
+                continue  # jax.nn.dot_product_attention itself does not take it.
+            if named:
+                jk.explain(f, *operands, platform="cuda")
+            else:
+                with pytest.raises(NotImplementedError):
+                    jk.explain(f, *operands, platform="cuda")
+        f, operands = call(operation, "bfloat16", backend)
+        grad = jax.grad(lambda *xs, f=f: jnp.sum(f(*xs).astype(jnp.float32)))
+        jk.explain(grad, *operands, platform="cuda")
+        forward = lambda *xs, f=f: jax.jvp(f, xs, xs)
+        if row["gradient"] == "reverse mode":
+            with pytest.raises(NotImplementedError):
+                jk.explain(forward, *operands, platform="cuda")
+        else:
+            jk.explain(forward, *operands, platform="cuda")
+            jk.explain(lambda *xs, grad=grad: jax.jvp(grad, xs, xs), *operands, platform="cuda")
+
+
+def test_table_names_every_backend_with_a_kernel():
+    assert {row["backend"].strip("`") for row in table()} == set(dispatch.backend_names())
+
+
+def test_command_lines_are_the_ones_that_ci_runs():
+    assert [line.strip() for line in blocks("sh")] == [
+        "pip install . && jaxkernels train",
+        'pip install -e ".[test]" && pytest -n 2',
+    ]
