@@ -239,15 +239,16 @@ def _pad(x: jax.Array) -> jax.Array:
 def _swizzled(columns: int, dtype: Any) -> tuple[Any, ...]:
     """Transforms of a row-major tile in shared memory that wgmma and TMA read without bank conflicts."""
     swizzle = plgpu.find_swizzle(columns * jnp.dtype(dtype).itemsize * 8)
-    return (plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle))
+    # JAX gives the two an abstract method that it never implements.
+    return (plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle))  # pyright: ignore[reportAbstractUsage]
 
 
 def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: Config) -> None:
     g = spec.gemm
-    refs = list(refs)
-    bias_gmem = refs.pop(0) if spec.bias is not None else None
-    residual_gmem = refs.pop(0) if spec.residual is not None else None
-    out_gmem, *preactivation_gmem = refs
+    rest = list(refs)
+    bias_gmem = rest.pop(0) if spec.bias is not None else None
+    residual_gmem = rest.pop(0) if spec.residual is not None else None
+    out_gmem, *preactivation_gmem = rest
     dtype, out_dtype = lhs_gmem.dtype, out_gmem.dtype
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     consumer_m = block_m // (_NUM_CONSUMERS if config.split == "m" else 1)
@@ -291,9 +292,8 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
     no_batch = () if g.batch is None else (zero,)
     allocations = pipeline(lambda *_: None, lambda *_: None, zero, zero, no_batch).get_allocations(lhs_gmem, rhs_gmem)
 
-    drained_barrier = plgpu.Barrier
-    if config.cluster:  # The neighbour's producer writes our slots too.
-        drained_barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
+    # In a cluster the neighbour's producer writes our slots too.
+    in_cluster = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
 
     @functools.partial(
         pl.run_scoped,
@@ -302,10 +302,13 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
             (_NUM_CONSUMERS, _NUM_STORE_SLOTS, _STORE_M, store_n), out_dtype, transforms=_swizzled(store_n, out_dtype)
         ),
         residual_full=None if residual_gmem is None else plgpu.Barrier(num_barriers=_NUM_CONSUMERS * _NUM_STORE_SLOTS),
-        drained=None if not config.delay_release else drained_barrier(num_arrivals=_NUM_CONSUMERS),
+        drained=(in_cluster if config.cluster else plgpu.Barrier)(num_arrivals=_NUM_CONSUMERS)
+        if config.delay_release
+        else None,
+        cluster_done=in_cluster(num_arrivals=_NUM_CONSUMERS + 1) if config.cluster else None,
         collective_axes="warpgroup",
     )
-    def _persistent(allocations: Any, out_smem: Any, residual_full: Any, drained: Any) -> None:
+    def _persistent(allocations: Any, out_smem: Any, residual_full: Any, drained: Any, cluster_done: Any) -> None:
         consumer = lax.axis_index("warpgroup")
         cta = lax.axis_index("cluster")
 
@@ -385,6 +388,11 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
                 is_producer = consumer == _NUM_CONSUMERS
                 pl.when(jnp.logical_and(is_producer, loop_info.local_index > 0))(lambda: plgpu.barrier_wait(drained))
             pipeline(multiply, consume, m_idx, n_idx, batch)(lhs_gmem, rhs_gmem, allocations=allocations)
+
+        if config.cluster:
+            # The neighbour still releases slots of our ring, by barriers in our shared memory: do not leave first.
+            plgpu.barrier_arrive(cluster_done)
+            plgpu.barrier_wait(cluster_done)
 
     # The staging buffers must outlive the last stores' reads.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
