@@ -174,6 +174,7 @@ def lower_traced(
     (`core.ShapedArray.manual_axis_type`), so the trace runs without them and without the check
     (`config._check_vma`): a kernel call need not restate them.
     """
-    plain = [a.update(manual_axis_type=type(a.manual_axis_type)()) if a.manual_axis_type else a for a in ctx.avals_in]
+    avals: Sequence[Any] = ctx.avals_in  # ShapedArrays, declared as the AbstractValues they are a kind of
+    plain = [a.update(manual_axis_type=type(a.manual_axis_type)()) if a.manual_axis_type else a for a in avals]
     with _config._check_vma(False):
         return mlir.lower_fun(fun, multiple_results=multiple_results)(ctx.replace(avals_in=plain), *values)

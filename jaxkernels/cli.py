@@ -188,7 +188,7 @@ def train(
             f"train: unknown backend {backend!r}; use one of {', '.join(dispatch.backend_names())}, "
             "or leave --backend out for the fastest that can."
         )
-    options = dict(
+    options: dict[str, Any] = dict(
         data=None if data is None else str(data.absolute()),
         tokenizer=tokenizer,
         vocab_size=vocab_size,

@@ -59,7 +59,7 @@ class Chip:
         return f"{self.name} (compute capability {major}.{minor})"
 
 
-_HOPPER = dict(platform="cuda", compute_capability=(9, 0), smem_bytes=232448)
+_HOPPER: dict[str, Any] = dict(platform="cuda", compute_capability=(9, 0), smem_bytes=232448)
 _H100_DATASHEET = "NVIDIA H100 Tensor Core GPU datasheet (dense rates are half the sparse ones printed)"
 _H200_DATASHEET = "NVIDIA H200 Tensor Core GPU datasheet (dense rates are half the sparse ones printed)"
 

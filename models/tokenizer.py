@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
         """Yields the tokens of each text, without separators."""
         ...
 
-    def decode(self, tokens: Sequence[int]) -> str: ...
+    def decode(self, tokens: Iterable[int]) -> str: ...
 
     def save(self, folder: pathlib.Path) -> None: ...
 
@@ -53,7 +53,7 @@ class ByteTokenizer:
     def encode(self, texts: Sequence[str]) -> Iterable[np.ndarray]:
         return (np.frombuffer(text.encode(), np.uint8) for text in texts)
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Iterable[int]) -> str:
         return bytes(token for token in tokens if token != END_OF_TEXT).decode(errors="replace")
 
     def save(self, folder: pathlib.Path) -> None:
@@ -73,7 +73,7 @@ class BpeTokenizer:
     def encode(self, texts: Sequence[str]) -> Iterable[np.ndarray]:
         return (np.asarray(encoding.ids, np.uint32) for encoding in self.model.encode_batch_fast(list(texts)))
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Iterable[int]) -> str:
         return self.model.decode([int(token) for token in tokens], skip_special_tokens=True)
 
     def save(self, folder: pathlib.Path) -> None:

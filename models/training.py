@@ -115,7 +115,7 @@ class Trainer:
       NotImplementedError: the config names a backend that cannot run the model here.
     """
 
-    def __init__(self, config: TrainingConfig, devices: Sequence[jax.Device] | None = None):
+    def __init__(self, config: TrainingConfig, devices: Sequence[Any] | None = None):
         self.devices = tuple(jax.devices() if devices is None else devices)
         if config.batch_size % len(self.devices):
             raise InputError(
@@ -184,7 +184,7 @@ def train(
     config: TrainingConfig,
     *,
     out: pathlib.Path | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
     console: Console | None = None,
 ) -> Run:
     """Trains a model from scratch and returns its finished run.
@@ -215,7 +215,7 @@ def train(
     return run
 
 
-def resume(run: Run, *, devices: Sequence[jax.Device] | None = None, console: Console | None = None) -> None:
+def resume(run: Run, *, devices: Sequence[Any] | None = None, console: Console | None = None) -> None:
     """Continues a run from its newest checkpoint to its end.
 
     Raises:
@@ -270,7 +270,7 @@ def _load_data(config: TrainingConfig, console: Console) -> TokenData:
     return data
 
 
-def _compile(config: TrainingConfig, devices: Sequence[jax.Device] | None, console: Console) -> Trainer:
+def _compile(config: TrainingConfig, devices: Sequence[Any] | None, console: Console) -> Trainer:
     begin = time.perf_counter()
     trainer = Trainer(config, devices)
     console.print(

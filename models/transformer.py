@@ -148,7 +148,8 @@ class Transformer(nnx.Module):
         init = nnx.initializers.normal(_EMBEDDING_STDDEV)
         self.embedding = nnx.Param(init(rngs.params(), shape, jnp.float32))
         blocks = [Block(config, rngs=rngs) for _ in range(config.num_layers)]
-        self.layers = jax.tree.map(lambda *xs: jnp.stack(xs), *blocks) if config.scan else nnx.List(blocks)
+        # A single Block with stacked parameters where the model scans, else a list of them.
+        self.layers: Any = jax.tree.map(lambda *xs: jnp.stack(xs), *blocks) if config.scan else nnx.List(blocks)
         self.norm = _norm(config, rngs)
         if not config.tied_embedding:
             self.unembedding = nnx.Param(init(rngs.params(), shape, jnp.float32))

@@ -107,7 +107,7 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
     operands = (*tiles, rows(lse * _LOG2E), rows(delta), *(x.reshape(1) for x in extras))
     padded_q, padded_k, padded_v, _ = tiles
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    params = dict(
+    params: dict[str, Any] = dict(
         num_threads=NUM_CONSUMERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -268,11 +268,11 @@ def _dkv_kernel(
             lse, delta = plgpu.load(lse_smem, layout=COLUMNS), plgpu.load(delta_smem, layout=COLUMNS)
             p = jnp.exp2(s * (spec.scale * _LOG2E) - lax.broadcast_in_dim(lse, shape, [1]))
 
-            def add_dv(dv: jax.Array) -> jax.Array:
+            def add_dv(dv: jax.Array) -> Any:
                 p16 = p.astype(dtype)
                 return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p16, dout_smem))(plgpu.ACC.init(dv))
 
-            def add_dk(dk: jax.Array) -> jax.Array:
+            def add_dk(dk: jax.Array) -> Any:
                 dp = _product(shape, v_smem, dout_smem.transpose((1, 0)))
                 ds = (p * (dp - lax.broadcast_in_dim(delta, shape, [1]))).astype(dtype)
                 return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, ds, q_smem))(plgpu.ACC.init(dk))

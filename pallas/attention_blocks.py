@@ -31,7 +31,8 @@ NUM_CONSUMERS = 2
 #: Registers each producer thread keeps; the consumers share the rest.
 PRODUCER_REGISTERS = 24
 #: A (rows, columns) tile of 16-bit values in shared memory, as wgmma and TMA read it without bank conflicts.
-TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+#: (JAX gives the two transforms an abstract method that it never implements.)
+TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 #: Layouts in registers: an accumulator, and one value for each of its rows or columns.
 TILE = plgpu.Layout.WGMMA
 ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -84,7 +85,12 @@ def key_iters(spec: AttentionSpec, queries_end: jax.Array, block_kv: int) -> Any
 
 
 def mask(
-    s: jax.Array, spec: AttentionSpec, query_start: jax.Array, key_start: jax.Array, *, keys_in_rows: bool = False
+    s: jax.Array,
+    spec: AttentionSpec,
+    query_start: jax.Array | int,
+    key_start: jax.Array | int,
+    *,
+    keys_in_rows: bool = False,
 ) -> jax.Array:
     """Sets the logits of keys a query does not see to -inf, in the blocks that have any.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +92,7 @@ class _AttentionOp(KernelOp):
             None if size == 1 else label for size, label in zip(array.shape, ("b", q_heads, "t", None))
         )
         rest = list(rest)
-        named = dict(q=(*rows, None), k=kv, v=kv, out=(*rows, None), lse=rows)
+        named: dict[str, tuple[str | None, ...]] = dict(q=(*rows, None), k=kv, v=kv, out=(*rows, None), lse=rows)
         if static.bias:
             named["bias"] = broadcastable(rest.pop(0))
         if static.mask:
@@ -264,8 +264,9 @@ def _tangent_jvp(primals: Any, tangents: Any, *, static: Attention, backend: str
 
     def f(*args: jax.Array) -> list[jax.Array]:
         spec = tangent_op.spec(static, [ArrayType.of(x) for x in args], hardware.host())
-        extras, (_, _, *linear) = Extras.unpack(spec, args[3:])
-        return list(reference.tangent(spec, *args[:3], extras, linear)[1])
+        q, k, v, *rest = args
+        extras, (_, _, *linear) = Extras.unpack(spec, rest)
+        return list(reference.tangent(spec, q, k, v, extras, linear)[1])
 
     return outs, _differentiate_reference(f, primals, tangents)[1]
 
@@ -276,10 +277,11 @@ def _backward_jvp(primals: Any, tangents: Any, *, static: Attention, backend: st
 
     def f(*args: jax.Array) -> list[jax.Array]:
         spec = backward_op.spec(static, [ArrayType.of(x) for x in args], hardware.host())
-        extras, (_, _, dout, dlse) = Extras.unpack(spec, args[3:])
+        q, k, v, *rest = args
+        extras, (_, _, dout, dlse) = Extras.unpack(spec, rest)
         # out is computed anew: as an operand it would be a constant of the differentiation.
-        out, _ = reference.attend(spec, *args[:3], extras)
-        return list(reference.backward(spec, *args[:3], extras, out, dout, dlse))
+        out, _ = reference.attend(spec, q, k, v, extras)
+        return list(reference.backward(spec, q, k, v, extras, out, dout, dlse))
 
     return outs, _differentiate_reference(f, primals, tangents)[1]
 
@@ -291,6 +293,45 @@ ad.primitive_jvps[backward_op.primitive] = _backward_jvp
 
 
 # The public function.
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, bias: ArrayLike | None = None, mask: ArrayLike | None = None, *,
+    scale: float | None = None, is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None, key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    implementation: Literal["xla"] | None = None, return_residual: Literal[False] = False,
+    logits_soft_cap: float | None = None,
+    query_segment_ids: ArrayLike | None = None, key_value_segment_ids: ArrayLike | None = None,
+    return_lse: Literal[False] = False, backend: str | None = None,
+) -> Array: ...  # fmt: skip
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, bias: ArrayLike | None = None, mask: ArrayLike | None = None, *,
+    scale: float | None = None, is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None, key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    implementation: Literal["xla"] | None = None, return_residual: Literal[True],
+    logits_soft_cap: float | None = None,
+    query_segment_ids: ArrayLike | None = None, key_value_segment_ids: ArrayLike | None = None,
+    return_lse: Literal[False] = False, backend: str | None = None,
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, bias: ArrayLike | None = None, mask: ArrayLike | None = None, *,
+    scale: float | None = None, is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None, key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    implementation: Literal["xla"] | None = None, return_residual: Literal[False] = False,
+    logits_soft_cap: float | None = None,
+    query_segment_ids: ArrayLike | None = None, key_value_segment_ids: ArrayLike | None = None,
+    return_lse: Literal[True], backend: str | None = None,
+) -> tuple[Array, Array]: ...  # fmt: skip
 
 
 def dot_product_attention(

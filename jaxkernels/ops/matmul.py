@@ -161,7 +161,7 @@ def _cotangent(
         order = (*mine_b, *mine_free, *k)
         operands, dims = (ct, other), ((ct_other, other_free), (ct_b, other_b))
     static = dataclasses.replace(static, dimension_numbers=dims, out_dtype=mine.aval.dtype)
-    return jnp.transpose(dot_general_op.bind(*operands, static=static, backend=backend), np.argsort(order))
+    return jnp.transpose(dot_general_op.bind(*operands, static=static, backend=backend), np.argsort(order).tolist())
 
 
 def _transpose_lhs(ct: jax.Array, lhs: Any, rhs: jax.Array, *, static: Product, **params: Any) -> jax.Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,6 @@ class Config:
     """Nothing to choose: XLA fuses as it sees fit."""
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Extras:
     """The optional operands, by name.
@@ -50,7 +50,7 @@ class Extras:
     query_offset: jax.Array | None = None
 
     @classmethod
-    def unpack(cls, spec: AttentionSpec, operands: tuple[jax.Array, ...]) -> tuple[Extras, tuple[jax.Array, ...]]:
+    def unpack(cls, spec: AttentionSpec, operands: Sequence[jax.Array]) -> tuple[Extras, tuple[jax.Array, ...]]:
         """Names the optional operands that `spec` announces; returns them and the operands after them."""
         names = spec.extra_names
         return cls(**dict(zip(names, operands))), tuple(operands[len(names) :])
@@ -95,7 +95,7 @@ def backward(
     p = jax.nn.softmax(logits, axis=-1)
     if extras.query_lengths is not None:  # Padded queries gave 0, whatever the values were.
         dout = jnp.where(_live_queries(q.shape[1], extras)[:, :, None, None], dout, 0)
-    f32 = dict(preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
+    f32: dict[str, Any] = dict(preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
     dp = jnp.einsum("btkgd,bskd->bkgts", group(dout), v, **f32)
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
     row = _group(dlse - delta, k.shape[2])[..., None]
@@ -107,6 +107,7 @@ def backward(
     grads = (dq.reshape(q.shape).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype))
     if not spec.bias_gradient:
         return grads
+    assert extras.bias is not None
     dbias = ds.reshape(ds.shape[0], q.shape[2], *ds.shape[3:])
     summed = tuple(d for d, size in enumerate(extras.bias.shape) if size == 1)
     return *grads, jnp.sum(dbias, axis=summed, keepdims=True).astype(extras.bias.dtype)
@@ -158,6 +159,7 @@ def visibility(spec: AttentionSpec, extras: Extras) -> jax.Array | None:
     if extras.key_lengths is not None:
         parts.append((j < extras.key_lengths[:, None])[:, None, None, :])
     if extras.query_segments is not None:
+        assert extras.key_segments is not None  # They are given together.
         same = extras.query_segments[:, :, None] == extras.key_segments[:, None, :]
         parts.append(same[:, None])
     if not parts:
@@ -170,6 +172,7 @@ def visibility(spec: AttentionSpec, extras: Extras) -> jax.Array | None:
 
 def _live_queries(num_queries: int, extras: Extras) -> jax.Array:
     """Which queries are inside their sequence: (B, T) bool."""
+    assert extras.query_lengths is not None
     offset = 0 if extras.query_offset is None else extras.query_offset
     return (jnp.arange(num_queries) + offset)[None, :] < extras.query_lengths[:, None]
 
