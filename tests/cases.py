@@ -1,4 +1,4 @@
-"""The cases every suite and every benchmark shares: one table of products, one of attentions.
+"""The tests' tables of cases: one of products, one of attentions (`jaxkernels.bench.cases` says what a case is).
 
 Axes are distinct and greater than 1, so that a wrong order of axes cannot hide. Small cases run
 everywhere; real ones are for a GPU.
@@ -7,100 +7,10 @@ everywhere; real ones are for a GPU.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-from collections.abc import Callable
-from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-import jaxkernels as jk
+from jaxkernels.bench.cases import AttentionCase, MatmulCase, random_array
 
 __all__ = ["ATTENTION_CASES", "MATMUL_CASES", "AttentionCase", "MatmulCase", "random_array"]
-
-Size = Literal["small", "real"]
-Operands = dict[str, np.ndarray]
-
-
-def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> np.ndarray:
-    """Normal random numbers, drawn in float32 and rounded to `dtype`."""
-    return (scale * rng.standard_normal(shape, dtype=np.float32)).astype(jnp.dtype(dtype))
-
-
-@dataclasses.dataclass(frozen=True)
-class MatmulCase:
-    """A product, with what may follow it.
-
-    Attributes:
-      m, n, k: sizes.
-      batch: leading dimensions of the left operand, and of the right one unless it is shared.
-      shared_rhs: the right operand is one matrix for the whole batch.
-      lhs_layout: "mk" or "km", how the left operand lies in memory; rhs_layout: "kn" or "nk".
-      dtype, out_dtype: of the operands and of the result (None: the operands').
-      bias, activation, residual: the epilogue.
-      size: "small", or "real" for sizes that only a GPU multiplies in reasonable time.
-    """
-
-    m: int
-    n: int
-    k: int
-    batch: tuple[int, ...] = ()
-    shared_rhs: bool = False
-    lhs_layout: str = "mk"
-    rhs_layout: str = "kn"
-    dtype: str = "bfloat16"
-    out_dtype: str | None = None
-    bias: bool = False
-    activation: str | None = None
-    residual: bool = False
-    size: Size = "small"
-
-    @property
-    def id(self) -> str:
-        sizes = "x".join(map(str, (*self.batch, self.m, self.n, self.k)))
-        parts = [sizes, f"{self.lhs_layout}.{self.rhs_layout}", jnp.dtype(self.dtype).name]
-        parts += [f"to_{self.out_dtype}"] if self.out_dtype else []
-        parts += ["shared"] if self.shared_rhs else []
-        parts += ["bias"] * self.bias + ([self.activation] if self.activation else []) + ["residual"] * self.residual
-        return "-".join(parts)
-
-    @property
-    def flops(self) -> int:
-        return 2 * math.prod(self.batch) * self.m * self.n * self.k
-
-    def operands(self, seed: int = 0) -> Operands:
-        """lhs, rhs, and bias and residual where the case has them; the product's values are of order 1."""
-        rng = np.random.default_rng(seed)
-        sizes = dict(m=self.m, n=self.n, k=self.k)
-        lhs_shape = (*self.batch, *(sizes[axis] for axis in self.lhs_layout))
-        rhs_shape = (*(() if self.shared_rhs else self.batch), *(sizes[axis] for axis in self.rhs_layout))
-        operands = dict(
-            lhs=random_array(rng, lhs_shape, self.dtype),
-            rhs=random_array(rng, rhs_shape, self.dtype, scale=1 / math.sqrt(self.k)),
-        )
-        if self.bias:
-            operands["bias"] = random_array(rng, (self.n,), self.dtype)
-        if self.residual:
-            operands["residual"] = random_array(rng, (*self.batch, self.m, self.n), self.dtype)
-        return operands
-
-    def cotangents(self, seed: int = 1) -> np.ndarray:
-        rng = np.random.default_rng(seed)
-        return random_array(rng, (*self.batch, self.m, self.n), self.out_dtype or self.dtype)
-
-    def run(self, operands: dict[str, jax.Array], *, backend: str | None = None) -> jax.Array:
-        """The case by this package: `matmul` where both operands are row major, else `dot_general`."""
-        lhs, rhs = operands["lhs"], operands["rhs"]
-        if (self.lhs_layout, self.rhs_layout) == ("mk", "kn"):
-            epilogue = dict(bias=operands.get("bias"), activation=self.activation, residual=operands.get("residual"))
-            return jk.matmul(lhs, rhs, **epilogue, out_dtype=self.out_dtype, backend=backend)
-        lead = tuple(range(len(self.batch)))
-        contracting = (lhs.ndim - 2 + self.lhs_layout.index("k"),), (rhs.ndim - 2 + self.rhs_layout.index("k"),)
-        return jk.dot_general(
-            lhs, rhs, (contracting, (lead, lead)), preferred_element_type=self.out_dtype, backend=backend
-        )
 
 
 def _matmul_cases() -> tuple[MatmulCase, ...]:
@@ -166,113 +76,6 @@ def _matmul_cases() -> tuple[MatmulCase, ...]:
 
 
 MATMUL_CASES = _matmul_cases()
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionCase:
-    """An attention, with its masks.
-
-    Attributes:
-      batch, queries, keys, heads, kv_heads, head_dim, value_dim: B, T, S, N, K, H, D (None: H).
-      dtype: of query, key and value.
-      causal, window, soft_cap: as `jaxkernels.dot_product_attention` takes them.
-      query_lengths, key_lengths, segments: whether these are given; lengths include 0 and the whole.
-      bias, mask: shape as four letters of "BNTS", "1" where it broadcasts; None: not given.
-      bias_dtype: the bias's; None: the query's.
-      masked_rows: whether the mask hides every key from some queries.
-      size: "small", or "real" for sizes only a GPU computes in reasonable time.
-    """
-
-    batch: int
-    queries: int
-    keys: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int | None = None
-    dtype: str = "bfloat16"
-    causal: bool = False
-    window: tuple[int | None, int | None] | None = None
-    soft_cap: float | None = None
-    query_lengths: bool = False
-    key_lengths: bool = False
-    segments: bool = False
-    bias: str | None = None
-    bias_dtype: str | None = None
-    mask: str | None = None
-    masked_rows: bool = False
-    size: Size = "small"
-
-    @property
-    def id(self) -> str:
-        head = str(self.head_dim) if self.value_dim is None else f"{self.head_dim}to{self.value_dim}"
-        parts = [f"{self.batch}x{self.queries}x{self.keys}x{self.heads}x{self.kv_heads}x{head}", self.dtype]
-        named = dict(
-            causal=self.causal,
-            query_lengths=self.query_lengths,
-            key_lengths=self.key_lengths,
-            segments=self.segments,
-            masked_rows=self.masked_rows,
-        )
-        parts += [name for name, given in named.items() if given]
-        valued = dict(window=self.window, cap=self.soft_cap, bias=self.bias, mask=self.mask, of=self.bias_dtype)
-        parts += [f"{name}_{value}".replace(" ", "") for name, value in valued.items() if value is not None]
-        return "-".join(parts)
-
-    @property
-    def flops(self) -> int:
-        """Of the forward pass; a causal mask halves it, other masks are not counted."""
-        per_pair = 2 * (self.head_dim + (self.value_dim or self.head_dim))
-        return self.batch * self.heads * self.queries * self.keys * per_pair // (2 if self.causal else 1)
-
-    def shape_of(self, letters: str) -> tuple[int, ...]:
-        """The shape a bias or a mask of these letters has."""
-        sizes = dict(B=self.batch, N=self.heads, T=self.queries, S=self.keys)
-        return tuple(sizes.get(letter, 1) for letter in letters)
-
-    def operands(self, seed: int = 0) -> Operands:
-        """query, key, value, and the optional operands under the names of the public function."""
-        rng = np.random.default_rng(seed)
-        draw = functools.partial(random_array, rng)
-        kv_shape = (self.batch, self.keys, self.kv_heads)
-        operands = dict(
-            query=draw((self.batch, self.queries, self.heads, self.head_dim), self.dtype),
-            key=draw((*kv_shape, self.head_dim), self.dtype),
-            value=draw((*kv_shape, self.value_dim or self.head_dim), self.dtype),
-        )
-        if self.bias is not None:
-            operands["bias"] = draw(self.shape_of(self.bias), self.bias_dtype or self.dtype)
-        if self.mask is not None:
-            mask = rng.random(self.shape_of(self.mask)) < 0.7
-            if self.masked_rows:
-                mask[..., ::3, :] = False
-            operands["mask"] = mask
-        if self.query_lengths:
-            operands["query_seq_lengths"] = np.linspace(self.queries, 0, self.batch, dtype=np.int32)
-        if self.key_lengths:
-            operands["key_value_seq_lengths"] = np.linspace(0, self.keys, self.batch, dtype=np.int32)
-        if self.segments:  # Documents packed one after the other, cut elsewhere in each row.
-            for name, length in (("query_segment_ids", self.queries), ("key_value_segment_ids", self.keys)):
-                cuts = rng.random((self.batch, length)) < 0.2
-                operands[name] = np.cumsum(cuts, axis=1, dtype=np.int32)
-        return operands
-
-    def cotangents(self, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """For the output and for the logsumexp, whose cotangent is float32."""
-        rng = np.random.default_rng(seed)
-        rows = (self.batch, self.queries, self.heads)
-        out = random_array(rng, (*rows, self.value_dim or self.head_dim), self.dtype)
-        return out, random_array(rng, rows, "float32", scale=0.1)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The keyword arguments that are not arrays."""
-        return dict(is_causal=self.causal, local_window_size=self.window, logits_soft_cap=self.soft_cap)
-
-    def run(self, operands: dict[str, jax.Array], *, backend: str | None = None) -> tuple[jax.Array, jax.Array]:
-        """The case by this package: (out, lse)."""
-        attention: Callable[..., Any] = jk.dot_product_attention
-        return attention(**operands, **self.options, return_lse=True, backend=backend)
 
 
 def _attention_cases() -> tuple[AttentionCase, ...]:

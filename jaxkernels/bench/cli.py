@@ -1,0 +1,306 @@
+"""The commands `jaxkernels bench` and `jaxkernels report`."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from jaxkernels import dispatch
+from jaxkernels.models.config import InputError
+
+if TYPE_CHECKING:
+    from jaxkernels.bench.results import Results, Row
+    from jaxkernels.bench.runner import Settings
+    from jaxkernels.bench.suites import Op
+
+__all__ = ["bench", "report"]
+
+_WHAT, _AGAINST, _OUT = "What is timed", "Sides", "Output"
+
+
+def bench(
+    op: Annotated[str, typer.Argument(help="gemm, attention or train.")],
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A suite by name; may be repeated. `--suite list` lists them.",
+            show_default="all of the operation; without a GPU the smallest",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A shape instead of a suite: 4096x4096x4096:nt, 4x4096x16x128:causal:backward; may be repeated.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    rows: Annotated[
+        int | None,
+        typer.Option(
+            help="At most this many rows of each suite, spread over it: for a first look.",
+            show_default="all",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    regime: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="burst or sustained; may be repeated.", show_default="both, one after the other", rich_help_panel=_WHAT
+        ),
+    ] = None,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"One of ours: {', '.join(dispatch.backend_names())}; may be repeated.",
+            show_default="all that can",
+            rich_help_panel=_AGAINST,
+        ),
+    ] = None,
+    baseline: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What to compare with; may be repeated.", show_default="all that can", rich_help_panel=_AGAINST
+        ),
+    ] = None,
+    json: Annotated[
+        pathlib.Path | None, typer.Option("--json", help="Write everything there.", rich_help_panel=_OUT)
+    ] = None,
+    plot: Annotated[
+        pathlib.Path | None, typer.Option(help="Draw pictures into a folder.", rich_help_panel=_OUT)
+    ] = None,
+    compare: Annotated[
+        pathlib.Path | None, typer.Option(help="Show what moved since an earlier JSON.", rich_help_panel=_OUT)
+    ] = None,
+) -> None:
+    """Time the kernels against the fastest alternatives in the same process, after checking their results.
+
+    A line is `op shape dtype backend | time | speed | share of peak | times as fast as the fastest baseline | error`.
+    On a GPU times are those of the device (CUPTI); elsewhere the host's clock and small suites show that it works.
+    """
+    from jaxkernels.bench import results as results_lib
+    from jaxkernels.bench import suites
+
+    console = Console(highlight=False, soft_wrap=True)
+    if op not in suites.OPS:
+        raise InputError(f"bench: unknown operation {op!r}; use one of {', '.join(suites.OPS)}.")
+    if suite == ["list"]:
+        _list_suites(op, console)
+        return
+    if rows is not None and rows < 1:
+        raise InputError(f"bench: --rows must be at least 1; got {rows}.")
+    old = None if compare is None else results_lib.load(compare)
+    settings = _settings(op, regime, backend, baseline)
+    work = _work(op, suite or [], shapes or [], rows, settings, console)
+    results = _run(op, work, settings, console)
+    _summary(results, console)
+    if json is not None:
+        results_lib.save(results, json)
+        console.print(f"written to {json}")
+    if plot is not None:
+        from jaxkernels.bench import plots
+
+        for path in plots.plot(results, plot):
+            console.print(f"drawn {path}")
+    if old is not None:
+        _show_changes(old, results, console)
+    if wrong := sum(map(_is_wrong, results.rows)):
+        console.print(f"{wrong} rows have wrong results of ours, see above")
+        raise typer.Exit(1)
+
+
+def _is_wrong(row: Row) -> bool:
+    """Whether a kernel of ours breaks the error rule; baselines may."""
+    ours = [reason for name, reason in row.refused.items() if row.op == "train" or name.startswith("jaxkernels ")]
+    return any(reason.startswith("wrong:") for reason in ours)
+
+
+def _list_suites(op: Op, console: Console) -> None:
+    from jaxkernels.bench.suites import SUITES
+
+    for suite in SUITES.values():
+        if suite.op == op:
+            size = f"{len(suite.problems):4} rows" if suite.problems else "one preset"
+            console.print(f"{suite.name:20} {size}  {suite.source}")
+
+
+def _settings(op: Op, regimes: list[str] | None, backends: list[str] | None, baselines: list[str] | None) -> Settings:
+    import jax
+
+    from jaxkernels.bench.baselines import baseline_names
+    from jaxkernels.bench.measure import REGIMES
+    from jaxkernels.bench.runner import Settings
+    from jaxkernels.bench.telemetry import Telemetry
+
+    known_baselines = baseline_names(op)
+    given = {
+        "regime": (regimes, REGIMES),
+        "backend": (backends, dispatch.backend_names()),
+        "baseline": (baselines, known_baselines),
+    }
+    for option, (names, known) in given.items():
+        for name in names or ():
+            if not known:
+                raise InputError(f"bench: {op} takes no --{option}.")
+            if name not in known:
+                raise InputError(f"bench: unknown {option} {name!r}; use one of {', '.join(known)}.")
+    device = jax.devices()[0]
+    as_tuple = lambda names: None if names is None else tuple(dict.fromkeys(names))
+    return Settings(
+        device=device,
+        telemetry=Telemetry(device.local_hardware_id or 0),
+        backends=as_tuple(backends),
+        baselines=as_tuple(baselines),
+        regimes=as_tuple(regimes) or REGIMES,
+    )
+
+
+def _work(
+    op: Op, names: list[str], shapes: list[str], rows: int | None, settings: Settings, console: Console
+) -> list[tuple[str, Any]]:
+    """(suite, problem) pairs; of training (suite, preset)."""
+    from jaxkernels.bench import suites
+
+    own = [("shapes", suites.parse_shape(op, text)) for text in shapes]
+    if own and not names:
+        return own
+    has_gpu = settings.device.platform in ("gpu", "cuda")
+    selected, left_out = suites.select(op, names, has_gpu=has_gpu)
+    if left_out:
+        console.print(
+            f"no GPU here: only {', '.join(s.name for s in selected)}, by the host's clock. "
+            f"Ask for the others by name, with --suite: {', '.join(left_out)}."
+        )
+    if op == "train":
+        return [(suite.name, suite.name.removeprefix("train-")) for suite in selected]
+    step = lambda suite: 1 if rows is None else math.ceil(len(suite.problems) / rows)
+    return [(suite.name, problem) for suite in selected for problem in suite.problems[:: step(suite)]] + own
+
+
+def _run(op: Op, work: list[tuple[str, Any]], settings: Settings, console: Console) -> Results:
+    """Measures, showing each row as it comes; an interrupt keeps the rows so far."""
+    from jaxkernels.bench import results as results_lib
+    from jaxkernels.bench import runner, training
+
+    run = training.run if op == "train" else runner.run
+    rows: list[Row] = []
+    with settings.telemetry, console.status("starting") as spinner:
+        where = results_lib.environment(settings.device, settings.telemetry, sys.argv[1:])
+        console.print(f"{where['device']}, driver {where['driver']}, jax {where['versions']['jax']}, {where['clock']}")
+        if settings.telemetry.reason is not None:
+            console.print(f"clocks, power and temperature are not sampled: {settings.telemetry.reason}")
+        try:
+            for row in run(work, settings, spinner.update):
+                rows.append(row)
+                _show(row, settings, console)
+        except KeyboardInterrupt:
+            console.print(f"interrupted after {len(rows)} rows")
+    return results_lib.Results(where, tuple(rows))
+
+
+#: Columns of the live table: problem and side, time, speed, share of peak, ratio; the rest is as wide as it is.
+_WIDTHS = (64, 12, 18, 15, 26, 11)
+
+
+def _show(row: Row, settings: Settings, console: Console) -> None:
+    """The lines of one row: ours, then what was asked for and cannot or went wrong, then the chip."""
+    from jaxkernels.bench.results import cells, line
+
+    for side in row.ours:
+        if console.is_terminal:
+            padded = [cell.ljust(width) for cell, width in zip(cells(row, side), _WIDTHS)]
+            console.print(" ".join([*padded, cells(row, side)[-1]]))
+        else:
+            console.print(line(row, side))
+    if not row.ours:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in row.refused.items())
+        console.print(f"{row.op} {row.shape} {row.dtype} | {row.regime} | nothing of ours was timed: {reasons}")
+    else:
+        asked_for = [f"jaxkernels {name}" for name in settings.backends or ()] + list(settings.baselines or ())
+        for name, reason in row.refused.items():
+            if name in asked_for or reason.startswith("wrong:"):
+                console.print(f"{row.op} {row.shape} {row.dtype} | {row.regime} | {name}: {reason}")
+    if row.device is not None:
+        d = row.device
+        console.print(
+            f"    {d.sm_clock_mhz:.0f} MHz, {d.power_w:.0f} W (at most {d.power_max_w:.0f}), {d.temperature_c:.0f} C"
+        )
+
+
+def _summary(results: Results, console: Console) -> None:
+    """A line for each suite, regime and backend: the geometric mean of its ratios, and how far they reach."""
+    from jaxkernels.bench.report import geometric_mean
+
+    table = Table(title="times as fast as the fastest baseline")
+    for name in ("suite", "regime", "backend", "rows", "geometric mean", "least", "most"):
+        table.add_column(name)
+    for key, ratios in _ratios(results):
+        ends = [f"{value:.3f}" for value in (geometric_mean(ratios), min(ratios), max(ratios))]
+        table.add_row(*key, str(len(ratios)), *ends)
+    console.print(table)
+
+
+def _ratios(results: Results) -> Iterator[tuple[tuple[str, str, str], list[float]]]:
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for row in results.rows:
+        for side in row.ours:
+            if (ratio := row.ratio(side)) is not None:
+                found.setdefault((row.suite, row.regime, side.name), []).append(ratio)
+    yield from found.items()
+
+
+def _show_changes(old: Results, new: Results, console: Console) -> None:
+    from jaxkernels.bench.results import compare
+
+    changes = compare(old, new)
+    moved = [change for change in changes if change.verdict != "noise"]
+    console.print(
+        f"{len(changes)} times in both runs, {len(moved)} moved beyond noise (their spans p10 to p90 do not meet)"
+    )
+    for change in sorted(moved, key=lambda change: change.factor):
+        row, side = change.row, change.side
+        times = f"{change.old.median * 1e6:,.1f} -> {change.new.median * 1e6:,.1f} us"
+        problem = f"{row.op} {row.shape} {row.dtype}"
+        name = side.name if side.is_ours else f"{side.name} (baseline)"
+        console.print(f"{problem} {name} | {row.regime} | {times} | {change.verdict}, {change.factor:.3f} x")
+
+
+def report(
+    files: Annotated[
+        list[pathlib.Path] | None,
+        typer.Argument(help="Markdown files with tables.", show_default="README.md and docs/**/*.md"),
+    ] = None,
+    results: Annotated[pathlib.Path, typer.Option(help="Folder of the benchmarks' JSON.")] = pathlib.Path(
+        "docs/benchmarks"
+    ),
+    check: Annotated[bool, typer.Option("--check", help="Change nothing; fail if a table is out of date.")] = False,
+) -> None:
+    """Write the documentation's benchmark tables from committed results."""
+    from jaxkernels.bench.report import Library, render
+
+    console = Console(highlight=False, soft_wrap=True)
+    if not results.is_dir():
+        raise InputError(f"report: there is no folder {results}. Give the benchmarks' folder with --results.")
+    library = Library(results)
+    stale = []
+    for path in files or [pathlib.Path("README.md"), *sorted(pathlib.Path("docs").glob("**/*.md"))]:
+        if not path.is_file():
+            raise InputError(f"report: there is no file {path}.")
+        text = path.read_text()
+        written = render(text, library, where=str(path))
+        if written != text:
+            stale.append(path)
+            if not check:
+                path.write_text(written)
+                console.print(f"{path}: written")
+    if check and stale:
+        raise InputError(f"report: out of date: {', '.join(map(str, stale))}. Run `jaxkernels report`.")
+    if not stale:
+        console.print("every table is up to date")

@@ -1,0 +1,165 @@
+"""The benchmark tables of the documentation, written from committed results.
+
+A table stands between two comments, `<!-- benchmark: gemm-square -->` and `<!-- end -->`. The first names a suite, and
+may name a regime after it ("burst" if it does not; training steps have one only).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from jaxkernels.bench import results as results_lib
+from jaxkernels.bench.measure import REGIMES
+from jaxkernels.bench.results import Results, Row, Side
+from jaxkernels.models.config import InputError
+
+__all__ = ["Library", "geometric_mean", "render", "table"]
+
+_BLOCK = re.compile(r"(<!-- benchmark: (?P<name>[^>]*?) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
+_MARKER = re.compile(r"<!-- benchmark: ")
+
+
+class Library:
+    """The results in a folder, by suite.
+
+    Raises:
+      InputError: two files hold the same suite, or one cannot be read.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self._folder = folder
+        self._found: dict[str, tuple[pathlib.Path, Results]] = {}
+        for path in sorted(folder.glob("*.json")):
+            if not _is_benchmark(path):
+                continue
+            results = results_lib.load(path)
+            for suite in dict.fromkeys(row.suite for row in results.rows):
+                if suite in self._found:
+                    other = self._found[suite][0].name
+                    raise InputError(f"report: {suite} is in {other} and in {path.name}. Keep one of them.")
+                self._found[suite] = path, results
+
+    def __getitem__(self, suite: str) -> tuple[pathlib.Path, Results]:
+        if suite not in self._found:
+            known = ", ".join(self._found) or "none"
+            raise InputError(f"report: no results of suite {suite!r} in {self._folder}; there are: {known}.")
+        return self._found[suite]
+
+
+def _is_benchmark(path: pathlib.Path) -> bool:
+    """Other figures, of other schemas, may lie in the folder too."""
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as e:
+        raise InputError(f"report: {path} is not JSON: {e}.") from e
+    return isinstance(values, dict) and "schema" in values
+
+
+def render(text: str, library: Library, *, where: str) -> str:
+    """The text with every table in it written anew.
+
+    Args:
+      text: a Markdown document.
+      library: where the figures come from.
+      where: the document's name, for messages.
+
+    Raises:
+      InputError: a comment is not of the form, is not closed, or names what is not there.
+    """
+    blocks = len(_BLOCK.findall(text))
+    if (markers := len(_MARKER.findall(text))) != blocks:
+        raise InputError(f"report: {where} opens {markers} tables and closes {blocks}. Close each with <!-- end -->.")
+
+    def write(match: re.Match[str]) -> str:
+        suite, *rest = match["name"].split()
+        regime = rest[0] if rest else "burst"
+        if len(rest) > 1 or regime not in REGIMES:
+            raise InputError(f"report: {where}: a table is `SUITE` or `SUITE REGIME`; got {match['name']!r}.")
+        path, results = library[suite]
+        rows = [row for row in results.rows if row.suite == suite and row.tokens is None and row.regime == regime]
+        steps = [row for row in results.rows if row.suite == suite and row.tokens is not None]
+        if not rows and not steps:
+            raise InputError(f"report: {path} has no rows of {suite} in the regime {regime}.")
+        return match[1] + table(rows or steps, results, path) + match[4]
+
+    return _BLOCK.sub(write, text)
+
+
+def table(rows: Sequence[Row], results: Results, path: pathlib.Path) -> str:
+    """Rows of one suite in Markdown, and below them where they come from."""
+    names = list(dict.fromkeys(side.name for row in rows for side in row.ours))
+    is_training = rows[0].tokens is not None
+    if is_training:
+        head = ["preset", "dtype", "xla", *names]
+        lines = [[row.shape, row.dtype, _step(row, row.fastest_baseline), *_by_name(row, names, _step)] for row in rows]
+    else:
+        head = ["shape", "dtype", "fastest baseline", *names]
+        lines = [[_shape(row), row.dtype, _baseline(row), *_by_name(row, names, _speed)] for row in rows]
+        if any(row.fastest_baseline for row in rows):
+            means = [_mean(row.ratio(s) for row in rows for s in row.ours if s.name == name) for name in names]
+            lines.append(["geometric mean", "", "", *means])
+    text = "".join("| " + " | ".join(cells) + " |\n" for cells in [head, ["---"] * len(head), *lines])
+    return text + "\n" + _source(rows, results, path, is_training=is_training)
+
+
+def _by_name(row: Row, names: Sequence[str], show: Callable[[Row, Side | None], str]) -> list[str]:
+    ours = {side.name: side for side in row.ours}
+    return [show(row, ours.get(name)) for name in names]
+
+
+def _shape(row: Row) -> str:
+    return f"{row.shape} ({row.label})" if row.label else row.shape
+
+
+def _baseline(row: Row) -> str:
+    side = row.fastest_baseline
+    return "-" if side is None else f"{side.name} {_tflops(row, side)}"
+
+
+def _tflops(row: Row, side: Side) -> str:
+    """TFLOP/s, or GB/s where memory is the nearer limit."""
+    if row.limits is not None and row.limits[1] > row.limits[0]:
+        return f"{row.num_bytes / side.seconds / 1e9:,.0f} GB/s"
+    return f"{row.flops_per_s(side) / 1e12:.4g}"
+
+
+def _speed(row: Row, side: Side | None) -> str:
+    if side is None:
+        return "-"
+    ratio, share = row.ratio(side), row.share_of_limit(side)
+    notes = ([] if ratio is None else [f"{ratio:.2f} x"]) + ([] if share is None else [f"{share:.0%} of limit"])
+    return f"{_tflops(row, side)} ({', '.join(notes)})" if notes else _tflops(row, side)
+
+
+def _step(row: Row, side: Side | None) -> str:
+    if side is None or row.tokens is None:
+        return "-"
+    seconds, share, ratio = side.seconds, row.share_of_peak(side), row.ratio(side)
+    text = f"{seconds * 1e3:.1f} ms, {row.tokens / seconds:,.0f} tokens/s"
+    text += "" if share is None else f", MFU {share:.1%}"
+    return text + (f" ({ratio:.2f} x)" if side.is_ours and ratio is not None else "")
+
+
+def geometric_mean(values: Iterable[float]) -> float | None:
+    """None of no values."""
+    logarithms = [math.log(value) for value in values]
+    return math.exp(math.fsum(logarithms) / len(logarithms)) if logarithms else None
+
+
+def _mean(ratios: Iterable[float | None]) -> str:
+    mean = geometric_mean(ratio for ratio in ratios if ratio is not None)
+    return "-" if mean is None else f"{mean:.3f} x"
+
+
+def _source(rows: Sequence[Row], results: Results, path: pathlib.Path, *, is_training: bool) -> str:
+    where = results.environment
+    machine = [where["device"], *([f"driver {where['driver']}"] if where["driver"] else [])]
+    machine += [f"jax {where['versions']['jax']}", where["date"][:10]]
+    machine += [f"commit {where['commit'][:12]}"] if where["commit"] else []
+    what = "Step time, speed" if is_training else f"TFLOP/s, {rows[0].regime}"
+    against = "xla" if is_training else "the fastest baseline"
+    return f"{what}; x: times as fast as {against}. {', '.join(machine)}; `{where['command']}`, {path.name}.\n"

@@ -1,0 +1,297 @@
+"""What a run measured, and everything needed to repeat it: dataclasses, their JSON, and what moved between two runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+from typing import Any, Literal
+
+from jaxkernels import hardware
+from jaxkernels.bench import measure
+from jaxkernels.bench.measure import Regime, Samples
+from jaxkernels.bench.telemetry import Reading, Telemetry
+from jaxkernels.models.config import InputError
+
+__all__ = ["SCHEMA", "Change", "Results", "Row", "Side", "cells", "compare", "environment", "line", "load", "save"]
+
+#: Of the JSON; a file of another schema is refused.
+SCHEMA = 1
+
+_PACKAGES = (
+    "jaxkernels", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12",
+    "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cuda-nvrtc", "jax-triton", "triton", "tokamax", "flax", "numpy",
+)  # fmt: skip
+
+#: Clock rates of two sides further apart than this make their comparison doubtful.
+_MAX_DRIFT = 0.03
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """One way to compute a row's problem, measured.
+
+    Attributes:
+      name: a backend, or a baseline and its variant.
+      is_ours: whether it is a backend of this package.
+      seconds: the median time of one call.
+      samples: its times; None where it was too slow to compete and `seconds` comes from a single round of bursts.
+      error_ratio: see `jaxkernels.bench.accuracy.error_ratio`.
+      kernels: the kernel and configuration of every operation of ours in it, as `jaxkernels.explain` gives them.
+    """
+
+    name: str
+    is_ours: bool
+    seconds: float
+    samples: Samples | None
+    error_ratio: float
+    kernels: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A problem in one regime: all sides, in turns.
+
+    Attributes:
+      suite, label, op, shape, dtype: what was computed.
+      regime: how it was timed.
+      flops, num_bytes: what the work needs, by `jaxkernels.bench.suites.Problem`.
+      peak_flops_per_s, memory_bytes_per_s: the chip's, None where not known.
+      is_warm: inputs stayed in the cache; otherwise they were rotated past it.
+      sides: everything that was right and timed.
+      refused: why the others were not: those that cannot, failed or computed something else.
+      checked: "all", or which part of the result was held against the reference.
+      tokens: of a training step, else None.
+      device: the chip while it was measured, None where nothing samples it.
+    """
+
+    suite: str
+    label: str
+    op: str
+    shape: str
+    dtype: str
+    regime: Regime
+    flops: float
+    num_bytes: int
+    peak_flops_per_s: float | None
+    memory_bytes_per_s: float | None
+    is_warm: bool
+    sides: tuple[Side, ...]
+    refused: dict[str, str]
+    checked: str
+    tokens: int | None = None
+    device: Reading | None = None
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What makes two rows of two runs the same."""
+        return self.suite, self.shape, self.dtype, self.regime
+
+    @property
+    def ours(self) -> tuple[Side, ...]:
+        return tuple(side for side in self.sides if side.is_ours and side.samples is not None)
+
+    @property
+    def fastest_baseline(self) -> Side | None:
+        timed = [side for side in self.sides if not side.is_ours and side.samples is not None]
+        return min(timed, key=lambda side: side.seconds, default=None)
+
+    def ratio(self, side: Side) -> float | None:
+        """How many times as fast as the fastest baseline a side is."""
+        baseline = self.fastest_baseline
+        if baseline is None or baseline.samples is None or side.samples is None:
+            return None
+        return measure.ratio(side.samples, baseline.samples)
+
+    def flops_per_s(self, side: Side) -> float:
+        return self.flops / side.seconds
+
+    def share_of_peak(self, side: Side) -> float | None:
+        """Of the FLOP/s the chip has for this arithmetic."""
+        return None if self.peak_flops_per_s is None else self.flops_per_s(side) / self.peak_flops_per_s
+
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """Seconds that the FLOPs take at the peak rate, and the bytes at the memory's; no kernel beats the larger."""
+        if self.peak_flops_per_s is None or self.memory_bytes_per_s is None:
+            return None
+        return self.flops / self.peak_flops_per_s, self.num_bytes / self.memory_bytes_per_s
+
+    def share_of_limit(self, side: Side) -> float | None:
+        """Of the nearer limit; bytes that stay in the cache can lift it above 1."""
+        return None if self.limits is None else max(self.limits) / side.seconds
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What to know before believing the row."""
+        flags = ["warm"] if self.is_warm else []
+        clocks = {
+            side.name if side.is_ours else f"{side.name} (baseline)": statistics.median(side.samples.probed)
+            for side in self.sides
+            if side.samples is not None and side.samples.probed
+        }
+        if clocks and max(clocks.values()) > (1 + _MAX_DRIFT) * min(clocks.values()):
+            flags.append("clocks " + ", ".join(f"{name} {mhz:.0f}" for name, mhz in clocks.items()) + " MHz")
+        return tuple(flags)
+
+
+def cells(row: Row, side: Side) -> list[str]:
+    """What a table shows of a timed side: name, time, speed, share of peak, ratio, error ratio, flags.
+
+    The speed is in TFLOP/s, of a training step in tokens/s.
+    """
+    share, ratio, baseline = row.share_of_peak(side), row.ratio(side), row.fastest_baseline
+    seconds = side.seconds
+    speed = (
+        f"{row.flops_per_s(side) / 1e12:.4g} TFLOP/s" if row.tokens is None else f"{row.tokens / seconds:,.0f} tokens/s"
+    )
+    return [
+        f"{row.op} {row.shape} {row.dtype} {side.name}",
+        f"{seconds * 1e6:,.1f} us" if seconds < 0.01 else f"{seconds * 1e3:,.1f} ms",
+        speed,
+        "- of peak" if share is None else f"{share:.1%} of peak",
+        "no baseline" if ratio is None or baseline is None else f"{ratio:.3f} x {baseline.name}",
+        f"error {side.error_ratio:.2f}",
+        "; ".join([row.regime, *row.flags]),
+    ]
+
+
+def line(row: Row, side: Side) -> str:
+    """`op shape dtype backend | us | TFLOP/s | % of peak | x baseline | error ratio | regime`."""
+    return " | ".join(cells(row, side))
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """A run: where, when and how, and its rows."""
+
+    environment: dict[str, Any]
+    rows: tuple[Row, ...]
+
+
+def environment(device: Any, telemetry: Telemetry, command: list[str]) -> dict[str, Any]:
+    """Where a run takes place: versions, device, driver, commit."""
+    return dict(
+        command=" ".join(["jaxkernels", *command]),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        device=str(hardware.chip_of(device)),
+        platform=device.platform,
+        platform_version=device.client.platform_version.splitlines()[0],
+        driver=telemetry.driver(),
+        limits=telemetry.limits(),
+        telemetry=telemetry.reason or "sampled",
+        clock="CUPTI kernel durations" if device.platform in ("gpu", "cuda") else "wall clock",
+        host=f"{platform.machine()}, {platform.system()} {platform.release()}",
+        python=sys.version.split()[0],
+        versions={name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        commit=_commit(),
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with "+" if files differ from it; None where the package is installed without one."""
+    root = pathlib.Path(__file__).parents[2]
+    if not (root / "pyproject.toml").exists():
+        return None
+    try:
+        git = lambda *args: subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, check=True)
+        return git("rev-parse", "HEAD").stdout.strip() + ("+" if git("status", "--porcelain").stdout else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def save(results: Results, path: pathlib.Path) -> None:
+    """Writes JSON; times in seconds."""
+    values = dict(schema=SCHEMA, environment=results.environment, rows=[dataclasses.asdict(r) for r in results.rows])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_rounded(values), indent=1) + "\n")
+
+
+def _rounded(value: Any) -> Any:
+    """Six digits of every measured number: files that people read and diff."""
+    if isinstance(value, dict):
+        return {name: _rounded(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(x) for x in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def load(path: pathlib.Path) -> Results:
+    """Reads what `save` wrote.
+
+    Raises:
+      InputError: the file is missing or holds something else.
+    """
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as e:
+        raise InputError(f"bench: {path} cannot be read: {e}.") from e
+    if not isinstance(values, dict) or values.get("schema") != SCHEMA:
+        found = values.get("schema") if isinstance(values, dict) else None
+        raise InputError(f"bench: {path} is not a benchmark of schema {SCHEMA}; its schema is {found}.")
+    return Results(values["environment"], tuple(map(_row, values["rows"])))
+
+
+def _row(values: dict[str, Any]) -> Row:
+    device = values["device"] and Reading(**values["device"])
+    return Row(**{**values, "sides": tuple(map(_side, values["sides"])), "device": device})
+
+
+def _side(values: dict[str, Any]) -> Side:
+    samples = values["samples"]
+    if samples is not None:
+        as_tuples = {name: tuple(samples[name]) for name in ("round_medians", "probed")}
+        samples = Samples(**{**samples, **as_tuples})
+    return Side(**{**values, "samples": samples, "kernels": tuple(values["kernels"])})
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One side of one row in two runs.
+
+    Attributes:
+      row, side: of the new run.
+      old, new: the side's samples.
+    """
+
+    row: Row
+    side: Side
+    old: Samples
+    new: Samples
+
+    @property
+    def factor(self) -> float:
+        """How many times as fast it has become."""
+        return self.old.median / self.new.median
+
+    @property
+    def verdict(self) -> Literal["faster", "slower", "noise"]:
+        """Noise as long as the spans from p10 to p90 meet."""
+        if self.new.p90 < self.old.p10:
+            return "faster"
+        return "slower" if self.new.p10 > self.old.p90 else "noise"
+
+
+def compare(old: Results, new: Results) -> list[Change]:
+    """Every side that both runs timed, in the new run's order."""
+    key = lambda row, side: (row.key, side.name, side.is_ours)
+    before = {key(row, side): side.samples for row in old.rows for side in row.sides if side.samples is not None}
+    return [
+        Change(row, side, before[key(row, side)], side.samples)
+        for row in new.rows
+        for side in row.sides
+        if side.samples is not None and key(row, side) in before
+    ]

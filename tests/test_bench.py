@@ -1,0 +1,813 @@
+"""`jaxkernels bench` and `report`: suites, baselines, what may be timed, files, tables, pictures and messages."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises_exactly
+from matplotlib.image import imread
+from typer.testing import CliRunner, Result
+
+from jaxkernels import cli, dispatch, hardware
+from jaxkernels.bench import accuracy, baselines, measure, plots, report, results, runner, suites, training
+from jaxkernels.bench import cli as bench_cli
+from jaxkernels.bench.baselines import BASELINES, Baseline, Contender
+from jaxkernels.bench.cases import AttentionCase, MatmulCase
+from jaxkernels.bench.measure import Samples
+from jaxkernels.bench.results import Results, Row, Side
+from jaxkernels.bench.suites import SUITES, Problem
+from jaxkernels.bench.telemetry import Reading, Telemetry
+from jaxkernels.models.config import PRESETS, InputError
+from jaxkernels.xla import matmul as xla_matmul
+
+DATA = pathlib.Path(__file__).parent / "data"
+#: `jaxkernels bench gemm --regime burst --json ...` on a machine with two CPU cores.
+SMOKE = DATA / "gemm-smoke.json"
+H200 = hardware.lookup("NVIDIA H200")
+SMALL = Problem(MatmulCase(32, 48, 40, dtype="float32"))
+
+
+@pytest.fixture(autouse=True)
+def _compile_quickly() -> Iterator[None]:
+    """Programs here run a few times: most of their time would go into optimising them."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+# Suites.
+
+
+def test_every_suite_names_its_source_and_repeats_no_problem():
+    for name, suite in SUITES.items():
+        assert (suite.name, suite.op) == (name, name.split("-")[0])
+        assert suite.source
+        assert bool(suite.problems) == (suite.op != "train")
+        keys = [(problem.shape, problem.case.dtype) for problem in suite.problems]
+        assert len(set(keys)) == len(keys)
+        assert all(problem.op == suite.op for problem in suite.problems)
+
+
+def test_suites_hold_what_they_are_named_for():
+    sizes = lambda name: {(p.case.m, p.case.n, p.case.k) for p in SUITES[name].problems}
+    assert {(16384,) * 3, (1000,) * 3} <= sizes("gemm-square")
+    assert {(8192, 6144, 4096), (16384, 57344, 8192), (2048, 128256, 8192), (8192, 128256, 16384)} <= sizes("gemm-llm")
+    assert {p.shape.split()[-1] for p in SUITES["gemm-llm"].problems} == {"nn", "nt", "tn"}
+    assert {m for m, _, _ in sizes("gemm-decode")} == {1, 2, 4, 8, 16, 32, 64}
+    assert {k % 8 for _, _, k in sizes("gemm-odd")} == {n % 8 for _, n, _ in sizes("gemm-odd")} == set(range(8))
+    train = [p.case for p in SUITES["attention-train"].problems]
+    assert {(c.head_dim, c.heads // c.kv_heads, c.causal) for c in train} == {
+        (h, g, causal) for h in (64, 128, 256) for g in (1, 8) for causal in (True, False)
+    }
+    assert all(c.batch * c.keys == 16384 and c.heads * c.head_dim == 2048 for c in train)
+
+
+@pytest.mark.parametrize(
+    ("problem", "flops", "num_bytes"),
+    [
+        (Problem(MatmulCase(3, 5, 7)), 2 * 105, 2 * (21 + 35 + 15)),
+        (Problem(MatmulCase(3, 5, 7, bias=True), "backward"), 4 * 105, 2 * (2 * (21 + 35 + 5) + 15)),
+        (Problem(MatmulCase(3, 5, 7, batch=(2,), gate=True)), 8 * 105, 2 * 2 * (21 + 35 + 35 + 15)),
+        (Problem(AttentionCase(2, 8, 8, 4, 2, 16, causal=True)), 4 * 2 * 4 * 32 * 16, 2 * (1024 + 2 * 512 + 1024)),
+        (
+            Problem(AttentionCase(2, 8, 8, 4, 2, 16), "backward"),
+            2.5 * 4 * 2 * 4 * 64 * 16,
+            2 * (2 * (1024 + 2 * 512) + 2 * 1024) + 4 * 64,
+        ),
+        # Windows and documents: each query's own keys, counted by hand.
+        (Problem(AttentionCase(1, 4, 4, 1, 1, 16, causal=True, window=(1, 0))), 4 * (1 + 2 + 2 + 2) * 16, 2 * 4 * 64),
+        (Problem(AttentionCase(1, 6, 6, 1, 1, 16, segments=True, documents=2)), 4 * (4 + 16) * 16, 2 * 4 * 96),
+    ],
+)
+def test_work_is_counted(problem, flops, num_bytes):
+    assert (problem.flops, problem.num_bytes) == (flops, num_bytes)
+
+
+def test_documents_have_the_lengths_that_are_counted():
+    case = AttentionCase(2, 36, 36, 1, 1, 16, segments=True, documents=8)
+    ids = case.operands()["query_segment_ids"]
+    lengths = np.bincount(ids[1])
+    assert lengths.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert case.pairs == 2 * np.sum(lengths**2)
+
+
+def test_peak_is_that_of_the_arithmetic():
+    peak = lambda **options: suites.peak_flops_per_s(Problem(MatmulCase(8, 8, 8, **options)), H200)
+    assert peak() == peak(dtype="float16") == 989.4e12
+    assert peak(dtype="float32") == 494.7e12
+    assert peak(dtype="float32", precision="HIGHEST") == 66.9e12
+    assert peak(dtype="float32", precision="BF16_BF16_F32_X9") == 989.4e12 / 9
+    assert suites.peak_flops_per_s(SMALL, hardware.host()) is None
+
+
+@pytest.mark.parametrize(
+    ("op", "text", "problem"),
+    [
+        ("gemm", "8x16x24", Problem(MatmulCase(8, 16, 24))),
+        ("gemm", "8x16x24:nt:float16", Problem(MatmulCase(8, 16, 24, rhs_layout="nk", dtype="float16"))),
+        ("gemm", "2x8x16x24:tn:backward", Problem(MatmulCase(8, 16, 24, batch=(2,), lhs_layout="km"), "backward")),
+        ("attention", "2x8x4x16:causal", Problem(AttentionCase(2, 8, 8, 4, 4, 16, causal=True))),
+        ("attention", "2x8x9x4x2x16:float32", Problem(AttentionCase(2, 8, 9, 4, 2, 16, dtype="float32"))),
+    ],
+)
+def test_shapes_are_read(op, text, problem):
+    assert suites.parse_shape(op, text) == problem
+
+
+_GEMM_FORM = "bench: a shape of gemm is MxNxK or BxMxNxK, then any of :nt :tn :tt :DTYPE :backward; got "
+
+
+@pytest.mark.parametrize(
+    ("op", "text", "message"),
+    [
+        ("gemm", "8x16", _GEMM_FORM + "'8x16'."),
+        ("gemm", "8x16x0", _GEMM_FORM + "'8x16x0'."),
+        ("gemm", "8x16x24:causal", _GEMM_FORM + "'8x16x24:causal'."),
+        ("attention", "2x8x8x3x2x16", "bench: query heads must be a multiple of key/value heads; got '2x8x8x3x2x16'."),
+        ("train", "2x8", "bench: train takes no --shapes; choose presets with --suite."),
+    ],
+)
+def test_wrong_shapes(op, text, message):
+    with raises_exactly(InputError, message):
+        suites.parse_shape(op, text)
+
+
+def test_without_names_the_machine_decides():
+    names = lambda op, has_gpu: [suite.name for suite in suites.select(op, [], has_gpu=has_gpu)[0]]
+    assert names("gemm", False) == ["gemm-smoke"]
+    assert names("train", False) == ["train-tiny"]
+    assert "gemm-smoke" not in names("gemm", True)
+    assert {"gemm-square", "gemm-fp32"} <= set(names("gemm", True))
+    assert [suite.name for suite in suites.select("gemm", ["gemm-odd"], has_gpu=False)[0]] == ["gemm-odd"]
+
+
+_SAMPLE = [
+    pytest.param(problem, id=f"{suite.name}-{problem.shape}".replace(" ", "-"))
+    for suite in SUITES.values()
+    for problem in dict.fromkeys((*suite.problems[:1], *suite.problems[-1:]))
+]
+
+
+@pytest.mark.parametrize("name", [name for name in dispatch.backend_names() if name != "xla"])
+@pytest.mark.parametrize("problem", _SAMPLE)
+def test_suites_lower_for_cuda(name, problem):
+    """Each backend takes a problem, or says itself why not."""
+    operands, cotangent = runner._shapes(problem)
+    function = runner._our_function(problem, name)
+
+    def program(operands: dict[str, Any], cotangent: Any) -> Any:
+        backward = lambda: runner._save(problem, function, operands)[1](cotangent)
+        return function(operands) if problem.direction == "forward" else backward()
+
+    with dispatch.recording() as choices, contextlib.suppress(NotImplementedError):
+        jax.jit(program).trace(operands, cotangent).lower(lowering_platforms=("cuda",))
+        assert choices
+    assert {choice.backend for choice in choices} <= {name}
+
+
+# What may be timed.
+
+
+class FakeClock:
+    """Every launch runs and takes as long as its turn says: 1 ms, the next side of a round 2 ms, ..."""
+
+    pause = 0.0
+
+    def __init__(self, seconds: float = 1e-3):
+        self._seconds = seconds
+
+    def times(self, launches: Iterator[Callable[[], Any]], probe: Callable[[], float | None]) -> list[float]:
+        count = len([jax.block_until_ready(launch()) for launch in launches])
+        probe()
+        return [self._seconds] * count
+
+    def rough_seconds(self, launch: Callable[[], Any]) -> float:
+        return self._seconds
+
+
+class NoTelemetry:
+    """A chip at rest, or with the clock rates given."""
+
+    reason = None
+
+    def __init__(self, *clocks: float):
+        self._clocks = list(clocks)
+
+    def sm_clock(self) -> float | None:
+        return self._clocks.pop(0) if self._clocks else None
+
+    def take(self) -> Reading | None:
+        return None
+
+
+def settings(**options: Any) -> runner.Settings:
+    defaults = dict(telemetry=NoTelemetry(), regimes=("burst",), clock=FakeClock())
+    return runner.Settings(device=jax.devices("cpu")[0], **(defaults | options))
+
+
+def rows(problem: Problem = SMALL, **options: Any) -> list[Row]:
+    return list(runner.run([("suite", problem)], settings(**options)))
+
+
+def test_a_row_has_every_side_and_every_reason():
+    (row,) = rows()
+    assert [(side.name, side.is_ours) for side in row.sides] == [("xla", True), ("xla", False)]
+    assert (row.suite, row.op, row.shape, row.regime, row.checked) == ("suite", "gemm", "32x48x40 nn", "burst", "all")
+    assert row.ratio(row.ours[0]) == 1
+    assert row.refused["cublaslt"] == "runs on cuda devices, this is cpu"
+    assert row.refused["jax-pallas"] == "needs a GPU of compute capability 9.0 (Hopper), this is cpu"
+    assert "jaxkernels pallas" in row.refused
+    assert row.ours[0].kernels == (f"matmul: xla {xla_matmul.Config()}, default",)
+    assert 0 < row.ours[0].error_ratio <= 2
+    assert row.is_warm
+    assert row.flags == ("warm",)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(MatmulCase(32, 48, 40, bias=True, activation="gelu", residual=True), "backward"),
+        Problem(MatmulCase(32, 48, 40, activation="silu", gate=True), "backward"),
+        Problem(MatmulCase(16, 24, 20, batch=(3,), rhs_layout="nk")),
+        Problem(AttentionCase(2, 24, 24, 4, 2, 16, causal=True), "backward"),
+        Problem(AttentionCase(2, 24, 24, 4, 2, 16, causal=True, window=(5, 0))),
+        Problem(AttentionCase(2, 24, 24, 4, 2, 16, causal=True, segments=True, documents=3), "backward"),
+        Problem(AttentionCase(2, 24, 24, 4, 2, 16, bias="1NTS"), "backward"),
+    ],
+    ids=lambda problem: problem.shape,
+)
+def test_baselines_compute_the_problem(problem):
+    (row,) = rows(problem)
+    assert [(side.name, side.is_ours) for side in row.sides] == [("xla", True), ("xla", False)]
+
+
+@pytest.fixture
+def wrong_backend(registry, monkeypatch) -> str:
+    """A backend whose products are too large by a thousandth, and to the eye right."""
+    module = types.ModuleType("backend_wrong")
+    vars(module).update({name: value for name, value in vars(xla_matmul).items() if not name.startswith("__")})
+    module.run = lambda spec, config, *xs: xla_matmul.run(spec, config, *xs) * 1.001
+    monkeypatch.setitem(sys.modules, "backend_wrong", module)
+    registry["matmul", "wrong"] = dispatch.Entry("backend_wrong")
+    return "wrong"
+
+
+def test_a_wrong_kernel_gets_no_number(wrong_backend):
+    (row,) = rows(backends=("wrong", "xla"))
+    assert [side.name for side in row.ours] == ["xla"]
+    reason = row.refused["jaxkernels wrong"]
+    assert reason.startswith("wrong: ")
+    assert reason.endswith(" times as far from the reference as plain JAX")
+    assert float(reason.split()[1]) > 100
+
+
+def test_nan_is_wrong(monkeypatch):
+    poisoned = Contender("poisoned", lambda x: jnp.where(jnp.arange(48) == 7, jnp.nan, x["lhs"] @ x["rhs"]))
+    monkeypatch.setitem(BASELINES, ("gemm", "xla"), Baseline(lambda *_: None, lambda problem: iter([poisoned])))
+    (row,) = rows()
+    assert row.refused["poisoned"] == "wrong: nan times as far from the reference as plain JAX"
+    assert row.fastest_baseline is None
+    assert row.ratio(row.ours[0]) is None
+
+
+def test_a_result_of_another_shape_or_dtype_is_no_result(monkeypatch):
+    for function in (lambda x: (x["lhs"] @ x["rhs"])[:-1], lambda x: (x["lhs"] @ x["rhs"]).astype(jnp.bfloat16)):
+        odd = Contender("odd", function)
+        monkeypatch.setitem(BASELINES, ("gemm", "xla"), Baseline(lambda *_: None, lambda problem, c=odd: iter([c])))
+        assert rows()[0].refused["odd"].startswith("TypeError: ")
+
+
+def test_a_baseline_that_fails_is_recorded(monkeypatch):
+    def contenders(problem: Problem) -> Iterator[Contender]:
+        yield Contender("untraceable", lambda x: x["nothing"])
+        raise ImportError("no such library")
+
+    monkeypatch.setitem(BASELINES, ("gemm", "cublaslt"), Baseline(lambda *_: None, contenders))
+    (row,) = rows()
+    assert row.refused["untraceable"] == "KeyError: 'nothing'"
+    assert row.refused["cublaslt"] == "ImportError: no such library"
+    assert row.ours
+
+
+def test_compiler_options_are_tried_until_the_program_is_what_is_wanted(monkeypatch):
+    options = (dict(xla_cpu_enable_fast_math=False), dict(xla_cpu_enable_fast_math=True))
+    contender = Contender("forced", lambda x: x["lhs"] @ x["rhs"], compiler_options=options, wanted="no such call")
+    monkeypatch.setitem(BASELINES, ("gemm", "xla"), Baseline(lambda *_: None, lambda problem: iter([contender])))
+    assert rows()[0].refused["forced"] == "RuntimeError: XLA makes no call of 'no such call' of it"
+    contender = dataclasses.replace(contender, wanted="dot")
+    monkeypatch.setitem(BASELINES, ("gemm", "xla"), Baseline(lambda *_: None, lambda problem: iter([contender])))
+    assert rows()[0].fastest_baseline.name == "forced"
+
+
+def test_options_that_force_cublaslt_are_known_to_this_jaxlib():
+    for options in baselines._CUBLASLT:
+        jax.jit(lambda x: x @ x, compiler_options=options)(jnp.ones((4, 4)))
+
+
+def test_a_slow_baseline_is_looked_at_once(monkeypatch):
+    class Clock(FakeClock):
+        """Whatever returns float16 takes ten times as long."""
+
+        def times(self, launches, probe):
+            results = [launch() for launch in launches]
+            return [1e-2 if x.dtype == jnp.float16 else 1e-3 for x in results]
+
+    def contenders(problem: Problem) -> Iterator[Contender]:
+        product = lambda x: x["lhs"] @ x["rhs"]
+        yield Contender("fast", product)
+        widen = lambda results: {name: x.astype(jnp.float32) for name, x in results.items()}
+        yield Contender("slow", lambda x: product(x).astype(jnp.float16), finish=widen)
+
+    monkeypatch.setattr(accuracy, "ALLOWED", 1e6)  # Rounded to 16 bits, the slow one is not right.
+    monkeypatch.setitem(BASELINES, ("gemm", "xla"), Baseline(lambda *_: None, contenders))
+    (row,) = rows(clock=Clock())
+    slow = next(side for side in row.sides if side.name == "slow")
+    assert (slow.samples, slow.seconds) == (None, 1e-2)
+    assert row.fastest_baseline.name == "fast"
+
+
+def test_short_kernels_have_no_sustained_row():
+    assert [row.regime for row in rows(regimes=("burst", "sustained"))] == ["burst", "sustained"]
+    assert [row.regime for row in rows(regimes=("burst", "sustained"), clock=FakeClock(2e-5))] == ["burst"]
+
+
+def test_clocks_that_drift_between_sides_are_flagged():
+    """The first looks at two sides, then three rounds of both."""
+    steady = [1980.0, 1980.0] + [1980.0, 1950.0] * 3
+    (row,) = rows(telemetry=NoTelemetry(*steady))
+    assert row.flags == ("warm",)
+    (row,) = rows(telemetry=NoTelemetry(*steady[:2], *[1980.0, 1900.0] * 3))
+    assert row.flags == ("warm", "clocks xla 1980, xla (baseline) 1900 MHz")
+
+
+def test_large_attentions_are_checked_in_part(monkeypatch):
+    monkeypatch.setattr(accuracy, "_MAX_LOGITS", 2 * 24 * 24 * 2)
+    problem = Problem(AttentionCase(3, 24, 24, 6, 3, 16, causal=True, bias="1NTS"))
+    (row,) = rows(problem)
+    assert row.checked == "the last 1 of 3 batch rows, the last 4 of 6 heads"
+    assert row.ours
+
+    def spoilt(problem: Problem) -> Iterator[Contender]:
+        """Wrong in the last head of the last row only, which is in the part."""
+        right = next(baselines._attention_xla(problem))
+        spoil = lambda results: {name: x.at[-1, :, -1].mul(1.1) for name, x in results.items()}
+        yield dataclasses.replace(right, finish=spoil)
+
+    monkeypatch.setitem(BASELINES, ("attention", "xla"), Baseline(lambda *_: None, spoilt))
+    assert rows(problem)[0].refused["xla"].startswith("wrong: ")
+
+
+def test_reference_by_heads_is_the_reference():
+    case = AttentionCase(2, 24, 40, 6, 2, 16, causal=True, bias="1NTS", mask="B1TS", dtype="float32")
+    operands = case.operands()
+    np.testing.assert_allclose(
+        accuracy.plain_attention_by_heads(case, operands), accuracy.plain_attention(case, operands)[0], atol=2e-6
+    )
+
+
+# Baselines on the chip they are for.
+
+
+@pytest.mark.parametrize(
+    ("name", "problem", "reason"),
+    [
+        ("jax-pallas", Problem(MatmulCase(4096, 4096, 4096)), None),
+        ("jax-pallas", Problem(MatmulCase(64, 4096, 4096, dtype="float16")), None),
+        ("jax-pallas", Problem(MatmulCase(64, 64, 64, rhs_layout="nk")), "multiplies two row-major matrices only"),
+        ("jax-pallas", Problem(MatmulCase(64, 64, 64, bias=True)), "has no epilogue"),
+        (
+            "jax-pallas",
+            Problem(MatmulCase(4095, 4096, 4096)),
+            "needs m in steps of 64, n of 128 and k of 64, not 4095, 4096, 4096",
+        ),
+        (
+            "jax-pallas",
+            Problem(MatmulCase(64, 64, 64, dtype="float32")),
+            "multiplies 16-bit operands to the same dtype, not float32 to float32",
+        ),
+        ("cudnn", Problem(AttentionCase(2, 64, 64, 4, 2, 64, causal=True, window=(9, 0))), None),
+        ("cudnn", Problem(AttentionCase(2, 64, 64, 4, 2, 64, dtype="float32")), "computes in 16 bits, not in float32"),
+        ("xla", Problem(AttentionCase(1, 16384, 16384, 16, 16, 128)), "its logits would take 17 GB"),
+        ("jax-pallas", Problem(AttentionCase(1, 128, 128, 4, 2, 64, causal=True)), None),
+        (
+            "jax-pallas",
+            Problem(AttentionCase(1, 128, 128, 4, 2, 64, causal=True), "backward"),
+            "has no causal gradient",
+        ),
+        ("jax-pallas", Problem(AttentionCase(1, 128, 128, 4, 2, 256)), "its tilings fit heads of 64 and 128, not 256"),
+        (
+            "jax-pallas",
+            Problem(AttentionCase(1, 128, 128, 4, 2, 64, bias="1NTS")),
+            "has no mask but the causal one, and no bias",
+        ),
+    ],
+)
+def test_baselines_state_their_limits(name, problem, reason):
+    assert BASELINES[problem.op, name].refuses(problem, H200) == reason
+    if reason is None:
+        assert list(BASELINES[problem.op, name].contenders(problem))
+
+
+@pytest.mark.parametrize("m", [64, 128, 4096])
+def test_jax_matmul_has_tilings_that_divide(m):
+    labels = [label for label, _ in baselines._pallas_matmul_configs(MatmulCase(m, 4096, 4096))]
+    assert labels[0] == {64: "64x256", 128: "128x256", 4096: "128x256 cluster"}[m]
+
+
+# Telemetry.
+
+
+class Nvml:
+    """The functions of pynvml that are used, for one GPU."""
+
+    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, clocks: list[int]):
+        self._clocks, self.looks = clocks, 0
+        self.handle: object = None
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        pass
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.handle = "closed"
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
+        self.handle = f"index {index}"
+        return self.handle
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
+        self.handle = uuid
+        return uuid
+
+    def nvmlDeviceGetClockInfo(self, handle: str, kind: int) -> int:  # noqa: N802
+        assert (handle, kind) == (self.handle, self.NVML_CLOCK_SM)
+        self.looks += 1
+        if self.looks == 3:
+            raise self.NVMLError("busy")
+        return self._clocks[self.looks % len(self._clocks)]
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:  # noqa: N802
+        return 512_500
+
+    def nvmlDeviceGetTemperature(self, handle: str, kind: int) -> int:  # noqa: N802
+        assert kind == self.NVML_TEMPERATURE_GPU
+        return 41
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: str) -> int:  # noqa: N802
+        return 700_000
+
+    def nvmlDeviceGetMaxClockInfo(self, handle: str, kind: int) -> int:  # noqa: N802
+        return 1980
+
+    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
+        return "580.159"
+
+
+def test_the_chip_is_sampled_while_it_is_measured():
+    nvml = Nvml([1980, 1800, 1500])
+    with Telemetry(0, nvml) as telemetry:
+        while nvml.looks < 8:
+            pass
+        reading = telemetry.take()
+        assert telemetry.driver() == "580.159"
+        assert telemetry.limits() == dict(power_limit_w=700.0, max_sm_clock_mhz=1980.0)
+    assert nvml.handle == "closed"
+    assert (reading.sm_clock_min_mhz, reading.sm_clock_max_mhz) == (1500, 1980)
+    assert (reading.power_w, reading.power_max_w, reading.temperature_c) == (512.5, 512.5, 41)
+
+
+@pytest.mark.parametrize(
+    ("visible", "handle"), [("", "index 1"), ("5,7", "index 7"), ("GPU-a, GPU-b", "GPU-b"), ("3", "index 1")]
+)
+def test_the_sampled_gpu_is_the_one_that_is_used(monkeypatch, visible, handle):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    nvml = Nvml([1980])
+    Telemetry(1, nvml)
+    assert nvml.handle == handle
+
+
+def test_without_nvml_nothing_is_sampled(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with Telemetry(0) as telemetry:
+        assert telemetry.reason == "nvidia-ml-py is not installed: pip install jaxkernels[bench]"
+        assert (telemetry.sm_clock(), telemetry.take(), telemetry.driver(), telemetry.limits()) == (
+            None,
+            None,
+            None,
+            {},
+        )
+
+
+def test_stand_in_has_the_names_of_pynvml():
+    pynvml = pytest.importorskip("pynvml")
+    names = [name for name in vars(Nvml) if not name.startswith("_")]
+    assert [name for name in names if not hasattr(pynvml, name)] == []
+
+
+# Results.
+
+
+def samples(*milliseconds: float) -> Samples:
+    return Samples.of([[ms / 1e3] for ms in milliseconds])
+
+
+def row(**changes: Any) -> Row:
+    """8192^3 in 2 ms against 2.1 ms of cuBLASLt and 2.2 of XLA, on an H200."""
+    side = lambda name, is_ours, seconds: Side(name, is_ours, seconds, Samples.of([[seconds]]), 0.9)
+    values = dict(
+        suite="gemm-square", label="", op="gemm", shape="8192x8192x8192 nn", dtype="bfloat16", regime="burst",
+        flops=1.09951e12, num_bytes=3 * 2 * 8192**2, peak_flops_per_s=989.4e12, memory_bytes_per_s=4.8e12,
+        is_warm=False, sides=(side("pallas", True, 2e-3), side("xla", False, 2.2e-3), side("cublaslt", False, 2.1e-3)),
+        refused={"jax-pallas": "has no epilogue"}, checked="all",
+        device=Reading(1755.0, 1700.0, 1980.0, 690.0, 700.0, 45.0),
+    )  # fmt: skip
+    return Row(**(values | changes))
+
+
+def test_a_line_has_the_form_of_the_documentation():
+    r = row()
+    assert results.line(r, r.ours[0]) == (
+        "gemm 8192x8192x8192 nn bfloat16 pallas | 2,000.0 us | 549.8 TFLOP/s | 55.6% of peak | 1.050 x cublaslt "
+        "| error 0.90 | burst"
+    )
+
+
+def test_limits_are_those_of_the_chip():
+    r = row()
+    assert r.limits == pytest.approx((1.09951e12 / 989.4e12, 6 * 8192**2 / 4.8e12))
+    assert r.share_of_limit(r.ours[0]) == r.share_of_peak(r.ours[0]) == pytest.approx(0.5557, abs=1e-4)
+    moved = row(num_bytes=6_000_000_000)
+    assert moved.share_of_limit(moved.ours[0]) == pytest.approx(0.625)
+    assert row(peak_flops_per_s=None).share_of_limit(r.ours[0]) is None
+
+
+def test_json_round_trip(tmp_path):
+    whole = Results(dict(device="H200"), (row(), row(regime="sustained", device=None, tokens=7)))
+    results.save(whole, tmp_path / "new" / "a.json")
+    assert results.load(tmp_path / "new" / "a.json") == whole
+
+
+def test_a_real_file_is_read_and_written_as_it_was(tmp_path):
+    results.save(results.load(SMOKE), tmp_path / "copy.json")
+    assert (tmp_path / "copy.json").read_text() == SMOKE.read_text()
+
+
+def test_other_files_are_refused(tmp_path):
+    path = tmp_path / "other.json"
+    path.write_text("{}")
+    with raises_exactly(InputError, f"bench: {path} is not a benchmark of schema 1; its schema is None."):
+        results.load(path)
+    path.write_text("{")
+    with pytest.raises(InputError, match=r"^bench: .* cannot be read: "):
+        results.load(path)
+
+
+def test_compare_tells_what_moved_from_noise():
+    """p10 to p90 of the old run: 1.9 to 2.1 ms."""
+    old = samples(1.9, 2.0, 2.1)
+    sides = lambda times: (Side("pallas", True, times.median, times, 1.0),)
+    verdict = lambda *ms: (
+        results.compare(Results({}, (row(sides=sides(old)),)), Results({}, (row(sides=sides(samples(*ms))),)))[
+            0
+        ].verdict
+    )
+    assert verdict(1.7, 1.75, 1.8) == "faster"
+    assert verdict(1.8, 1.85, 1.95) == "noise"
+    assert verdict(2.2, 2.3, 2.4) == "slower"
+
+
+def test_compare_matches_problem_regime_and_side():
+    old, new = Results({}, (row(),)), Results({}, (row(regime="sustained"), row(), row(dtype="float16")))
+    changes = results.compare(old, new)
+    assert [(c.row.regime, c.side.name, c.factor) for c in changes] == [
+        ("burst", "pallas", 1), ("burst", "xla", 1), ("burst", "cublaslt", 1)
+    ]  # fmt: skip
+
+
+# Tables and pictures.
+
+ENVIRONMENT = dict(
+    command="jaxkernels bench gemm", date="2026-11-20T21:00:00+00:00", device="NVIDIA H200", driver="580.159",
+    versions=dict(jax="0.11.2"), commit="0123456789abcdef",
+)  # fmt: skip
+
+TABLE = """\
+| shape | dtype | fastest baseline | pallas |
+| --- | --- | --- | --- |
+| 8192x8192x8192 nn | bfloat16 | cublaslt 523.6 | 549.8 (1.05 x, 56% of limit) |
+| 64x4096x4096 nn (decode) | bfloat16 | cublaslt 2,857 GB/s | 3,000 GB/s (1.05 x, 62% of limit) |
+| geometric mean |  |  | 1.050 x |
+
+TFLOP/s, burst; x: times as fast as the fastest baseline. NVIDIA H200, driver 580.159, jax 0.11.2, 2026-11-20, \
+commit 0123456789ab; `jaxkernels bench gemm`, gemm.json.
+"""
+
+
+@pytest.fixture
+def documents(tmp_path, monkeypatch) -> pathlib.Path:
+    """A checkout with a README of one table, and the results for it beside figures of another kind."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "docs" / "benchmarks"
+    decode = row(shape="64x4096x4096 nn", label="decode", flops=2.1e9, num_bytes=6_000_000_000)
+    results.save(Results(ENVIRONMENT, (row(), decode)), folder / "gemm.json")
+    (folder / "speed-floors.json").write_text('{"rows": {}}')
+    (tmp_path / "README.md").write_text("# a\n<!-- benchmark: gemm-square -->\nold\n<!-- end -->\nb\n")
+    return tmp_path
+
+
+def invoke(*args: object) -> Result:
+    return CliRunner().invoke(cli.app, [str(arg) for arg in args])
+
+
+def refusal(*args: object) -> str:
+    result = invoke(*args)
+    assert result.exit_code == 1
+    return result.stderr
+
+
+def test_report_writes_tables_and_checks_them(documents):
+    assert refusal("report", "--check") == "error: report: out of date: README.md. Run `jaxkernels report`.\n"
+    assert "old" in (documents / "README.md").read_text()
+    result = invoke("report")
+    assert (result.exit_code, result.stdout) == (0, "README.md: written\n")
+    assert (documents / "README.md").read_text() == (f"# a\n<!-- benchmark: gemm-square -->\n{TABLE}<!-- end -->\nb\n")
+    result = invoke("report", "--check")
+    assert (result.exit_code, result.stdout) == (0, "every table is up to date\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "<!-- benchmark: gemm-odd -->\n<!-- end -->\n",
+            "report: no results of suite 'gemm-odd' in docs/benchmarks; there are: gemm-square.",
+        ),
+        (
+            "<!-- benchmark: gemm-square sustained -->\n<!-- end -->\n",
+            "report: docs/benchmarks/gemm.json has no rows of gemm-square in the regime sustained.",
+        ),
+        (
+            "<!-- benchmark: gemm-square cold -->\n<!-- end -->\n",
+            "report: README.md: a table is `SUITE` or `SUITE REGIME`; got 'gemm-square cold'.",
+        ),
+        (
+            "<!-- benchmark: gemm-square -->\n",
+            "report: README.md opens 1 tables and closes 0. Close each with <!-- end -->.",
+        ),
+        (
+            "<!-- benchmark: gemm-square -->\n<!-- benchmark: gemm-square -->\n<!-- end -->\n",
+            "report: README.md opens 2 tables and closes 1. Close each with <!-- end -->.",
+        ),
+    ],
+)
+def test_tables_that_cannot_be_written(documents, text, message):
+    (documents / "README.md").write_text(text)
+    assert refusal("report", "README.md") == f"error: {message}\n"
+
+
+def test_two_files_of_one_suite_are_refused(documents):
+    results.save(Results(ENVIRONMENT, (row(),)), documents / "docs/benchmarks/newer.json")
+    assert refusal("report") == "error: report: gemm-square is in gemm.json and in newer.json. Keep one of them.\n"
+
+
+def test_training_steps_have_a_table_of_their_own():
+    step = row(
+        suite="train-124m", op="train", shape="124m 32x1024", tokens=32768, memory_bytes_per_s=None,
+        sides=(
+            Side("auto", True, 0.066, samples(66.0, 66.0, 66.0), 0.0),
+            Side("xla", False, 0.082, samples(82.5, 82.5, 82.5), 0.0),
+        ),
+        flops=2.6e13,
+    )  # fmt: skip
+    text = report.table([step], Results(ENVIRONMENT, (step,)), pathlib.Path("train.json"))
+    assert "| preset | dtype | xla | auto |" in text
+    assert "| 66.0 ms, 496,485 tokens/s, MFU 39.8% (1.25 x) |" in text
+
+
+def test_tables_of_a_real_run_name_every_problem():
+    found = results.load(SMOKE)
+    text = report.table(found.rows, found, SMOKE)
+    for problem in SUITES["gemm-smoke"].problems:
+        assert f"| {problem.shape} | {problem.case.dtype} | xla " in text
+
+
+def test_pictures_are_drawn_of_each_suite_and_regime(tmp_path):
+    paths = plots.plot(Results(ENVIRONMENT, (row(), row(regime="sustained"), row(sides=()))), tmp_path / "plots")
+    assert [path.name for path in paths] == [
+        f"gemm-square-{regime}-{kind}.png" for regime in ("burst", "sustained") for kind in ("bars", "roofline")
+    ]
+    for path in paths:
+        pixels = imread(path)
+        assert min(pixels.shape[:2]) > 150
+        assert len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)) > 20
+
+
+# The command.
+
+
+def test_bench_from_end_to_end(tmp_path, monkeypatch):
+    arguments = ["bench", "gemm", "--shapes", "32x48x40:float32", "--shapes", "33x48x40", "--regime", "burst"]
+    first = invoke(*arguments, "--json", tmp_path / "a.json", "--plot", tmp_path / "plots")
+    assert first.exit_code == 0, first.output
+    assert "gemm 32x48x40 nn float32 xla | " in first.stdout
+    assert "gemm 33x48x40 nn bfloat16 xla | " in first.stdout
+    assert (tmp_path / "plots" / "shapes-burst-bars.png").exists()
+    written = results.load(tmp_path / "a.json")
+    assert [r.shape for r in written.rows] == ["32x48x40 nn", "33x48x40 nn"]
+    assert written.environment["clock"] == "wall clock"
+    assert written.environment["versions"]["jax"] == jax.__version__
+    # As if it had taken a hundred times as long before.
+    values = json.loads((tmp_path / "a.json").read_text())
+    for side in values["rows"][0]["sides"]:
+        for name in ("median", "p10", "p90"):
+            side["samples"][name] *= 100
+    (tmp_path / "b.json").write_text(json.dumps(values))
+    second = invoke(*arguments, "--backend", "pallas", "--backend", "xla", "--compare", tmp_path / "b.json")
+    assert second.exit_code == 0, second.output
+    assert re.search(
+        r"gemm 33x48x40 nn bfloat16 \| burst \| jaxkernels pallas: .*runs on cuda devices only", second.stdout
+    )
+    moved = [text for text in second.stdout.splitlines() if "| faster, " in text]
+    assert {text.split(" | ")[0] for text in moved} >= {
+        "gemm 32x48x40 nn float32 xla", "gemm 32x48x40 nn float32 xla (baseline)"
+    }  # fmt: skip
+
+
+def test_wrong_results_fail_the_command(wrong_backend):
+    result = invoke("bench", "gemm", "--shapes", "32x48x40:float32", "--regime", "burst", "--backend", "wrong")
+    assert result.exit_code == 1
+    assert "nothing of ours was timed: " in result.stdout
+    assert "1 rows have wrong results of ours, see above" in result.stdout
+
+
+def test_training_rows(monkeypatch):
+    model = dataclasses.replace(PRESETS["tiny"].model, num_layers=1, embed_dim=32, mlp_dim=32)
+    tiny = dataclasses.replace(PRESETS["tiny"], model=model, batch_size=2, sequence_length=16)
+    monkeypatch.setitem(PRESETS, "tiny", tiny)
+    monkeypatch.setattr(training, "_ROUNDS", 1)
+    monkeypatch.setattr(measure, "_SUSTAINED_LAUNCHES", (1, 1))
+    (step,) = training.run([("train-tiny", "tiny")], settings(clock=None))
+    assert [(side.name, side.is_ours) for side in step.sides] == [("xla", False), ("auto", True)]
+    assert step.sides[1].error_ratio == 0
+    assert step.tokens == 2 * 16
+    assert step.refused["pallas"].startswith("NotImplementedError: ")
+    assert "tokens/s" in results.line(step, step.ours[0])
+
+
+def test_rows_thin_out_a_suite(monkeypatch):
+    taken = lambda rows: [p.shape for _, p in bench_cli._work("gemm", ["gemm-square"], [], rows, settings(), None)]
+    assert taken(3) == ["256x256x256 nn", "1024x1024x1024 nn", "4096x4096x4096 nn"]
+    assert len(taken(100)) == len(taken(None)) == 9
+
+
+def test_suites_are_listed():
+    result = invoke("bench", "attention", "--suite", "list")
+    assert result.exit_code == 0
+    assert [text.split()[0] for text in result.stdout.splitlines()] == [
+        name for name, suite in SUITES.items() if suite.op == "attention"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["conv"], "bench: unknown operation 'conv'; use one of gemm, attention, train."),
+        (["train", "--suite", "gemm-odd"], "bench: unknown suite 'gemm-odd'; train has train-tiny, train-124m, "
+         "train-350m, train-1b."),
+        (["gemm", "--backend", "cudnn"], "bench: unknown backend 'cudnn'; use one of "
+         f"{', '.join(dispatch.backend_names())}."),
+        (["gemm", "--baseline", "cudnn"], "bench: unknown baseline 'cudnn'; use one of xla, cublaslt, jax-pallas."),
+        (["gemm", "--regime", "hot"], "bench: unknown regime 'hot'; use one of burst, sustained."),
+        (["train", "--baseline", "xla"], "bench: train takes no --baseline."),
+        (["gemm", "--rows", "0"], "bench: --rows must be at least 1; got 0."),
+    ],
+)  # fmt: skip
+def test_what_bench_refuses(arguments, message):
+    assert refusal("bench", *arguments) == f"error: {message}\n"
+
+
+def test_large_suites_are_named_where_there_is_no_gpu(monkeypatch):
+    monkeypatch.setitem(SUITES, "gemm-smoke", dataclasses.replace(SUITES["gemm-smoke"], problems=(SMALL,)))
+    result = invoke("bench", "gemm", "--regime", "burst")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[0] == (
+        "no GPU here: only gemm-smoke, by the host's clock. Ask for the others by name, with --suite: gemm-square, "
+        "gemm-llm, gemm-decode, gemm-odd, gemm-batched, gemm-epilogue, gemm-fp32."
+    )

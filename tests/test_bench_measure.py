@@ -1,0 +1,215 @@
+"""The benchmarks' method: turns, rotation, rounds, both regimes, CUPTI's record; with clocks made for the tests."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from errors import raises_exactly
+
+from jaxkernels.bench import measure as lib
+from jaxkernels.bench.measure import Call, CuptiClock, MeasureError, Samples, WallClock, measure, num_rotations, ratio
+
+
+class FakeClock:
+    """Runs launches, writes down what they return, and says they took what `seconds` of that is."""
+
+    pause = 0.0
+
+    def __init__(self, seconds: Callable[[Any], float]):
+        self.launched: list[Any] = []
+        self._seconds = seconds
+
+    def times(self, launches: Iterator[Callable[[], Any]], probe: Callable[[], float | None]) -> list[float]:
+        results = [launch() for launch in launches]
+        self.launched += results
+        probe()
+        return [self._seconds(result) for result in results]
+
+    def rough_seconds(self, launch: Callable[[], Any]) -> float:
+        self.launched.append(launch())
+        return self._seconds(self.launched[-1])
+
+
+def side(name: str, copies: int = 1) -> Call:
+    return Call(lambda i: (name, i), [(i,) for i in range(copies)])
+
+
+def runs(launched: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """(name, launches) of each visit."""
+    visits: list[tuple[str, int]] = []
+    for name, _ in launched:
+        visits = [*visits[:-1], (name, visits[-1][1] + 1)] if visits and visits[-1][0] == name else [*visits, (name, 1)]
+    return visits
+
+
+def test_sides_take_turns():
+    clock = FakeClock(lambda result: {"a": 1e-4, "b": 2e-4}[result[0]])
+    samples = measure({"a": side("a"), "b": side("b")}, rounds=3, clock=clock)
+    # One launch of each to know how long one takes, then A B A B A B.
+    assert runs(clock.launched) == [("a", 1), ("b", 1), *[("a", 12), ("b", 12)] * 3]
+    assert samples["a"] == Samples(1e-4, 1e-4, 1e-4, 36, (1e-4,) * 3)
+    assert ratio(samples["a"], samples["b"]) == 2
+
+
+def test_long_kernels_are_launched_less_often():
+    clock = FakeClock(lambda _: 5e-3)
+    assert measure({"a": side("a")}, rounds=2, clock=clock)["a"].count == 16
+
+
+def test_operands_rotate_through_all_rounds():
+    clock = FakeClock(lambda _: 1e-4)
+    measure({"a": side("a", copies=5)}, rounds=2, clock=clock)
+    # The first copy went into the launch that loads the program, the second into the rough look.
+    assert [i for _, i in clock.launched] == [(1 + n) % 5 for n in range(1 + 2 * 12)]
+
+
+def test_rounds_end_when_every_median_has_settled():
+    steady = measure({"a": side("a"), "b": side("b")}, clock=FakeClock(lambda _: 1e-4))
+    assert len(steady["a"].round_medians) == 3
+    calls = iter(range(10**6))
+    drifting = FakeClock(lambda _: 1e-4 * (1 + 0.01 * (next(calls) // 12)))
+    assert len(measure({"a": side("a")}, clock=drifting)["a"].round_medians) == 9
+
+
+def test_no_round_starts_beyond_the_budget(monkeypatch):
+    now = iter(range(0, 10**6, 10))
+    monkeypatch.setattr(lib.time, "perf_counter", lambda: float(next(now)))
+    samples = measure({"a": side("a")}, rounds=50, budget_s=15, clock=FakeClock(lambda _: 1e-4))
+    assert len(samples["a"].round_medians) == 4
+
+
+def test_sustained_counts_only_what_comes_after_the_warm_up():
+    """15 launches of 10 ms warm up in the first round, a third of that in the next ones; 15 are counted in each."""
+    count = iter(range(10**6))
+
+    def seconds(_: Any) -> float:
+        i = next(count) - 1  # After the rough look.
+        return 1.0 if 0 <= i < 15 or 30 <= i < 35 else 0.01
+
+    samples = measure({"a": side("a")}, regime="sustained", rounds=2, clock=FakeClock(seconds))["a"]
+    assert samples.count == 30
+    assert (samples.p10, samples.p90) == pytest.approx((0.01, 0.01))
+    assert next(count) == 1 + 30 + 20
+
+
+def test_what_the_probe_says_is_kept_by_side():
+    clocks = iter([1980.0, 1700.0, 1975.0, 1690.0])
+    samples = measure(
+        {"a": side("a"), "b": side("b")}, rounds=2, clock=FakeClock(lambda _: 1e-4), probe=lambda: next(clocks)
+    )
+    assert (samples["a"].probed, samples["b"].probed) == ((1980, 1975), (1700, 1690))
+
+
+def test_samples_are_percentiles_within_what_was_measured():
+    samples = Samples.of([[1.0, 2.0, 3.0, 4.0, 5.0], [6.0, 7.0, 8.0, 9.0, 10.0, 11.0]])
+    assert (samples.median, samples.p10, samples.p90, samples.count) == (6, 2, 10, 11)
+    assert samples.round_medians == (3, 8.5)
+    assert samples.spread == pytest.approx(8 / 6)
+    assert Samples.of([[3.0]]) == Samples(3, 3, 3, 1, (3,))
+
+
+def test_ratio_is_of_shared_rounds():
+    """A drift that both sides share cancels, also where it is larger than their distance."""
+    ours, theirs = Samples.of([[1.0], [2.0], [4.0]]), Samples.of([[1.1], [2.2], [4.4]])
+    assert ratio(ours, theirs) == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(regime="idle"), "measure: regime must be one of ('burst', 'sustained'); got 'idle'."),
+        (dict(rounds=0), "measure: rounds must be at least 1, or None; got 0."),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with raises_exactly(ValueError, message):
+        measure({"a": side("a")}, **arguments)
+
+
+def test_a_call_needs_operands():
+    with raises_exactly(ValueError, "Call: operands must hold at least one tuple of arguments; got none."):
+        Call(print, [])
+
+
+def test_rotation_exceeds_the_cache_or_is_left():
+    assert num_rotations(30_000_000) == (4, True)
+    assert num_rotations(500_000_000) == (1, True)
+    assert num_rotations(1000) == (1, False)
+
+
+class Recorder:
+    """Mosaic GPU's CUPTI recorder, as `jax.experimental.mosaic.gpu.profiler` uses it."""
+
+    def __init__(self, *timings: tuple[str, float]):
+        self.timings, self.calls = timings, []
+
+    def _cupti_init(self) -> None:
+        self.calls.append("init")
+
+    def _cupti_get_timings(self, finalize: bool) -> list[tuple[str, float]]:
+        self.calls.append(f"get {finalize}")
+        return list(self.timings)
+
+
+def launches(*results: Any) -> Iterator[Callable[[], Any]]:
+    return (functools.partial(lambda x: x, result) for result in results)
+
+
+def test_cupti_sums_the_kernels_of_each_launch():
+    recorder = Recorder(("gemm", 1.0), ("reduce", 0.25), ("gemm", 2.0), ("reduce", 0.5))
+    probed = []
+    times = CuptiClock(recorder).times(launches(1, 2), lambda: probed.append("now"))
+    assert times == [1.25e-3, 2.5e-3]
+    assert recorder.calls == ["init", "get True"]
+    assert probed == ["now"]
+
+
+def test_cupti_accepts_kernels_of_one_launch_in_any_order():
+    recorder = Recorder(("left", 1.0), ("right", 2.0), ("right", 2.0), ("left", 1.0))
+    assert CuptiClock(recorder).times(launches(1, 2), lambda: None) == [3e-3, 3e-3]
+
+
+@pytest.mark.parametrize(
+    ("timings", "message"),
+    [
+        ([], "measure: 0 kernels were recorded for 2 launches, not a multiple."),
+        ([("a", 1.0)] * 3, "measure: 3 kernels were recorded for 2 launches, not a multiple."),
+        ([("a", 1.0), ("b", 1.0)], "measure: launches differ in their kernels: ['a'] and ['b']."),
+    ],
+)
+def test_a_record_that_does_not_add_up_is_refused(timings, message):
+    with raises_exactly(MeasureError, message):
+        CuptiClock(Recorder(*timings)).times(launches(1, 2), lambda: None)
+
+
+def test_the_recorder_stops_after_a_failed_launch():
+    recorder = Recorder()
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        CuptiClock(recorder).times(iter([fail]), lambda: None)
+    assert recorder.calls == ["init", "get True"]
+
+
+def test_the_recorder_has_the_names_that_jax_gives_it():
+    from jax.experimental.mosaic.gpu import profiler
+
+    assert hasattr(profiler, "mosaic_gpu_lib")
+    names = profiler.Cupti.measure.__code__.co_consts
+    inner = {name for const in names if hasattr(const, "co_names") for name in const.co_names}
+    assert {"_cupti_init", "_cupti_get_timings", "_mosaic_gpu_ext", "mosaic_gpu_lib"} <= inner
+
+
+def test_the_host_clock_waits_for_results():
+    f = jax.jit(lambda x: x @ x)
+    small, large = jnp.ones((8, 8)), jnp.ones((512, 512))
+    samples = measure({"small": Call(f, [(small,)]), "large": Call(f, [(large,)])}, rounds=3)
+    assert samples["large"].median > 2 * samples["small"].median
+    assert isinstance(lib.clock_for("cpu"), WallClock)
