@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-import platformdirs
+from jaxkernels.folders import cache_root
 
-__all__ = ["CompileError", "CompiledKernel", "Report", "cache_dir", "compile_kernel", "nvrtc_version"]
+__all__ = ["CompileError", "CompiledKernel", "Report", "compile_kernel", "nvrtc_version"]
 
 #: Part of every cache key: entries of another layout, or compiled with other fixed options, are not found.
 _CACHE_FORMAT = 1
@@ -123,7 +123,7 @@ def compile_kernel(
         *options,
     )
     request = _Request(source, kernel, filename, tuple(sorted((headers or {}).items())), options)
-    path = cache_dir() / "cubins" / f"{request.key()}.zip"
+    path = cache_root() / "cubins" / f"{request.key()}.zip"
     compiled = _read(path)
     if compiled is None:
         compiled = request.compile()
@@ -131,11 +131,6 @@ def compile_kernel(
     if strict:
         _refuse_slow(filename, compiled)
     return compiled
-
-
-def cache_dir() -> pathlib.Path:
-    """Where compiled kernels are kept: JAXKERNELS_CACHE_DIR, or the user's cache folder. Safe to delete."""
-    return pathlib.Path(os.environ.get("JAXKERNELS_CACHE_DIR") or platformdirs.user_cache_dir("jaxkernels"))
 
 
 def nvrtc_version() -> tuple[int, int]:

@@ -15,5 +15,6 @@ if (_root / "pyproject.toml").exists() and (_root / "pallas" / "__init__.py").ex
 from jaxkernels.explain import explain
 from jaxkernels.ops.attention import dot_product_attention
 from jaxkernels.ops.matmul import dot_general, matmul
+from jaxkernels.tuning.autotune import autotune, tuning
 
-__all__ = ["dot_general", "dot_product_attention", "explain", "matmul"]
+__all__ = ["autotune", "dot_general", "dot_product_attention", "explain", "matmul", "tuning"]

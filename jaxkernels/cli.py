@@ -1,4 +1,4 @@
-"""The command line: `jaxkernels train`, `sample` and `doctor`; also as `python -m jaxkernels`.
+"""The command line: `jaxkernels train`, `sample`, `tune`, `bench`, `report`, `doctor`; or `python -m jaxkernels`.
 
 What a command needs is imported when it runs, so that `--help` does not wait for it.
 """
@@ -13,7 +13,9 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from jaxkernels import dispatch
+from jaxkernels.bench.cli import bench, report
 from jaxkernels.models.config import PRESETS, InputError, TrainingConfig
+from jaxkernels.tuning.cli import tune
 
 __all__ = ["app", "main"]
 
@@ -51,6 +53,7 @@ def _jaxkernels() -> None:
     """Matmul and attention at the speed of the Hopper chip, and a transformer that is trained with them.
 
     `jaxkernels train` trains a small language model on this machine; `jaxkernels sample` lets it write;
+    `jaxkernels tune` finds the fastest kernels for your shapes, `jaxkernels bench` says how fast they are;
     `jaxkernels doctor` says what this machine can run.
     """
 
@@ -278,6 +281,11 @@ def doctor(
 
     report = doctor_lib.examine()
     print(doctor_lib.as_json(report) if json else doctor_lib.as_text(report))
+
+
+app.command()(tune)
+app.command()(bench)
+app.command()(report)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkernels import dispatch, hardware
+from jaxkernels.folders import cache_root
 from jaxkernels.specs import ArrayType, AttentionSpec, MatmulSpec
 
 __all__ = ["Availability", "Report", "as_json", "as_text", "examine"]
@@ -176,12 +177,12 @@ def _kernel_reasons(name: str, chip: hardware.Chip) -> list[str]:
 def _cuda(chip: hardware.Chip) -> Availability:
     """The CUDA engine: its launcher, NVRTC, a chip its kernels are written for, and what its kernels say."""
     try:
-        from jaxkernels import ffi
         from jaxkernels.ffi.compiler import nvrtc_version
+        from jaxkernels.ffi.launcher import status as launcher_status
     except ImportError as e:
         return Availability("cuda", (f"the engine cannot be imported: {e}",))
     reasons, notes = [], []
-    launcher = ffi.status()
+    launcher = launcher_status()
     (reasons if launcher.library is None else notes).append(f"launcher: {launcher}")
     try:
         notes.append("NVRTC {}.{}".format(*nvrtc_version()))
@@ -207,9 +208,7 @@ def _triton(chip: hardware.Chip) -> Availability:
 
 def _caches() -> dict[str, int]:
     """The folders below the package's cache folder, and JAX's compilation cache where one is set."""
-    from jaxkernels.models.data import cache_folder
-
-    root = cache_folder().parent
+    root = cache_root()
     folders = [path for path in sorted(root.iterdir()) if path.is_dir()] if root.is_dir() else []
     if jax.config.jax_compilation_cache_dir:
         folders.append(pathlib.Path(jax.config.jax_compilation_cache_dir))

@@ -18,13 +18,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 import numpy as np
-import platformdirs
 
+from jaxkernels.folders import cache_root
 from jaxkernels.models import tokenizer as tokenizer_lib
 from jaxkernels.models.config import InputError
 from jaxkernels.models.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer
 
-__all__ = ["Document", "TokenData", "batch_at", "cache_folder", "find_documents", "load", "validation_batches"]
+__all__ = ["Document", "TokenData", "batch_at", "find_documents", "load", "validation_batches"]
 
 #: Share of the text, in bytes, that is kept for validation.
 _VALIDATION_SHARE = 0.05
@@ -38,12 +38,6 @@ _PIECE_CHARS = 1 << 18
 
 #: Pieces handed to the tokenizer at a time.
 _PIECES_AT_ONCE = 64
-
-
-def cache_folder() -> pathlib.Path:
-    """Where token caches are kept: `JAXKERNELS_CACHE_DIR`, or the user's cache folder."""
-    root = os.environ.get("JAXKERNELS_CACHE_DIR") or platformdirs.user_cache_dir("jaxkernels", appauthor=False)
-    return pathlib.Path(root) / "tokens"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +179,7 @@ def load(
     settings = ["bytes"] if tokenizer == "bytes" else ["bpe", vocab_size, version]
     content = [_CACHE_FORMAT, _VALIDATION_SHARE, settings, [document.digest for document in documents]]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
-    folder = cache_folder() / key
+    folder = cache_root() / "tokens" / key
     if not folder.exists():
         try:
             _fill_cache(folder, documents, tokenizer, vocab_size, log)

@@ -25,7 +25,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -35,7 +37,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkernels.pallas.attention_blocks import (
+    BARRIER_BYTES,
     COLUMNS,
+    FLOPS_PER_SM,
+    LAUNCH_SECONDS,
     NUM_CONSUMERS,
     PRODUCER_REGISTERS,
     ROWS,
@@ -44,16 +49,28 @@ from jaxkernels.pallas.attention_blocks import (
     key_iters,
     mask,
     pad_heads,
+    padded_head_dims,
     query_offset,
     unsupported,
+    visible_pairs,
 )
 from jaxkernels.specs import AttentionSpec
 
-__all__ = ["Config", "default_config", "run", "unsupported"]
+__all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
+
+VERSION = 1
 
 _LOG2E = math.log2(math.e)
 #: Rows of a consumer's tile: queries in kernel 1, keys in kernel 2.
 _ROWS_PER_CONSUMER = 64
+
+# The search space: what is tried along each knob, the usual setting first.
+_BLOCKS = (64, 128)
+_STAGES = (2, 3, 1)
+#: Registers of a consumer thread for accumulators, logits and their gradients, of the 240 it has.
+_MAX_TILE_REGISTERS = 192
+#: What a step takes beside its products: the elementwise part, for which the tensor cores wait.
+_STEP_SECONDS = 0.5e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +98,92 @@ class Config:
             )
 
 
-def default_config(spec: AttentionSpec) -> Config:
+def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
     head_dim = max(spec.q.shape[3], spec.v.shape[3])
     if head_dim <= 64:
-        return Config(dq_block_kv=128, dkv_block_q=128)
+        return (Config(dq_block_kv=128, dkv_block_q=128),)
     if head_dim <= 128:
-        return Config()
+        return (Config(),)
     # 64 queries, output gradients, keys and values of 256 columns leave room for one slot each.
-    return Config(dq_num_stages=2 if head_dim <= 192 else 1, split_outputs=True)
+    return (Config(dq_num_stages=2 if head_dim <= 192 else 1, split_outputs=True),)
+
+
+def search_space(spec: AttentionSpec) -> Iterator[Config]:
+    """Yields, for the two kernels, blocks whose tiles fit the registers and whose rings fit shared memory.
+
+    The consumers share their keys only above head dimension 128. A single slot, which nothing can be loaded beside,
+    only where two do not fit.
+    """
+    head_dim, value_dim = padded_head_dims(spec)
+    widest = max(head_dim, value_dim)
+
+    def rings(smem_bytes: Callable[[int, int], int], accumulator_columns: int) -> list[tuple[int, int]]:
+        found = []
+        for block in _BLOCKS:
+            fits = [n for n in _STAGES if smem_bytes(block, n) <= spec.target.smem_bytes]
+            # float32 accumulators over the 128 threads of a consumer, and for each pair P and dS beside them.
+            if _ROWS_PER_CONSUMER * (accumulator_columns + 2 * block) // 128 <= _MAX_TILE_REGISTERS:
+                found += [(block, n) for n in fits if n > 1 or 2 not in fits]
+        return found
+
+    for split in (False, True) if widest > 128 else (False,):
+        dq = rings(functools.partial(_dq_smem_bytes, spec, split), widest if split else head_dim)
+        dkv = rings(functools.partial(_dkv_smem_bytes, spec, split), widest if split else head_dim + value_dim)
+        for (dq_block_kv, dq_stages), (dkv_block_q, dkv_stages) in itertools.product(dq, dkv):
+            yield Config(dq_block_kv, dq_stages, dkv_block_q, dkv_stages, split)
+
+
+def _columns(spec: AttentionSpec, split_outputs: bool) -> int:
+    """Columns of a row of queries and one of output gradients (or of keys and values); `run` widens the narrower."""
+    head_dim, value_dim = padded_head_dims(spec)
+    return 2 * max(head_dim, value_dim) if split_outputs else head_dim + value_dim
+
+
+def _dq_smem_bytes(spec: AttentionSpec, split_outputs: bool, block_kv: int, num_stages: int) -> int:
+    """Both consumers' queries and output gradients with lse and delta, and the rings of keys and values."""
+    columns = _columns(spec, split_outputs)
+    resident = NUM_CONSUMERS * _ROWS_PER_CONSUMER * (2 * columns + 8)
+    return resident + num_stages * 2 * block_kv * columns + BARRIER_BYTES
+
+
+def _dkv_smem_bytes(spec: AttentionSpec, split_outputs: bool, block_q: int, num_stages: int) -> int:
+    """The consumers' keys and values, and the rings of queries and output gradients with lse and delta."""
+    columns = _columns(spec, split_outputs)
+    resident = (1 if split_outputs else NUM_CONSUMERS) * _ROWS_PER_CONSUMER * 2 * columns
+    return resident + num_stages * block_q * (2 * columns + 8) + BARRIER_BYTES
+
+
+def estimate(spec: AttentionSpec, config: Config) -> float:
+    """The sum of both kernels: steps of all CTAs over the SMs, or the longest CTA's."""
+    batch, num_queries, num_heads, _ = spec.q.shape
+    num_keys, num_kv_heads = spec.k.shape[1:3]
+    columns = _columns(spec, config.split_outputs)
+    keys_per_cta = _ROWS_PER_CONSUMER * (1 if config.split_outputs else NUM_CONSUMERS)
+    head_dim = columns // 2
+
+    def kernel(ctas: int, longest: int, flops: float, num_stages: int) -> float:
+        step = flops / FLOPS_PER_SM + _STEP_SECONDS * (2 if num_stages == 1 else 1)
+        steps = longest * pl.cdiv(ctas, spec.target.num_sms)
+        if spec.causal:
+            average = min(longest, longest * visible_pairs(spec) + 0.5)
+            steps = max(longest, average * ctas / spec.target.num_sms)
+        return LAUNCH_SECONDS * max(1.0, ctas / spec.target.num_sms) + steps * step
+
+    # Three products of 128 queries in the one; in the other four, or S twice where the consumers share their keys.
+    rows = NUM_CONSUMERS * _ROWS_PER_CONSUMER
+    dq = kernel(
+        batch * num_heads * pl.cdiv(num_queries, rows),
+        pl.cdiv(num_keys, config.dq_block_kv),
+        2 * rows * config.dq_block_kv * (columns + head_dim),
+        config.dq_num_stages,
+    )
+    dkv = kernel(
+        batch * num_kv_heads * pl.cdiv(num_keys, keys_per_cta),
+        spec.group_size * pl.cdiv(num_queries, config.dkv_block_q),
+        2 * keys_per_cta * config.dkv_block_q * (2 * columns + (head_dim if config.split_outputs else 0)),
+        config.dkv_num_stages,
+    )
+    return dq + dkv
 
 
 def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array):

@@ -12,7 +12,10 @@ from jax import lax
 from jaxkernels.specs import AttentionSpec
 
 __all__ = [
+    "BARRIER_BYTES",
     "COLUMNS",
+    "FLOPS_PER_SM",
+    "LAUNCH_SECONDS",
     "NUM_CONSUMERS",
     "PRODUCER_REGISTERS",
     "ROWS",
@@ -21,8 +24,10 @@ __all__ = [
     "key_iters",
     "mask",
     "pad_heads",
+    "padded_head_dims",
     "query_offset",
     "unsupported",
+    "visible_pairs",
 ]
 
 _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -30,6 +35,12 @@ _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 NUM_CONSUMERS = 2
 #: Registers each producer thread keeps; the consumers share the rest.
 PRODUCER_REGISTERS = 24
+#: What barriers and the alignment of buffers to 1 KB add to the buffers' own bytes, at most.
+BARRIER_BYTES = 4096
+# Rough figures of an H200 for the cost models: bf16 FLOP/s that one SM can reach, and what it takes to begin and to
+# end one CTA's work.
+FLOPS_PER_SM = 6.2e12
+LAUNCH_SECONDS = 2.0e-6
 #: A (rows, columns) tile of 16-bit values in shared memory, as wgmma and TMA read it without bank conflicts.
 #: (JAX gives the two transforms an abstract method that it never implements.)
 TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
@@ -69,6 +80,23 @@ def pad_heads(x: jax.Array) -> jax.Array:
     """Pads (B, T, N, H) to what TMA tiles: T to a multiple of 8, H to one of 64."""
     add = (-x.shape[1] % 8, -x.shape[3] % 64)
     return jnp.pad(x, ((0, 0), (0, add[0]), (0, 0), (0, add[1]))) if any(add) else x
+
+
+def padded_head_dims(spec: AttentionSpec) -> tuple[int, int]:
+    """Head dimensions of queries and of values as the kernels see them."""
+    head_dim, value_dim = spec.q.shape[3], spec.v.shape[3]
+    return head_dim + -head_dim % 64, value_dim + -value_dim % 64
+
+
+def visible_pairs(spec: AttentionSpec) -> float:
+    """The share of (query, key) pairs that a kernel visits: with a causal mask about half of a square."""
+    num_queries, num_keys = spec.q.shape[1], spec.k.shape[1]
+    if not spec.causal:
+        return 1.0
+    seen = num_queries * (num_queries + 1) / 2
+    if num_queries > num_keys:
+        seen -= (num_queries - num_keys) * (num_queries - num_keys + 1) / 2
+    return seen / (num_queries * num_keys)
 
 
 def query_offset(offset_gmem: list[Any]) -> jax.Array:

@@ -24,7 +24,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -34,6 +36,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkernels.pallas.attention_blocks import (
+    BARRIER_BYTES,
+    FLOPS_PER_SM,
+    LAUNCH_SECONDS,
     NUM_CONSUMERS,
     PRODUCER_REGISTERS,
     ROWS,
@@ -42,12 +47,26 @@ from jaxkernels.pallas.attention_blocks import (
     key_iters,
     mask,
     pad_heads,
+    padded_head_dims,
     query_offset,
     unsupported,
+    visible_pairs,
 )
 from jaxkernels.specs import AttentionSpec
 
-__all__ = ["Config", "default_config", "run", "unsupported"]
+__all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
+
+VERSION = 1
+
+# The search space: what is tried along each knob, the usual setting first.
+_BLOCK_QS = (64, 128)
+_BLOCK_KVS = (128, 64, 192)
+_STAGES = (2, 3, 4, 1)
+#: Registers of a consumer thread for accumulators, logits and probabilities, of the 240 it has.
+_MAX_TILE_REGISTERS = 208
+#: One step's wait for the other consumer's turn: 128 keys at head dimension 128 take 1.7 us on an H200 (637 TFLOP/s),
+#: 1.35 us of which are the products.
+_TURN_SECONDS = 0.4e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +91,56 @@ class Config:
             )
 
 
-def default_config(spec: AttentionSpec) -> Config:
+def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
     # Two stages of 128 keys fill shared memory at head dimension 128; at 256 the blocks must halve.
-    return Config(block_kv=128 if max(spec.q.shape[3], spec.v.shape[3]) <= 128 else 64)
+    return (Config(block_kv=128 if max(spec.q.shape[3], spec.v.shape[3]) <= 128 else 64),)
+
+
+def search_space(spec: AttentionSpec) -> Iterator[Config]:
+    """Yields the blocks whose tiles fit the registers and whose rings fit shared memory.
+
+    A single slot, which nothing can be loaded beside, only where two do not fit; no more slots than blocks of keys.
+    Blocks of 128 queries only where there are more than 128, of 192 keys only where there are more than 128.
+    """
+    _, value_dim = padded_head_dims(spec)
+    num_queries, num_keys = spec.q.shape[1], spec.k.shape[1]
+    for block_q, block_kv in itertools.product(_BLOCK_QS, _BLOCK_KVS):
+        # The output and the logits in float32, the probabilities in 16 bits, over the 128 threads of a consumer.
+        registers = block_q * (value_dim + block_kv * 3 // 2) // 128
+        wasteful = (block_q > 64 and num_queries <= 128) or (block_kv > 128 and num_keys <= 128)
+        if registers > _MAX_TILE_REGISTERS or wasteful:
+            continue
+        rings = [Config(block_q, block_kv, n) for n in _STAGES if n <= max(2, pl.cdiv(num_keys, block_kv))]
+        fits = [config for config in rings if _smem_bytes(spec, config) <= spec.target.smem_bytes]
+        yield from [config for config in fits if config.num_stages > 1] or fits
+
+
+def _smem_bytes(spec: AttentionSpec, config: Config) -> int:
+    """Both consumers' queries (and output, where it cannot take their place), the rings, the logsumexps."""
+    head_dim, value_dim = padded_head_dims(spec)
+    columns = head_dim + (0 if head_dim == value_dim else value_dim)
+    per_consumer = config.block_q * (2 * columns + 4)
+    slot = 2 * config.block_kv * (head_dim + value_dim)
+    return NUM_CONSUMERS * per_consumer + config.num_stages * slot + BARRIER_BYTES
+
+
+def estimate(spec: AttentionSpec, config: Config) -> float:
+    """Steps of all CTAs over the SMs, or the longest CTA's; the products of a step, and waiting for the turn."""
+    batch, num_queries, num_heads, _ = spec.q.shape
+    rows = NUM_CONSUMERS * config.block_q
+    ctas = batch * num_heads * pl.cdiv(num_queries, rows)
+    longest = pl.cdiv(spec.k.shape[1], config.block_kv)
+    step = 2 * rows * config.block_kv * sum(padded_head_dims(spec)) / FLOPS_PER_SM + _TURN_SECONDS
+    if config.num_stages == 1:
+        step += _TURN_SECONDS  # Nor is anything loaded beside it.
+    # With a mask, half a step more than the visible share: blocks on the diagonal are visited whole.
+    average = min(longest, longest * visible_pairs(spec) + (0.5 if spec.causal else 0.0))
+    steps = (
+        max(longest, average * ctas / spec.target.num_sms)
+        if spec.causal
+        else (longest * pl.cdiv(ctas, spec.target.num_sms))
+    )
+    return LAUNCH_SECONDS * max(1.0, ctas / spec.target.num_sms) + steps * step
 
 
 def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.Array, *extras: jax.Array):

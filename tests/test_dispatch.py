@@ -41,7 +41,9 @@ def install(registry, monkeypatch) -> Callable[..., None]:
         module = types.ModuleType(f"backend_{name}")
         module.Config = Config
         module.unsupported = lambda spec: reason
-        module.default_config = lambda spec: Config()
+        module.VERSION = 1
+        module.search_space = lambda spec: (Config(), Config(block=128))
+        module.estimate = lambda spec, config: float(config.block)
         module.run = lambda spec, config, *xs: 10 * xla_matmul.run(spec, xla_matmul.Config(), *xs)
         monkeypatch.setitem(sys.modules, module.__name__, module)
         entries = {("matmul", name): Entry(module.__name__, platforms), **registry}

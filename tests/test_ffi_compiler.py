@@ -271,9 +271,3 @@ def test_a_cache_that_cannot_be_written_warns_and_compiles(tmp_path, monkeypatch
     with pytest.warns(UserWarning, match=r"set JAXKERNELS_CACHE_DIR to a folder that can be written\.$"):
         compiled = ffi.compile_kernel(TWO_KERNELS, "staged")
     assert compiled.name == "staged"
-
-
-def test_cache_dir_defaults_to_the_users(monkeypatch):
-    monkeypatch.delenv("JAXKERNELS_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere/else")
-    assert compiler.cache_dir() == pathlib.Path("/somewhere/else/jaxkernels")

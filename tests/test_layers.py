@@ -1,4 +1,4 @@
-"""Imports point down only: command line, models, public face, operations, dispatch, backends, specs and hardware."""
+"""Imports point down only: command line, models, public face, tuner, operations, dispatch, backends, specs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,22 @@ ROOT = pathlib.Path(jaxkernels.__file__).parent
 
 #: Layers from the top. A module imports from its own layer's package and from layers below, nothing else of ours.
 LAYERS: dict[str, tuple[str, ...]] = {
-    "command line": ("jaxkernels.__main__", "jaxkernels.bench", "jaxkernels.cli", "jaxkernels.doctor"),
+    "command line": (
+        "jaxkernels.__main__", "jaxkernels.bench", "jaxkernels.cli", "jaxkernels.doctor", "jaxkernels.tuning.cli",
+    ),
     "models": ("jaxkernels.models",),
-    "public face": ("jaxkernels", "jaxkernels.explain", "jaxkernels.tuning"),
+    "public face": ("jaxkernels", "jaxkernels.explain", "jaxkernels.tuning.autotune"),
     "operations": ("jaxkernels.ops",),
+    # Measures kernels as dispatch knows them, with the benchmarks' method; knows nothing of primitives.
+    "tuner": ("jaxkernels.tuning.tuner", "jaxkernels.tuning.operands"),
     "dispatch": ("jaxkernels.dispatch",),
     "backends": ("jaxkernels.xla", "jaxkernels.pallas", "jaxkernels.ffi", "jaxkernels.triton"),
-    "ground": ("jaxkernels.specs", "jaxkernels.hardware", "jaxkernels.activations", "jaxkernels._jax"),
-}
+    "winners on disk": ("jaxkernels.tuning.cache", "jaxkernels.tuning"),
+    "ground": (
+        "jaxkernels.specs", "jaxkernels.hardware", "jaxkernels.activations", "jaxkernels.folders", "jaxkernels._jax",
+        "jaxkernels.bench.measure",
+    ),
+}  # fmt: skip
 BACKENDS = LAYERS["backends"]
 
 #: What the layers would forbid. Derivatives of the derivatives, and the epilogue after a sum over shards, are those of
@@ -64,10 +72,11 @@ def imports_of(name: str) -> Iterator[str]:
 
 
 def layer_of(name: str) -> int:
-    for depth, members in enumerate(LAYERS.values()):
-        if name in members or any(name.startswith(f"{member}.") for member in members if member != "jaxkernels"):
-            return depth
-    raise AssertionError(f"{name} stands in no layer: add it to LAYERS")
+    """The layer of the longest member that the name is, or is inside of."""
+    places = {member: depth for depth, members in enumerate(LAYERS.values()) for member in members}
+    inside = [m for m in places if name == m or (name.startswith(f"{m}.") and m != "jaxkernels")]
+    assert inside, f"{name} stands in no layer: add it to LAYERS"
+    return places[max(inside, key=len)]
 
 
 def backend_of(name: str) -> str | None:
@@ -107,8 +116,8 @@ def test_operations_do_not_import_backends_otherwise():
 
 
 def test_models_use_the_public_face_only():
-    """And the table of chips, to report their share of the peak."""
-    public = "jaxkernels", "jaxkernels.hardware"
+    """And the table of chips, to report their share of the peak, and the rule for where caches are kept."""
+    public = "jaxkernels", "jaxkernels.hardware", "jaxkernels.folders"
     for name in MODULES:
         if name.startswith("jaxkernels.models"):
             ours = {imported for imported in imports_of(name) if imported.split(".")[0] == "jaxkernels"}

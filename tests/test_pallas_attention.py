@@ -15,7 +15,7 @@ from interpret import RaceError, interpret
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from numerics import assert_accurate
 
-from jaxkernels import hardware
+from jaxkernels import dispatch, hardware
 from jaxkernels.pallas import attention_backward, attention_forward
 from jaxkernels.specs import ArrayType, AttentionSpec
 from jaxkernels.xla import attention_backward as xla_backward
@@ -119,7 +119,7 @@ def test_head_dimensions(dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dims", [(192, 192), (192, 128), (256, 256)], ids=str)
 def test_wide_heads_split_the_outputs_between_the_consumers(dims: tuple[int, int]) -> None:
     spec = make_spec(136, 72, dims=dims, causal=True)
-    config = attention_backward.default_config(spec)
+    config = dispatch.default_config("attention_backward", "pallas", spec)
     assert config.split_outputs
     check(spec, backward=config)
 

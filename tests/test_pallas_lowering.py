@@ -99,7 +99,10 @@ def lower_matmul(config: matmul.Config, layouts: str = "mk.kn", *, epilogue: boo
     lower(functools.partial(matmul.run, spec, config), *operands)
 
 
-_CANDIDATES = [pytest.param(c, id=f"{c.block_m}x{c.block_n}") for c in matmul._CANDIDATES]
+_CANDIDATES = [
+    pytest.param(c, id=f"{c.block_m}x{c.block_n}x{c.block_k}-{c.delay_release}-{c.cluster}")
+    for c in (*matmul._CANDIDATES, matmul._SKINNY_CANDIDATE)
+]
 
 
 @pytest.mark.parametrize("config", _CANDIDATES)
@@ -139,7 +142,11 @@ def test_every_attention_default_lowers(head_dims: tuple[int, int], dtype: str) 
         rows = jax.ShapeDtypeStruct(spec.q.shape[:3], jnp.float32)
         (out,) = structs(array(*spec.q.shape[:3], value_dim))
         qkv = structs(spec.q, spec.k, spec.v)
-        forward = functools.partial(attention_forward.run, spec, attention_forward.default_config(spec))
+        forward = functools.partial(
+            attention_forward.run, spec, dispatch.default_config("attention_forward", "pallas", spec)
+        )
         lower(forward, *qkv, *extras)
-        backward = functools.partial(attention_backward.run, spec, attention_backward.default_config(spec))
+        backward = functools.partial(
+            attention_backward.run, spec, dispatch.default_config("attention_backward", "pallas", spec)
+        )
         lower(backward, *qkv, *extras, out, rows, out, rows)

@@ -15,7 +15,7 @@ from interpret import RaceError, interpret
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from numerics import assert_accurate
 
-from jaxkernels import hardware
+from jaxkernels import dispatch, hardware
 from jaxkernels.pallas import matmul
 from jaxkernels.specs import ArrayType, MatmulSpec
 from jaxkernels.xla import matmul as xla_matmul
@@ -232,7 +232,7 @@ def test_refusals(spec: MatmulSpec, reason: str) -> None:
 def test_the_model_prefers_tiles_that_fill_the_machine() -> None:
     h200 = hardware.lookup("NVIDIA H200")
     tile = lambda *sizes: dataclasses.astuple(
-        matmul.default_config(dataclasses.replace(make_spec(*sizes), target=h200))
+        dispatch.default_config("matmul", "pallas", dataclasses.replace(make_spec(*sizes), target=h200))
     )[:2]
     assert tile(8192, 8192, 8192) == (128, 256)
     assert tile(1024, 1024, 1024) == (64, 128)

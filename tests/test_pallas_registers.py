@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkernels import hardware
+from jaxkernels import dispatch, hardware
 from jaxkernels.pallas import attention_backward, attention_forward, matmul
 from jaxkernels.specs import ArrayType, AttentionSpec, MatmulSpec
 
@@ -79,7 +79,11 @@ def _matmul_spec(layouts: str, **epilogue: Any) -> MatmulSpec:
     )
 
 
-@pytest.mark.parametrize("config", matmul._CANDIDATES, ids=lambda c: f"{c.block_m}x{c.block_n}")
+@pytest.mark.parametrize(
+    "config",
+    [*matmul._CANDIDATES, matmul._SKINNY_CANDIDATE],
+    ids=lambda c: f"{c.block_m}x{c.block_n}x{c.block_k}-{c.delay_release}-{c.cluster}",
+)
 @pytest.mark.parametrize("layouts", ["mk.kn", "km.nk"])
 def test_matmul(config: matmul.Config, layouts: str, spills: Callable[..., list[int]]) -> None:
     spec = _matmul_spec(layouts)
@@ -99,7 +103,7 @@ def test_matmul_epilogue(activation: str, spills: Callable[..., list[int]]) -> N
     spec = _matmul_spec(
         "mk.kn", activation=activation, bias=array(4096), residual=array(4096, 4096), save_preactivation=True
     )
-    run = functools.partial(matmul.run, spec, matmul.default_config(spec))
+    run = functools.partial(matmul.run, spec, dispatch.default_config("matmul", "pallas", spec))
     assert spills(run, spec.lhs, spec.rhs, spec.bias, spec.residual) == [0]
 
 
@@ -115,7 +119,7 @@ def _attention_spec(head_dim: int, *, causal: bool, length: int = 4096) -> Atten
 @pytest.mark.parametrize("length", [4096, 4000])
 def test_attention_forward(head_dim: int, causal: bool, length: int, spills: Callable[..., list[int]]) -> None:
     spec = _attention_spec(head_dim, causal=causal, length=length)
-    run = functools.partial(attention_forward.run, spec, attention_forward.default_config(spec))
+    run = functools.partial(attention_forward.run, spec, dispatch.default_config("attention_forward", "pallas", spec))
     assert spills(run, spec.q, spec.k, spec.v) == [0]
 
 
@@ -125,5 +129,5 @@ def test_attention_backward(head_dim: int, allowed: int, causal: bool, spills: C
     """Where bytes are allowed, what spills are wgmma descriptors that do not change in the loop, not accumulators."""
     spec = _attention_spec(head_dim, causal=causal)
     rows = ArrayType(spec.q.shape[:3], jnp.dtype(jnp.float32))
-    run = functools.partial(attention_backward.run, spec, attention_backward.default_config(spec))
+    run = functools.partial(attention_backward.run, spec, dispatch.default_config("attention_backward", "pallas", spec))
     assert max(spills(run, spec.q, spec.k, spec.v, spec.q, rows, spec.q, rows)) <= allowed

@@ -92,7 +92,7 @@ class KernelOp:
         types = [ArrayType.of(x) for x in xs]
         if backend is not None:  # What the kernel cannot do on any chip is said here, at the call.
             ideal = self.spec(static, types, hardware.lookup(hardware.DEFAULT_CUDA_TARGET))
-            dispatch.choose(self.name, ideal, backend, config)
+            dispatch.check(self.name, ideal, backend, config)
         mesh, explicit = _jax.explicit_axes_of(*xs)
         if not explicit:
             return self.bind(*xs, static=static, backend=backend, config=config)
@@ -147,8 +147,11 @@ class KernelOp:
         types = tuple(ArrayType.of(aval) for aval in ctx.avals_in)
         devices = _jax.devices_during_lowering(ctx)
         target = hardware.cuda_target(devices) if platform == "cuda" else hardware.host(platform)
-        choice = dispatch.choose(self.name, self.spec(static, types, target), backend, config)
-        if choice.backend != "xla" and _jax.is_auto_partitioned(ctx):
+        partitioned = _jax.is_auto_partitioned(ctx)
+        spec = self.spec(static, types, target)
+        # The partitioner asks again with each shard's shapes: only these are worth measuring.
+        choice = dispatch.choose(self.name, spec, backend, config, may_tune=not partitioned)
+        if choice.backend != "xla" and partitioned:
             run = self._whole(static, types, backend, config)
         else:
             run = functools.partial(dispatch.load(self.name, choice.backend).run, choice.spec, choice.config)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from jaxkernels.specs import AttentionSpec
 
-__all__ = ["MASKED_LOGIT", "Config", "Extras", "attend", "backward", "tangent", "visibility"]
+__all__ = ["MASKED_LOGIT", "Config", "Extras", "attend", "backward", "search_space", "tangent", "visibility"]
 
 #: What a masked logit is set to: finite, so that no row of probabilities is NaN.
 MASKED_LOGIT = float(-0.7 * np.finfo(np.float32).max)
@@ -29,6 +29,11 @@ class Config:
     """Nothing to choose: XLA fuses as it sees fit."""
 
 
+def search_space(spec: AttentionSpec) -> tuple[Config, ...]:
+    return (Config(),)
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Extras:
     """The optional operands, by name.

@@ -6,17 +6,15 @@ import jax
 
 from jaxkernels.specs import AttentionSpec
 from jaxkernels.xla import attention as reference
-from jaxkernels.xla.attention import Config, Extras
+from jaxkernels.xla.attention import Config, Extras, search_space
 
-__all__ = ["Config", "default_config", "run", "unsupported"]
+__all__ = ["VERSION", "Config", "run", "search_space", "unsupported"]
+
+VERSION = 1
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
     return None
-
-
-def default_config(spec: AttentionSpec) -> Config:
-    return Config()
 
 
 def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array):

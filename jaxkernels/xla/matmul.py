@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jaxkernels.activations import ACTIVATIONS
 from jaxkernels.specs import MatmulSpec
 
+VERSION = 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -21,8 +23,8 @@ def unsupported(spec: MatmulSpec) -> str | None:
     return None
 
 
-def default_config(spec: MatmulSpec) -> Config:
-    return Config()
+def search_space(spec: MatmulSpec) -> tuple[Config, ...]:
+    return (Config(),)
 
 
 def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilogue: jax.Array):

@@ -1,0 +1,117 @@
+"""The command `jaxkernels tune`."""
+
+from __future__ import annotations
+
+import enum
+import json
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+
+from jaxkernels import dispatch, hardware
+from jaxkernels.bench import suites
+from jaxkernels.explain import explain
+from jaxkernels.models.config import InputError
+from jaxkernels.tuning import cache, tuner
+
+__all__ = ["tune"]
+
+
+class Operation(enum.StrEnum):
+    """What can be tuned."""
+
+    GEMM = "gemm"
+    ATTENTION = "attention"
+
+
+def tune(
+    op: Annotated[Operation, typer.Argument(help="Products, or attentions (forward and backward passes).")],
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="gemm: MxNxK, then any of :nt :tn :tt :DTYPE; attention: BxTxSxNxKxH, then any of :causal :DTYPE. "
+            "Several: separated by commas."
+        ),
+    ] = None,
+    suite: Annotated[list[str] | None, typer.Option(help="A suite of `jaxkernels bench`; may be repeated.")] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="Tune this backend alone.", show_default="all, and which of them is fastest")
+    ] = None,
+    top: Annotated[
+        int, typer.Option(min=1, help="Configurations of a backend measured first; half as many follow.")
+    ] = 8,
+    budget: Annotated[float, typer.Option(min=1.0, help="Seconds for one kernel.")] = 15.0,
+    force: Annotated[bool, typer.Option("--force", help="Measure again what has a winner.")] = False,
+    table: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="Write all winners of this device to a file, as jaxkernels/tuning/tables holds them."),
+    ] = None,
+) -> None:
+    """Measure which configurations are fastest on this GPU, and keep them for every program on this machine.
+
+    `jaxkernels tune gemm --shapes 4096x4096x4096,8192x8192x8192:nt`
+    """
+    if backend is not None and backend not in dispatch.backend_names():
+        raise InputError(
+            f"tune: unknown backend {backend!r}; use one of {', '.join(dispatch.backend_names())}, "
+            "or leave --backend out for all."
+        )
+    if not shapes and not suite:
+        raise InputError("tune: nothing to tune; name sizes with --shapes or a suite with --suite.")
+    problems = [suites.parse_shape(op.value, text) for item in shapes or [] for text in item.split(",")]
+    problems += [p for s in suites.select(op.value, suite, has_gpu=True)[0] for p in s.problems] if suite else []
+    chip = hardware.chip_of(jax.devices()[0])
+    if chip.platform != "cuda":
+        raise InputError(f"tune: needs a CUDA GPU to measure on; this machine has {chip}.")
+    failed = 0
+    for name, spec in dict.fromkeys(_kernels(problems, backend)):
+        if not force and dispatch.is_tuned(name, spec, backend):
+            print(f"{name}  {spec}\n  already tuned, or nothing to choose")
+            continue
+        try:
+            result = tuner.tune(name, spec, backend, top=top, budget_s=budget)
+        except tuner.TuningError as e:
+            failed += 1
+            print(f"{name}  {spec}\n  not tuned: {e}")
+            continue
+        failed += result.winner is None and bool(result.candidates)
+        print(result, flush=True)
+    if table is not None:
+        _write_table(table, cache.entries(chip))
+    if failed:
+        raise InputError(f"tune: {failed} kernels could not be tuned; their reasons stand above.")
+
+
+def _kernels(problems: Iterable[suites.Problem], backend: str | None) -> Iterator[tuple[str, Any]]:
+    """The (operation, spec) of every kernel that the problems call: of an attention those of its gradient too."""
+    for problem in problems:
+        case, is_attention = problem.case, problem.op == "attention"
+        operands: dict[str, Any] = {
+            name: jax.ShapeDtypeStruct(draw.shape, jnp.dtype(draw.dtype)) for name, draw in case.draws.items()
+        }
+        moving = ("query", "key", "value") if is_attention else tuple(operands)
+        if isinstance(case, suites.AttentionCase):
+            operands |= case.masks(np.random.default_rng(0))
+
+        def program(operands: dict[str, Any], problem: suites.Problem = problem, moving: Any = moving) -> Any:
+            run = lambda moved: problem.case.run(operands | moved, backend=backend)
+            if problem.op == "gemm" and problem.direction == "forward":
+                return run({})
+            out, pull = jax.vjp(run, {name: operands[name] for name in moving})
+            return out, pull(out)
+
+        yield from ((choice.op, choice.spec) for choice in explain(program, operands).choices)
+
+
+def _write_table(path: pathlib.Path, entries: list[dict[str, Any]]) -> None:
+    lines = ",\n".join(json.dumps(entry) for entry in entries)
+    try:
+        path.write_text(f"[\n{lines}\n]\n" if entries else "[]\n")
+    except OSError as e:
+        raise InputError(f"tune: cannot write {path}: {e.strerror}.") from e
+    print(f"{len(entries)} winners in {path}")

@@ -1,0 +1,323 @@
+"""Measures the configurations of one kernel call, and keeps the fastest.
+
+Two rounds: first the configurations that the cost model ranks best (of those it cannot tell apart the first, and
+always the default); then the winner's neighbours, which differ from it in one knob. Each is compiled (on a pool of
+threads, before anything is timed), its results are compared with those of the reference, and what is left is timed in
+turns by the bench's own method.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxkernels import dispatch, hardware
+from jaxkernels.bench.measure import Call, MeasureError, num_rotations
+from jaxkernels.bench.measure import measure as bench_measure
+from jaxkernels.specs import ArrayType
+from jaxkernels.tuning import operands as operands_lib
+
+__all__ = ["Candidate", "Measure", "Result", "TuningError", "device_for", "tune"]
+
+# A wrong kernel is wrong by the size of the results themselves; rounding differs by less than a hundredth of them.
+_MAX_RMS_ERROR = 0.03
+_MAX_ERROR = 0.1
+#: The share of the budget after which no further candidate is compiled, so that there is time to measure the others.
+_COMPILE_SHARE = 0.5
+
+#: One measurement at a time: two would slow each other down.
+_measuring = threading.Lock()
+
+
+class TuningError(RuntimeError):
+    """There is nothing to compare candidates with on this device."""
+
+
+class Samples(Protocol):
+    """What a measurement gives for each call."""
+
+    @property
+    def median(self) -> float: ...
+
+
+#: As `jaxkernels.bench.measure.measure`.
+Measure = Callable[..., Mapping[str, Samples]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A configuration that was tried.
+
+    Attributes:
+      backend, config: what.
+      estimate: the cost model's time in seconds, None where the backend needs none.
+      seconds: the measured time, or None.
+      reason: why it was not measured, or None.
+    """
+
+    backend: str
+    config: Any
+    estimate: float | None
+    seconds: float | None = None
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        if self.seconds is None:
+            return f"{self.backend}  {self.config}  {self.reason}"
+        estimate = "" if self.estimate is None else f", estimated {self.estimate * 1e6:.1f}"
+        return f"{self.backend}  {self.config}  {self.seconds * 1e6:.1f} us{estimate}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What `tune` found.
+
+    Attributes:
+      op, spec, backend: as they were asked for.
+      candidates: everything that was tried: the measured ones, fastest first, then those that were dropped.
+      seconds: what tuning took.
+    """
+
+    op: str
+    spec: Any
+    backend: str | None
+    candidates: tuple[Candidate, ...]
+    seconds: float
+
+    @property
+    def winner(self) -> Candidate | None:
+        """The fastest, or None where none could be measured, or there was nothing to choose."""
+        first = next(iter(self.candidates), None)
+        return None if first is None or first.seconds is None else first
+
+    def __str__(self) -> str:
+        if not self.candidates:
+            return f"{self.op}  {self.spec}\n  nothing to choose: one configuration of one backend"
+        marks = ["->" if candidate is self.winner else "  " for candidate in self.candidates]
+        lines = [f"  {mark} {candidate}" for mark, candidate in zip(marks, self.candidates)]
+        head = f"{self.op}  {self.spec}  (tuned in {self.seconds:.1f} s)"
+        return "\n".join([head, *lines, *(["     none is right: the default stays"] if self.winner is None else [])])
+
+
+def device_for(chip: hardware.Chip) -> Any | None:
+    """A device of this process that is such a chip, or None."""
+    try:
+        devices = jax.local_devices(backend=chip.platform)
+    except RuntimeError:  # JAX knows no such platform here.
+        return None
+    return next((device for device in devices if hardware.chip_of(device) == chip), None)
+
+
+def tune(
+    op: str,
+    spec: Any,
+    backend: str | None = None,
+    *,
+    top: int = 8,
+    budget_s: float = 15.0,
+    measure: Measure = bench_measure,
+) -> Result:
+    """Measures the best few configurations for a spec, and stores the fastest of each backend and the fastest backend.
+
+    Args:
+      op: the operation's name in `dispatch.REGISTRY`.
+      spec: what is computed; its target must be a device of this process.
+      backend: the backend to tune, or None for all that can run the spec.
+      top: configurations of one backend in the first round; half as many follow in the second.
+      budget_s: seconds after which nothing new is begun. The defaults are measured in any case.
+      measure: times calls as `jaxkernels.bench.measure.measure` does.
+
+    Returns:
+      Everything tried. A candidate that does not compile, or whose results are wrong, has its reason.
+
+    Raises:
+      NotImplementedError: no such device is here, or the named backend cannot run the spec.
+      TuningError: operands and reference cannot be made, for want of memory.
+      ValueError: an argument is out of range, or no backend has this name.
+    """
+    if top < 1 or budget_s <= 0:
+        raise ValueError(f"tune: top and budget_s must be positive; got top={top}, budget_s={budget_s}.")
+    dispatch.check(op, spec, backend)
+    device = device_for(spec.target)
+    if device is None:
+        raise NotImplementedError(f"tune: needs a device to measure on, and {spec.target} is not one of this process.")
+    backends = dispatch.usable_backends(op, spec, backend)
+    begin = time.monotonic()
+    if sum(len(dispatch.search_space(op, name, spec)) for name in backends) <= 1:
+        return Result(op, spec, backend, (), 0.0)
+    # The caller's policy is about the program being lowered, not about what is measured for it.
+    with _measuring, dispatch.policy(dispatch.Policy(use_winners=False)):
+        try:
+            trial = _Trial(op, spec, device, begin, budget_s, measure)
+        except jax.errors.JaxRuntimeError as e:
+            raise TuningError(f"tune: cannot make operands and reference for {op}  {spec}: {_first_line(e)}") from e
+        for name in backends:
+            trial.add(name, _ranked(op, name, spec, top))
+        trial.run()
+        best = trial.best()
+        if best is not None:
+            neighbours = _neighbours(best.config, dispatch.search_space(op, best.backend, spec))
+            trial.add(best.backend, _by_estimate(op, best.backend, spec, neighbours), limit=-(-top // 2))
+            trial.run()
+        result = Result(op, spec, backend, trial.candidates(), time.monotonic() - begin)
+    for name in backends:
+        winner = next((c for c in result.candidates if c.backend == name and c.seconds is not None), None)
+        if winner is not None and winner.seconds is not None and len(dispatch.search_space(op, name, spec)) > 1:
+            dispatch.store_winner(op, name, spec, winner.config, winner.seconds)
+    if backend is None and len(backends) > 1 and result.winner is not None and result.winner.seconds is not None:
+        dispatch.store_fastest(op, result.winner.backend, spec, result.winner.seconds)
+    return result
+
+
+def _estimate(op: str, backend: str, spec: Any, config: Any) -> float | None:
+    module = dispatch.load(op, backend)
+    return module.estimate(spec, config) if hasattr(module, "estimate") else None
+
+
+def _by_estimate(op: str, backend: str, spec: Any, configs: Iterable[Any]) -> list[Any]:
+    return sorted(configs, key=lambda config: _estimate(op, backend, spec, config) or 0.0)
+
+
+def _ranked(op: str, backend: str, spec: Any, top: int) -> list[Any]:
+    """The default, then the best by the cost model; of those within half a percent the first stands for all."""
+    configs = [dispatch.default_config(op, backend, spec)]
+    ordered = _by_estimate(op, backend, spec, dispatch.search_space(op, backend, spec))
+    kinds = {f"{_estimate(op, backend, spec, config) or 0.0:.2e}": config for config in reversed(ordered)}
+    representatives = [config for config in ordered if config in kinds.values()]
+    rest = [config for config in ordered if config not in kinds.values()]
+    configs += [config for config in [*representatives, *rest] if config not in configs]
+    return configs[:top]
+
+
+def _neighbours(config: Any, space: Iterable[Any]) -> list[Any]:
+    """Members of the space that differ from `config` in one field."""
+    values = dataclasses.astuple(config)
+    distance = lambda other: sum(a != b for a, b in zip(values, dataclasses.astuple(other)))
+    return [other for other in space if distance(other) == 1]
+
+
+class _Trial:
+    """The candidates of one spec: compiled, checked and timed in batches."""
+
+    def __init__(self, op: str, spec: Any, device: Any, begin: float, budget_s: float, measure: Measure):
+        self._op, self._spec, self._measure = op, spec, measure
+        self._end, self._end_of_compiling = begin + budget_s, begin + budget_s * _COMPILE_SHARE
+        self._device = device
+        self._tried: dict[tuple[str, Any], Candidate] = {}
+        self._new: list[Candidate] = []
+        self._calls: dict[str, Call] = {}
+        with jax.default_device(device):
+            self._operands = operands_lib.make(op, spec, device)
+            run, config = dispatch.load(op, "xla").run, dispatch.default_config(op, "xla", spec)
+            self._types = jax.eval_shape(lambda *xs: jax.tree.leaves(run(spec, config, *xs)), *self._operands)
+            small, cut_operands, cut_results = operands_lib.first_heads(op, spec)
+            reference = jax.jit(lambda *xs: jax.tree.leaves(run(small, config, *cut_operands(xs))))
+            self._expected = jax.block_until_ready(reference(*self._operands))
+            self._errors = jax.jit(lambda xs, ys: [_errors(x, y) for x, y in zip(cut_results(xs), ys, strict=True)])
+            num_bytes = sum(x.nbytes for x in self._operands)
+            copy = lambda: tuple(jnp.copy(x) for x in self._operands)
+            self._rotated = [self._operands, *(copy() for _ in range(num_rotations(num_bytes)[0] - 1))]
+
+    def add(self, backend: str, configs: Sequence[Any], limit: int | None = None) -> None:
+        """Lines up configurations that have not been tried."""
+        new = [config for config in configs if (backend, config) not in self._tried][:limit]
+        for config in new:
+            candidate = Candidate(backend, config, _estimate(self._op, backend, self._spec, config))
+            self._tried[backend, config] = candidate
+            self._new.append(candidate)
+
+    def run(self) -> None:
+        """Compiles, checks and times what was lined up."""
+        new, self._new = self._new, []
+        fits = self._compile(new)
+        calls = {f"{c.backend} {c.config}": Call(compiled, self._rotated) for c, compiled in fits.items()}
+        if not calls:
+            return
+        left = max(self._end - time.monotonic(), 0.0)
+        try:
+            samples = self._measure(calls, regime="burst", budget_s=left)
+        except MeasureError as e:
+            for candidate in fits:
+                self._settle(candidate, reason=f"not measured: {e}")
+            return
+        for candidate in fits:
+            self._settle(candidate, seconds=samples[f"{candidate.backend} {candidate.config}"].median)
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """All, the fastest first, those without a time last."""
+        return tuple(sorted(self._tried.values(), key=lambda c: float("inf") if c.seconds is None else c.seconds))
+
+    def best(self) -> Candidate | None:
+        first = next(iter(self.candidates()), None)
+        return None if first is None or first.seconds is None else first
+
+    def _settle(self, candidate: Candidate, **found: Any) -> None:
+        self._tried[candidate.backend, candidate.config] = dataclasses.replace(candidate, **found)
+
+    def _compile(self, candidates: list[Candidate]) -> dict[Candidate, Callable[..., Any]]:
+        """Those that compile and are right, compiled. XLA's own tuning may use the device: timing waits for all."""
+        sharding = jax.sharding.SingleDeviceSharding(self._device)
+        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in self._operands]
+        tried_before = len(self._tried) > len(candidates)
+        defaults = {dispatch.default_config(self._op, c.backend, self._spec) for c in candidates}
+
+        def compile_one(candidate: Candidate) -> Callable[..., Any]:
+            is_default = not tried_before and candidate.config in defaults
+            if not is_default and time.monotonic() > (self._end if tried_before else self._end_of_compiling):
+                raise TimeoutError("out of time")
+            run = dispatch.load(self._op, candidate.backend).run
+            return jax.jit(functools.partial(run, self._spec, candidate.config)).lower(*structs).compile()
+
+        fits = {}
+        with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, len(candidates) or 1)) as pool:
+            futures = [(candidate, pool.submit(compile_one, candidate)) for candidate in candidates]
+        for candidate, future in futures:
+            try:
+                compiled = future.result()
+                wrong = self._compare(jax.tree.leaves(compiled(*self._operands)))
+            except Exception as e:  # Whatever is wrong with it, the others are not to suffer.
+                self._settle(candidate, reason=f"dropped: {_first_line(e)}")
+                continue
+            if wrong is None:
+                fits[candidate] = compiled
+            else:
+                self._settle(candidate, reason=f"dropped: {wrong}")
+        return fits
+
+    def _compare(self, results: list[jax.Array]) -> str | None:
+        """What is wrong with the results, or None."""
+        types = [ArrayType.of(x) for x in results]
+        expected = [ArrayType.of(x) for x in self._types]
+        if types != expected:
+            return f"returns {', '.join(map(str, types))}, not {', '.join(map(str, expected))}"
+        for i, errors in enumerate(self._errors(results, self._expected)):
+            rms, largest = map(float, errors)
+            if not (rms <= _MAX_RMS_ERROR and largest <= _MAX_ERROR):
+                return f"result {i} is wrong: off by {rms:.2g} of its size on average, {largest:.2g} of its maximum"
+        return None
+
+
+def _errors(result: jax.Array, expected: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Errors relative to the expected values: root mean square, and maximum; infinite where NaNs differ."""
+    x, y = result.astype(jnp.float32), expected.astype(jnp.float32)
+    same = (x == y) | (jnp.isnan(x) & jnp.isnan(y))
+    error = jnp.where(same, 0.0, jnp.abs(x - y))
+    error = jnp.where(jnp.isnan(error), jnp.inf, error)
+    size = jnp.where(jnp.isfinite(y), jnp.abs(y), 0.0)
+    tiny = jnp.finfo(jnp.float32).tiny
+    rms = lambda z: jnp.sqrt(jnp.mean(z * z))
+    return rms(error) / (rms(size) + tiny), jnp.max(error) / (jnp.max(size) + tiny)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]

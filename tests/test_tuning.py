@@ -1,0 +1,615 @@
+"""The tuner, `autotune` and `with tuning()`: on fake backends whose times are known."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import re
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises_exactly
+from typer.testing import CliRunner, Result
+
+import jaxkernels as jk
+from jaxkernels import cli, dispatch, hardware
+from jaxkernels.bench.measure import Call, MeasureError
+from jaxkernels.dispatch import Entry
+from jaxkernels.specs import ArrayType, AttentionSpec, MatmulSpec
+from jaxkernels.tuning import autotune as autotune_lib
+from jaxkernels.tuning import cache, operands, tuner
+from jaxkernels.tuning import cli as tune_cli
+
+CPU = hardware.host()
+A = np.ones((5, 7), np.float32)
+B = np.ones((7, 3), np.float32)
+Q = np.ones((2, 5, 4, 8), np.float32)
+BLOCKS = (64, 128, 192, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    block: int = 64
+    depth: int = 1
+
+
+@dataclasses.dataclass
+class Lab:
+    """Fake backends for products and attentions, and a stopwatch that knows how long their configurations take.
+
+    Attributes:
+      microseconds: of a backend's configuration.
+      broken, wrong: configurations that do not compile, or compute something else.
+      measured: the names of the calls of each measurement.
+      runs: (operation, configuration) of every kernel traced.
+    """
+
+    microseconds: Callable[[str, Any], float] = lambda backend, config: 1.0
+    broken: set[Any] = dataclasses.field(default_factory=set)
+    wrong: set[Any] = dataclasses.field(default_factory=set)
+    measured: list[list[str]] = dataclasses.field(default_factory=list)
+    runs: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    estimate: Callable[[Any], float] = lambda config: config.block * 1e-6
+
+    def measure(self, calls: Mapping[str, Call], *, regime: str, budget_s: float) -> dict[str, Any]:
+        assert regime == "burst"
+        assert budget_s >= 0
+        self.measured.append(list(calls))
+        for call in calls.values():
+            call.function(*call.operands[0])  # They run: what cannot be called cannot be timed.
+        times = {}
+        for name in calls:
+            backend, text = name.split(" ", 1)
+            config = next((c for c in SPACE if str(c) == text), None)
+            times[name] = types.SimpleNamespace(median=self.microseconds(backend, config) * 1e-6)
+        return times
+
+
+SPACE = tuple(Config(block, depth) for block in BLOCKS for depth in (1, 2, 3))
+
+
+@pytest.fixture
+def lab(registry, monkeypatch, tmp_path) -> Lab:
+    """Backend "fake" stands before the others, for products and for both passes of attention."""
+    monkeypatch.setenv("JAXKERNELS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cache, "_memo", {})
+    lab = Lab()
+    others = dict(registry)
+    registry.clear()
+    for op in ("matmul", "attention_forward", "attention_backward"):
+        reference = importlib.import_module(others[op, "xla"].module)
+
+        def run(spec: Any, config: Config, *xs: jax.Array, op: str = op, reference: Any = reference) -> Any:
+            lab.runs.append((op, config))
+            if config in lab.broken:
+                raise ValueError(f"{op}[fake]: {config} does not compile\nand more")
+            outs = reference.run(spec, reference.Config(), *xs)
+            return jax.tree.map(lambda x: 1.5 * x, outs) if config in lab.wrong else outs
+
+        module = types.ModuleType(f"backend_fake_{op}")
+        module.Config = Config
+        module.VERSION = 1
+        module.unsupported = lambda spec: None
+        module.search_space = lambda spec: SPACE
+        module.estimate = lambda spec, config: lab.estimate(config)
+        module.run = run
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        registry[op, "fake"] = Entry(module.__name__)
+    registry.update(others)
+    tune = tuner.tune
+
+    def stopwatch(*args: Any, **options: Any) -> tuner.Result:
+        # A busy machine compiles for longer than the usual budget.
+        options["budget_s"] = 1000.0 if options.get("budget_s", 15.0) == 15.0 else options["budget_s"]
+        return tune(*args, **{"measure": lab.measure} | options)
+
+    monkeypatch.setattr(autotune_lib, "tune", stopwatch)
+    monkeypatch.setattr(tuner, "tune", stopwatch)
+    return lab
+
+
+def make_spec(m: int = 5, target: hardware.Chip = CPU) -> MatmulSpec:
+    numbers = (((1,), (0,)), ((), ()))
+    return MatmulSpec(ArrayType.of(A[:m]), ArrayType.of(B), numbers, A.dtype, target)
+
+
+def attention_spec(**options: Any) -> AttentionSpec:
+    array = lambda length, heads, dim: ArrayType((2, length, heads, dim), jnp.dtype(jnp.float32))
+    return AttentionSpec(array(6, 4, 8), array(9, 2, 8), array(9, 2, 16), scale=0.3, target=CPU, **options)
+
+
+# The tuner.
+
+
+def test_fastest_configuration_wins_and_is_kept(lab):
+    """It lies where the model does not look first: in the second round, beside the best of the first."""
+    lab.microseconds = lambda backend, config: 10 + abs(config.block - 192) + config.depth * -1.0
+    assert dispatch.default_config("matmul", "fake", make_spec()) == Config(64, 1)
+    result = tuner.tune("matmul", make_spec(), "fake", top=4)
+    assert result.winner is not None
+    assert (result.winner.backend, result.winner.config) == ("fake", Config(192, 3))
+    assert result.winner.seconds == pytest.approx(7e-6)
+    first, second = lab.measured
+    # One of each kind that the model tells apart; then neighbours of the best, half as many.
+    assert first == [f"fake {Config(block, 1)}" for block in BLOCKS]
+    assert second == [f"fake {Config(192, depth)}" for depth in (2, 3)]
+    choice = dispatch.choose("matmul", make_spec(), "fake")
+    assert (choice.config, choice.source) == (Config(192, 3), "tuned")
+
+
+def test_default_is_measured_whatever_the_model_says(lab):
+    dispatch.load("matmul", "fake").shortlist = lambda spec: (Config(256, 3),)
+    tuner.tune("matmul", make_spec(), "fake", top=2)
+    assert lab.measured[0] == [f"fake {Config(256, 3)}", f"fake {Config(64, 1)}"]
+
+
+def test_backends_compete_where_none_is_named(lab):
+    spec = make_spec()
+    lab.microseconds = lambda backend, config: 5.0 if backend == "xla" else 9.0 - config.depth
+    result = tuner.tune("matmul", spec)
+    assert result.winner is not None
+    assert result.winner.backend == "xla"
+    choice = dispatch.choose("matmul", spec, None)
+    assert (choice.backend, choice.source) == ("xla", "tuned")
+    assert choice.passed_over[0] == ("fake", "measured slower than xla")
+    # And the backend's own best is known, for those who name it.
+    assert dispatch.choose("matmul", spec, "fake").source == "tuned"
+
+
+def test_candidates_that_fail_are_dropped_with_their_reason(lab):
+    lab.microseconds = lambda backend, config: config.block  # The smaller the faster.
+    lab.broken, lab.wrong = {Config(64, 1)}, {Config(128, 1)}
+    result = tuner.tune("matmul", make_spec(), "fake", top=4)
+    assert result.winner is not None
+    assert result.winner.config == Config(192, 1)
+    reasons = {c.config: c.reason for c in result.candidates if c.seconds is None}
+    assert reasons[Config(64, 1)] == f"dropped: matmul[fake]: {Config(64, 1)} does not compile"
+    assert (
+        reasons[Config(128, 1)] == "dropped: result 0 is wrong: off by 0.5 of its size on average, 0.5 of its maximum"
+    )
+    assert all(str(Config(128, 1)) not in name for names in lab.measured for name in names)
+
+
+@pytest.mark.parametrize("where", ["one element", "NaN"])
+def test_error_in_one_place_is_seen(where, lab, monkeypatch):
+    """Of 90,000 results: the average hardly moves."""
+    module = dispatch.load("matmul", "fake")
+    right = module.run
+
+    def run(spec: Any, config: Any, *xs: jax.Array) -> jax.Array:
+        out = right(spec, config, *xs)
+        return out if config == Config(64, 1) else out.at[17, 23].set(jnp.nan if where == "NaN" else 100.0)
+
+    module.run = run
+    square = ArrayType((300, 300), jnp.dtype(jnp.float32))
+    spec = dataclasses.replace(make_spec(), lhs=square, rhs=square)
+    result = tuner.tune("matmul", spec, "fake", top=3)
+    assert [c.config for c in result.candidates if c.seconds is not None] == [Config(64, 1)]
+    assert all("is wrong" in (c.reason or "") for c in result.candidates[1:])
+
+
+def test_nothing_is_kept_where_nothing_is_right(lab, tmp_path):
+    lab.wrong = set(SPACE)
+    result = tuner.tune("matmul", make_spec(), "fake", top=2)
+    assert result.winner is None
+    assert "none is right: the default stays" in str(result)
+    assert list(tmp_path.iterdir()) == []
+    assert dispatch.choose("matmul", make_spec(), "fake").source == "default"
+
+
+def test_measurement_that_fails_is_a_reason(lab):
+    def measure(calls: Any, **options: Any) -> Any:
+        raise MeasureError("measure: 3 kernels were recorded for 2 launches, not a multiple.")
+
+    result = tuner.tune("matmul", make_spec(), "fake", top=1, measure=measure)
+    assert result.winner is None
+    assert result.candidates[0].reason == (
+        "not measured: measure: 3 kernels were recorded for 2 launches, not a multiple."
+    )
+
+
+def test_budget_ends_compiling_but_for_the_default(lab, monkeypatch):
+    """A clock that jumps: the time is over as soon as the first candidate has begun."""
+    now = iter([0.0, *[100.0] * 1000])
+    monkeypatch.setattr(tuner.time, "monotonic", lambda: next(now))
+    result = tuner.tune("matmul", make_spec(), "fake", top=3, budget_s=20)
+    assert result.winner is not None
+    assert result.winner.config == Config(64, 1)
+    assert {c.reason for c in result.candidates[1:]} == {"dropped: out of time"}
+
+
+def test_same_cache_same_choice(lab, monkeypatch):
+    """Whatever is measured later: the winner stays until it is measured again by name."""
+    lab.microseconds = lambda backend, config: -config.block + 1000.0
+    tuner.tune("matmul", make_spec(), "fake")
+    first = dispatch.choose("matmul", make_spec(), "fake").config
+    monkeypatch.setattr(cache, "_memo", {})
+    lab.microseconds = lambda backend, config: float(config.block)
+    assert dispatch.choose("matmul", make_spec(), "fake").config == first
+    assert jk.autotune(lambda a, b: jk.matmul(a, b, backend="fake"), A, B).num_kept == 1
+
+
+def test_real_stopwatch_measures_on_this_machine(lab):
+    """End to end with the bench's own method, and operations that really take longer."""
+    module = dispatch.load("matmul", "fake")
+    right = module.run
+
+    def run(spec: Any, config: Config, *xs: jax.Array) -> jax.Array:
+        out = right(spec, config, *xs)
+        # The larger the block, the more work.
+        work = jax.lax.fori_loop(0, config.block * 20, lambda i, x: jnp.sin(x + 1), jnp.ones((1000,)))
+        return out + 0 * jnp.sum(work)
+
+    module.run = run
+    module.search_space = lambda spec: (Config(64), Config(256))
+    module.estimate = lambda spec, config: 1.0 / config.block
+    assert dispatch.default_config("matmul", "fake", make_spec()) == Config(256)
+    result = tuner.tune("matmul", make_spec(), "fake", measure=tuner.bench_measure)
+    assert result.winner is not None
+    assert result.winner.config == Config(64)
+
+
+def test_refusals_of_the_tuner(lab):
+    h200 = hardware.lookup("NVIDIA H200")
+    message = "tune: needs a device to measure on, and NVIDIA H200 (compute capability 9.0) is not one of this process."
+    with raises_exactly(NotImplementedError, message):
+        tuner.tune("matmul", make_spec(target=h200))
+    with raises_exactly(ValueError, "tune: top and budget_s must be positive; got top=0, budget_s=20.0."):
+        tuner.tune("matmul", make_spec(), top=0, budget_s=20.0)
+    message = (
+        "attention_tangent[fake]: no such kernel in this backend. "
+        'Use backend=None (chooses by itself) or backend="xla".'
+    )
+    with raises_exactly(NotImplementedError, message):
+        tuner.tune("attention_tangent", attention_spec(), "fake")
+
+
+def test_result_is_a_table(lab):
+    lab.microseconds = lambda backend, config: {64: 3.0, 128: 1.0}[config.block]
+    lab.broken = {Config(192, 1)}
+    result = tuner.tune("matmul", make_spec(), "fake", top=3)
+    lines = str(result).splitlines()
+    assert re.fullmatch(
+        r"matmul  f32\[5,7\] \. f32\[7,3\] -> f32 \(m=5 n=3 k=7 mk,kn\)  \(tuned in \d+\.\d s\)", lines[0]
+    )
+    assert lines[1] == f"  -> fake  {Config(128, 1)}  1.0 us, estimated 128.0"
+    assert lines[-1] == f"     fake  {Config(192, 1)}  dropped: matmul[fake]: {Config(192, 1)} does not compile"
+
+
+# Operands made from the spec.
+
+
+BIAS, MASK = (ArrayType((1, 4, 6, 9), jnp.dtype(dtype)) for dtype in (jnp.float32, jnp.bool_))
+ALL = dict(causal=True, bias=BIAS, mask=MASK, query_lengths=True, key_lengths=True, segments=True, query_offset=True)
+
+
+def reference(op: str, spec: AttentionSpec, made: Any) -> list[np.ndarray]:
+    module = dispatch.load(op, "xla")
+    return list(map(np.asarray, jax.jit(lambda *xs: module.run(spec, module.Config(), *xs))(*made)))
+
+
+def test_lengths_and_segments_are_sensible():
+    spec = attention_spec(query_lengths=True, key_lengths=True, segments=True)
+    *_, query_lengths, key_lengths, query_segments, key_segments = operands.make(
+        "attention_forward", spec, jax.devices("cpu")[0]
+    )
+    assert all(3 <= length <= 6 for length in query_lengths.tolist())
+    assert all(4 <= length <= 9 for length in key_lengths.tolist())
+    assert query_segments.shape == (2, 6)
+    assert key_segments[1].tolist() == [0, 0, 1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("op", ["attention_forward", "attention_backward"])
+def test_attention_operands_and_their_first_heads(op):
+    """With every optional operand. The first heads give the same numbers as that part of the whole."""
+    spec = attention_spec(**ALL)
+    made = operands.make(op, spec, jax.devices("cpu")[0])
+    whole = reference(op, spec, made)
+    assert all(np.isfinite(out).all() for out in whole)
+    small, cut_operands, cut_results = operands.first_heads(op, spec)
+    assert (small.q.shape, small.k.shape, small.group_size) == ((1, 6, 2, 8), (1, 9, 1, 8), 2)
+    part = cut_operands([np.asarray(x) for x in made])
+    for x, y in zip(reference(op, small, part), cut_results(whole), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_operands_are_the_same_every_time_and_need_a_rule():
+    cpu = jax.devices("cpu")[0]
+    for x, y in zip(*(operands.make("matmul", make_spec(), cpu) for _ in range(2)), strict=True):
+        np.testing.assert_array_equal(x, y)
+    message = "tuning: there is no rule for the operands of 'conv'. Add one to jaxkernels.tuning.operands."
+    with raises_exactly(NotImplementedError, message):
+        operands.make("conv", make_spec(), cpu)
+
+
+def test_attention_is_checked_and_tuned(lab):
+    lab.microseconds = lambda backend, config: 500.0 - config.block
+    lab.wrong = {Config(128, 1)}
+    result = tuner.tune("attention_backward", attention_spec(causal=True), "fake", top=2)
+    assert [c.config for c in result.candidates if c.reason is not None] == [Config(128, 1)]
+    assert result.winner is not None
+    assert dispatch.choose("attention_backward", attention_spec(causal=True), "fake").config == result.winner.config
+
+
+# autotune.
+
+
+def test_autotune_tunes_every_operation_of_a_program(lab):
+    """Under jit, with gradients; each different kernel once, and nothing the second time."""
+
+    @jax.jit
+    def step(a: jax.Array, b: jax.Array, q: jax.Array) -> Any:
+        loss = lambda a, b, q: jnp.sum(jk.matmul(a, b) + jk.matmul(a, b)) + jnp.sum(jk.dot_product_attention(q, q, q))
+        return jax.value_and_grad(loss, (0, 2))(a, b, q)
+
+    lab.microseconds = lambda backend, config: 100.0 if backend == "xla" else 50.0 - config.depth
+    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (A, B, Q)]
+    report = jk.autotune(step, *abstract, top=2, budget_s=100)
+    ops = [result.op for result in report.results]
+    assert sorted(set(ops)) == ["attention_backward", "attention_forward", "matmul"]
+    assert len({(result.op, result.spec) for result in report.results}) == len(ops) == 4
+    choices = jk.explain(step, *abstract).choices
+    assert {(c.backend, c.source) for c in choices} == {("fake", "tuned")}
+    for result in report.results:
+        assert f"  -> {result.winner}" in str(report)
+        assert result.winner.config.depth == 2
+    again = jk.autotune(step, *abstract)
+    assert (again.results, again.num_kept) == ((), len(ops))
+    assert str(again) == f"{len(ops)} already tuned, or with nothing to choose"
+
+
+def test_autotune_keeps_to_the_backend_that_is_named(lab):
+    lab.microseconds = lambda backend, config: 1.0 if backend == "xla" else 2.0
+    report = jk.autotune(lambda a, b: jk.matmul(a, b, backend="fake"), A, B)
+    assert {c.backend for c in report.results[0].candidates} == {"fake"}
+    assert dispatch.choose("matmul", make_spec(), None).backend == "fake"
+
+
+def test_autotune_has_nothing_to_do(lab):
+    assert str(jk.autotune(jnp.sin, A)) == "no jaxkernels operation in this program"
+    f = lambda a, b: jk.matmul(a, b, backend="xla")
+    assert str(jk.autotune(f, A, B)) == "1 already tuned, or with nothing to choose"
+    assert lab.measured == []
+    with raises_exactly(ValueError, "autotune: top and budget_s must be positive; got top=8, budget_s=0."):
+        jk.autotune(f, A, B, budget_s=0)
+
+
+def test_autotune_goes_on_where_one_operation_cannot_be_tuned(lab, monkeypatch):
+    def fail(*args: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\ndetails")
+
+    make = operands.make
+    monkeypatch.setattr(operands, "make", lambda op, *xs: fail() if op.startswith("att") else make(op, *xs))
+    f = lambda a, b, q: (jk.dot_product_attention(q, q, q), jk.matmul(a, b))
+    report = jk.autotune(f, A, B, Q, top=1)
+    assert [result.op for result in report.results] == ["matmul"]
+    ((what, reason),) = report.failures
+    assert what == "attention_forward  q f32[2,5,4,8] k f32[2,5,4,8] v f32[2,5,4,8] scale=0.3536"
+    assert reason == f"tune: cannot make operands and reference for {what}: RESOURCE_EXHAUSTED: out of memory"
+    assert f"{what}\n  not tuned: {reason}" in str(report)
+
+
+# The context manager.
+
+
+def used(lab: Lab, f: Callable[[], Any]) -> list[Any]:
+    """Configurations of the kernels that are lowered while f runs, the last one for each measurement aside."""
+    with dispatch.recording() as choices:
+        f()
+    return [(choice.config, choice.source) for choice in choices]
+
+
+def test_tuning_measures_what_is_lowered_inside(lab):
+    lab.microseconds = lambda backend, config: 100.0 if backend == "xla" else 10.0 - config.depth
+    f = jax.jit(jk.matmul)
+    assert used(lab, lambda: f(A, B)) == [(Config(64, 1), "default")]
+    assert lab.measured == []
+    with jk.tuning():
+        assert used(lab, lambda: f(A, B)) == [(Config(64, 3), "tuned")]
+        assert len(lab.measured) == 2
+        assert used(lab, lambda: f(A, B)) == []
+    # Equal settings, the same program; and outside it is the one it was, until JAX forgets it.
+    with jk.tuning():
+        assert used(lab, lambda: f(A, B)) == []
+    assert used(lab, lambda: f(A, B)) == []
+    jax.clear_caches()
+    assert used(lab, lambda: f(A, B)) == [(Config(64, 3), "tuned")]
+    assert len(lab.measured) == 2
+
+
+def test_tuning_off_ignores_the_winners(lab):
+    dispatch.store_winner("matmul", "fake", make_spec(), Config(256, 2), 1e-6)
+    f = jax.jit(lambda a, b: jk.matmul(a, b, backend="fake"))
+    assert used(lab, lambda: f(A, B)) == [(Config(256, 2), "tuned")]
+    with jk.tuning(False):
+        assert used(lab, lambda: f(A, B)) == [(Config(64, 1), "default")]
+        with jk.tuning():
+            assert used(lab, lambda: f(A, B)) == [(Config(256, 2), "tuned")]
+    assert lab.measured == []
+
+
+def test_tuning_reaches_eager_calls_and_lowering_ahead_of_time(lab):
+    lab.microseconds = lambda backend, config: 10.0 - config.depth
+    with jk.tuning():
+        np.testing.assert_array_equal(jk.matmul(A, B, backend="fake"), np.full((5, 3), 7))
+        eager = len(lab.measured)
+        assert eager == 2
+        jax.jit(jax.grad(lambda a: jk.matmul(a, B, backend="fake").sum())).lower(A).compile()
+        assert len(lab.measured) > eager
+
+
+def test_tuning_leaves_alone_what_is_lowered_for_another_machine(lab):
+    with jk.tuning():
+        (choice,) = jk.explain(jk.matmul, A, B, platform="cuda").choices
+    assert (choice.backend, choice.source) == ("fake", "default")
+    assert lab.measured == []
+
+
+def test_tuning_takes_the_default_where_it_cannot_measure(lab, monkeypatch):
+    def fail(*args: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(operands, "make", fail)
+    with jk.tuning(), pytest.warns(UserWarning, match=r"out of memory\. The default configuration stays\."):
+        assert jk.matmul(A, B)[0, 0] == 7
+
+
+def test_threads_that_lower_at_once_measure_once(lab):
+    lab.microseconds = lambda backend, config: 10.0 - config.depth
+    barrier = threading.Barrier(3)
+    results: list[Any] = []
+
+    def work() -> None:
+        with jk.tuning():
+            barrier.wait()
+            results.append(used(lab, lambda: jax.jit(lambda a, b: jk.matmul(a, b, backend="fake"))(A, B)))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [[(Config(64, 3), "tuned")]] * 3
+    assert len(lab.measured) == 2
+
+
+def test_tuning_measures_the_shards_of_an_auto_mesh(lab, meshes):
+    """XLA's partitioner asks for the kernel of one shard while it compiles."""
+    lab.microseconds = lambda backend, config: 10.0 - config.depth
+    shard = jax.NamedSharding(meshes.auto, jax.P("x", None))
+    whole = jax.device_put(np.ones((16, 7), np.float32), shard)
+    with jk.tuning():
+        out = jax.jit(lambda a, b: jk.matmul(a, b, backend="fake"))(whole, B)
+    np.testing.assert_array_equal(out, np.full((16, 3), 7))
+    entries = cache.entries(CPU)
+    assert [entry["key"]["spec"]["lhs"] for entry in entries] == ["f32[4,7]"]
+
+
+def test_tuning_under_shard_map_and_vmap(lab, meshes):
+    lab.microseconds = lambda backend, config: 10.0 - config.depth
+    f = jax.shard_map(
+        jax.vmap(lambda a: jk.matmul(a, B, backend="fake")),
+        mesh=meshes.auto,
+        in_specs=jax.P("x"),
+        out_specs=jax.P("x"),
+    )
+    with jk.tuning():
+        np.testing.assert_array_equal(jax.jit(f)(np.ones((4, 5, 7), np.float32)), np.full((4, 5, 3), 7))
+    assert len(cache.entries(CPU)) == 1
+
+
+def test_refusals_of_the_context_manager(monkeypatch):
+    with (
+        raises_exactly(ValueError, "tuning: top and budget_s must be positive; got top=8, budget_s=-1."),
+        jk.tuning(budget_s=-1),
+    ):
+        pass
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    message = (
+        "tuning: 4 processes run this program, and each would choose for itself. Tune in one process first, with a "
+        "JAXKERNELS_CACHE_DIR that all share, and run them without."
+    )
+    with raises_exactly(NotImplementedError, message), jk.tuning():
+        pass
+    with jk.tuning(False):
+        pass
+
+
+def test_results_are_the_same_bits_with_and_without(lab):
+    """Same configuration, same bits, wherever the configuration comes from."""
+    x = np.random.default_rng(0).standard_normal((5, 7), np.float32)
+    with jk.tuning(False):
+        default = jk.matmul(x, B)
+    tuned = [jax.jit(lambda a: jk.matmul(a, B))(x) for _ in range(2)]
+    np.testing.assert_array_equal(default, tuned[0])
+    np.testing.assert_array_equal(tuned[0], tuned[1])
+
+
+# The command.
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(cli.app, ["tune", *args])
+
+
+def refusal(*args: str) -> str:
+    result = invoke(*args)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    return result.stderr
+
+
+def test_command_refuses_in_one_line():
+    known = ", ".join(dispatch.backend_names())
+    assert (
+        refusal("gemm", "--shapes=64x64x64") == "error: tune: needs a CUDA GPU to measure on; this machine has cpu.\n"
+    )
+    assert refusal("gemm") == "error: tune: nothing to tune; name sizes with --shapes or a suite with --suite.\n"
+    assert refusal("gemm", "--shapes=64x64x64", "--backend=cublas") == (
+        f"error: tune: unknown backend 'cublas'; use one of {known}, or leave --backend out for all.\n"
+    )
+    assert "64x64" in refusal("gemm", "--shapes=64x64")
+    assert "no-such-suite" in refusal("attention", "--suite=no-such-suite")
+    assert invoke("conv", "--shapes=64x64x64").exit_code == 2
+
+
+@contextlib.contextmanager
+def measurable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The command finds a chip it takes, which this process has."""
+    gpu = dataclasses.replace(CPU, platform="cuda")
+    monkeypatch.setattr(tune_cli.hardware, "chip_of", lambda device: gpu)
+    monkeypatch.setattr(tuner, "device_for", lambda chip: jax.devices("cpu")[0])
+    monkeypatch.setattr(hardware, "host", lambda platform="cpu": gpu)
+    yield
+
+
+def test_command_tunes_shapes_and_writes_a_table(lab, monkeypatch, tmp_path):
+    lab.microseconds = lambda backend, config: 100.0 if backend == "xla" else 10.0 - config.depth
+    table = tmp_path / "table.json"
+    with measurable(monkeypatch):
+        result = invoke(
+            "gemm", "--shapes=64x32x48:nt:float32,64x64x32", f"--table={table}", "--backend=fake", "--top=2"
+        )
+        assert result.exit_code == 0, result.output
+        assert result.stdout.count("-> fake  Config(block=64, depth=2)") == 2
+        assert "m=64 n=32 k=48 mk,nk" in result.stdout
+        again = invoke("gemm", "--shapes=64x64x32", "--backend=fake")
+        assert again.stdout.endswith("already tuned, or nothing to choose\n")
+        lab.measured.clear()
+        assert invoke("gemm", "--shapes=64x64x32", "--backend=fake", "--force").exit_code == 0
+        assert lab.measured
+    monkeypatch.setattr(cache, "_TABLES", tmp_path)
+    cache._from_table.cache_clear()
+    assert len(cache._from_table(table)) == 2
+
+
+def test_command_tunes_both_passes_of_attention(lab, monkeypatch):
+    found = []
+
+    def tune(op: str, spec: Any, backend: str | None, **options: Any) -> tuner.Result:
+        found.append((op, spec.causal, options))
+        return tuner.Result(op, spec, backend, (), 0.0)
+
+    monkeypatch.setattr(tuner, "tune", tune)
+    with measurable(monkeypatch):
+        result = invoke("attention", "--shapes=2x8x16x4x2x16:causal:float32", "--top=3", "--budget=7")
+    assert result.exit_code == 0, result.output
+    options = dict(top=3, budget_s=7.0)
+    assert found == [("attention_forward", True, options), ("attention_backward", True, options)]
+
+
+def test_command_fails_where_a_kernel_cannot_be_tuned(lab, monkeypatch):
+    lab.wrong = set(SPACE)
+    with measurable(monkeypatch):
+        result = invoke("gemm", "--shapes=8x8x8", "--backend=fake", "--top=1")
+    assert result.exit_code == 1
+    assert result.stderr == "error: tune: 1 kernels could not be tuned; their reasons stand above.\n"
+    assert "none is right: the default stays" in result.stdout

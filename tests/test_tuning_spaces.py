@@ -1,0 +1,118 @@
+"""Search spaces of the kernels: every member is legal, the defaults are among them, and ranking them costs nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import random
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxkernels import dispatch, hardware
+from jaxkernels.pallas import attention_backward, attention_forward, matmul
+from jaxkernels.specs import ArrayType, AttentionSpec, MatmulSpec
+
+H200 = hardware.lookup("NVIDIA H200")
+KERNELS = [(op, backend) for (op, backend), entry in dispatch.REGISTRY.items() if entry.platforms is not None]
+HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (160, 256))
+
+
+def array(*shape: int, dtype: Any = jnp.bfloat16) -> ArrayType:
+    return ArrayType(shape, jnp.dtype(dtype))
+
+
+def matmul_spec(m: int, n: int, k: int, batch: int | None = None, layouts: str = "mk.kn", **options: Any) -> MatmulSpec:
+    lead = () if batch is None else (batch,)
+    sizes, (lhs, rhs) = dict(m=m, n=n, k=k), layouts.split(".")
+    contracting = ((len(lead) + lhs.index("k"),), (len(lead) + rhs.index("k"),))
+    numbers = (contracting, (tuple(range(len(lead))),) * 2)
+    operands = (array(*lead, *(sizes[axis] for axis in layout)) for layout in (lhs, rhs))
+    return MatmulSpec(*operands, numbers, jnp.dtype(options.pop("out", jnp.bfloat16)), H200, **options)
+
+
+def attention_spec(head_dim: int, value_dim: int, *, length: int = 2040, causal: bool = True) -> AttentionSpec:
+    q, k, v = array(2, length, 8, head_dim), array(2, length - 1, 4, head_dim), array(2, length - 1, 4, value_dim)
+    return AttentionSpec(q, k, v, scale=0.1, target=H200, causal=causal)
+
+
+def random_specs(op: str, count: int) -> list[Any]:
+    draw = random.Random(0)
+    size = lambda largest: max(1, int(2 ** draw.uniform(0, largest)))
+    if op == "matmul":
+        return [matmul_spec(size(15), size(15), size(14), draw.choice([None, 3, 12])) for _ in range(count)]
+    return [attention_spec(size(8), size(8), length=1 + size(14), causal=draw.random() < 0.5) for _ in range(count)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids="-".join)
+def test_default_is_in_the_space_of_every_spec(kernel):
+    op, backend = kernel
+    for spec in random_specs(op, 150):
+        assert dispatch.load(op, backend).unsupported(spec) is None
+        space = dispatch.search_space(op, backend, spec)
+        assert len(set(space)) == len(space) <= 400
+        default = dispatch.default_config(op, backend, spec)
+        assert default in space, spec
+        estimates = [dispatch.load(op, backend).estimate(spec, config) for config in space]
+        assert all(1e-7 < estimate < 1e4 for estimate in estimates)
+
+
+def test_choosing_costs_no_time_when_a_program_is_lowered():
+    spec = matmul_spec(8192, 28672, 4096)
+    begin = time.thread_time()
+    ranked = sorted(matmul.search_space(spec), key=functools.partial(matmul.estimate, spec))
+    assert time.thread_time() - begin < 0.1  # 2 ms on an idle core.
+    assert len(ranked) > 50
+
+
+def test_model_of_attention_follows_the_work():
+    """Halving the visible pairs halves the time, nearly; so does a larger chip."""
+    spec = attention_spec(128, 128, length=16384, causal=False)
+    for module, op in ((attention_forward, "attention_forward"), (attention_backward, "attention_backward")):
+        config = dispatch.default_config(op, "pallas", spec)
+        full = module.estimate(spec, config)
+        causal = module.estimate(dataclasses.replace(spec, causal=True), config)
+        assert 0.4 < causal / full < 0.6
+        larger = dataclasses.replace(spec, target=dataclasses.replace(H200, num_sms=2 * H200.num_sms))
+        assert 0.4 < module.estimate(larger, config) / full < 0.6
+
+
+def lower(run: Any, *types: ArrayType) -> None:
+    operands = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
+    jax.jit(run).trace(*operands).lower(lowering_platforms=("cuda",))
+
+
+def largest_rings(spec: MatmulSpec) -> list[matmul.Config]:
+    """Of every tile and cluster the member that takes most shared memory and barriers."""
+    key = lambda c: (c.block_m, c.block_n, c.block_k, c.split)
+    space = sorted(matmul.search_space(spec), key=key)
+    groups = [list(group) for _, group in itertools.groupby(space, key)]
+    return [max(group, key=lambda c: (c.num_stages, c.delay_release, c.cluster or "")) for group in groups]
+
+
+@pytest.mark.parametrize("sizes", [(4096, 4096, 4096), (512, 768, 1024), (4096, 64, 512)], ids=str)
+def test_matmul_space_lowers(sizes):
+    """Lowering fails where shared memory does not suffice; the epilogue takes the most."""
+    m, n, k = sizes
+    epilogue = dict(bias=array(n), activation="gelu", residual=array(m, n), save_preactivation=True)
+    spec = matmul_spec(m, n, k, layouts="km.nk", **epilogue)
+    types = [t for t in (spec.lhs, spec.rhs, spec.bias, spec.residual) if t is not None]
+    for config in largest_rings(spec)[::3]:
+        lower(functools.partial(matmul.run, spec, config), *types)
+
+
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+def test_attention_spaces_lower(head_dims):
+    """The members with the largest blocks and the deepest rings; at 192 and 256 the usual two slots do not fit."""
+    spec = attention_spec(*head_dims)
+    out, rows = array(2, 2040, 8, head_dims[1]), array(2, 2040, 8, dtype=jnp.float32)
+    forward = max(attention_forward.search_space(spec), key=functools.partial(attention_forward._smem_bytes, spec))
+    lower(functools.partial(attention_forward.run, spec, forward), spec.q, spec.k, spec.v)
+    space = attention_backward.search_space(spec)
+    backward = max(space, key=lambda c: (c.dq_block_kv * c.dq_num_stages, c.dkv_block_q * c.dkv_num_stages))
+    operands = (spec.q, spec.k, spec.v, out, rows, out, rows)
+    lower(functools.partial(attention_backward.run, spec, backward), *operands)
