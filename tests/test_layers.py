@@ -43,12 +43,13 @@ ALLOWED = {
 
 def modules() -> dict[str, pathlib.Path]:
     """Every module of the package by its name, wherever its folder stands."""
-    folders = {"jaxkernels": ROOT}
+    folders = [("jaxkernels", ROOT)]
     for name in ("models", "pallas", "ffi"):
         spec = importlib.util.find_spec(f"jaxkernels.{name}")
-        folders[f"jaxkernels.{name}"] = pathlib.Path(spec.submodule_search_locations[0])
+        # Of an editable install the compiled part lies in a folder of its own.
+        folders += [(f"jaxkernels.{name}", pathlib.Path(folder)) for folder in spec.submodule_search_locations]
     found = {}
-    for package, folder in folders.items():
+    for package, folder in folders:
         for path in folder.rglob("*.py"):
             parts = [part for part in path.relative_to(folder).with_suffix("").parts if part != "__init__"]
             found[".".join([package, *parts])] = path

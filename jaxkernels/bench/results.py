@@ -187,7 +187,7 @@ def environment(device: Any, telemetry: Telemetry, command: list[str]) -> dict[s
         limits=telemetry.limits(),
         telemetry=telemetry.reason or "sampled",
         clock="CUPTI kernel durations" if device.platform in ("gpu", "cuda") else "wall clock",
-        host=f"{platform.machine()}, {platform.system()} {platform.release()}",
+        host=f"{platform.machine()}, {platform.system()}",
         python=sys.version.split()[0],
         versions={name: version for name in _PACKAGES if (version := _version(name)) is not None},
         commit=_commit(),
