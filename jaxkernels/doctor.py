@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import importlib
-import importlib.metadata
 import json
 import pathlib
 import platform
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from jaxkernels import dispatch, hardware
 from jaxkernels.folders import cache_root
 from jaxkernels.specs import ArrayType, AttentionSpec, MatmulSpec
+from jaxkernels.versions import installed_version
 
 __all__ = ["Availability", "Report", "as_json", "as_text", "examine"]
 
@@ -73,7 +73,7 @@ def examine() -> Report:
     backends = [backend for backend in backends if backend.name != "cuda"]
     return Report(
         system=f"Python {platform.python_version()} on {platform.platform()}",
-        versions={package: _version(package) for package in _PACKAGES},
+        versions={package: installed_version(package) for package in _PACKAGES},
         devices=devices,
         driver=_driver(),
         backends=(*backends, _cuda(chip), _triton(chip)),
@@ -106,13 +106,6 @@ def as_text(report: Report) -> str:
         "caches": [f"{size / 1e6:8.1f} MB  {folder}" for folder, size in report.caches.items()] or ["empty"],
     }
     return "\n".join(f"{title}\n" + "".join(f"  {line}\n" for line in lines) for title, lines in sections.items())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _devices() -> tuple[tuple[str, ...], hardware.Chip]:

@@ -12,6 +12,20 @@ class InputError(ValueError):
     """What the user gave cannot be used: the command line prints the message alone, without a traceback."""
 
 
+def _require_positive_ints(config: object, *fields: str) -> None:
+    for field in fields:
+        value = getattr(config, field)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InputError(f"{type(config).__name__}: {field} must be a positive int; got {value!r}.")
+
+
+def _require_positive(config: object, *fields: str) -> None:
+    for field in fields:
+        value = getattr(config, field)
+        if not value > 0:
+            raise InputError(f"{type(config).__name__}: {field} must be positive; got {value!r}.")
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder transformer: pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU.
@@ -51,10 +65,9 @@ class ModelConfig:
     backend: str | None = None
 
     def __post_init__(self) -> None:
-        for field in ("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"ModelConfig: {field} must be a positive int; got {value!r}.")
+        _require_positive_ints(
+            self, "vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"
+        )
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 "ModelConfig: num_heads must be a multiple of num_kv_heads; "
@@ -62,9 +75,7 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise InputError(f"ModelConfig: head_dim must be even (rotary embeddings turn pairs); got {self.head_dim}.")
-        for field in ("rope_theta", "norm_epsilon"):
-            if not getattr(self, field) > 0:
-                raise InputError(f"ModelConfig: {field} must be positive; got {getattr(self, field)!r}.")
+        _require_positive(self, "rope_theta", "norm_epsilon")
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise InputError(f'ModelConfig: dtype must be "bfloat16", "float16" or "float32"; got {self.dtype!r}.')
 
@@ -248,17 +259,19 @@ class TrainingConfig:
     deterministic: bool = True
 
     def __post_init__(self) -> None:
-        for field in (
-            "steps", "batch_size", "sequence_length", "log_every", "eval_every", "eval_batches", "checkpoint_every"
-        ):  # fmt: skip
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"TrainingConfig: {field} must be a positive int; got {value!r}.")
+        _require_positive_ints(
+            self,
+            "steps",
+            "batch_size",
+            "sequence_length",
+            "log_every",
+            "eval_every",
+            "eval_batches",
+            "checkpoint_every",
+        )
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
             raise InputError(f"TrainingConfig: seed must be an int from 0 to 2**32 - 1; got {self.seed!r}.")
-        for field in ("learning_rate", "clip_norm"):
-            if not getattr(self, field) > 0:
-                raise InputError(f"TrainingConfig: {field} must be positive; got {getattr(self, field)!r}.")
+        _require_positive(self, "learning_rate", "clip_norm")
         if not self.weight_decay >= 0:
             raise InputError(f"TrainingConfig: weight_decay must not be negative; got {self.weight_decay!r}.")
         if self.tokenizer not in ("bytes", "bpe"):

@@ -16,6 +16,7 @@ import pytest
 from cases import ATTENTION_CASES, MATMUL_CASES
 
 from jaxkernels import dispatch, hardware
+from jaxkernels.tuning import cache
 
 OPS = tuple(dict.fromkeys(op for op, _ in dispatch.REGISTRY))
 GPU_BACKENDS = tuple(name for name in dispatch.backend_names() if name != "xla")
@@ -58,6 +59,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for backend, marks in ([("xla", ()), *on_gpu] if case.size == "small" else on_gpu)
     ]
     metafunc.parametrize(f"backend,{name}", params, indirect=["backend"])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _untuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Which configuration a kernel gets depends neither on this machine's tuning nor on the table that is shipped."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXKERNELS_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(cache, "_TABLES", tmp_path_factory.mktemp("tables"))
+        yield
 
 
 @pytest.fixture(autouse=True)

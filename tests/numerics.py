@@ -6,12 +6,15 @@ The references in plain JAX and the rule by which a result is accepted are the b
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxkernels as jk
 from jaxkernels import dispatch
@@ -21,12 +24,12 @@ __all__ = [
     "Operands",
     "assert_accurate",
     "assert_close",
+    "assert_error_rule",
     "assert_same_bits",
     "compile_quickly",
     "in_float64",
     "plain_attention",
     "plain_matmul",
-    "refusal",
     "with_gradients",
 ]
 
@@ -56,7 +59,7 @@ def with_gradients(f: Callable[[Operands], Any], operands: Operands, cotangents:
     return {name: np.asarray(x) for name, x in results.items()}
 
 
-def refusal(backend: str, f: Callable[[Operands], Any], operands: Operands, cotangents: Any) -> str | None:
+def _refusal(backend: str, f: Callable[[Operands], Any], operands: Operands, cotangents: Any) -> str | None:
     """Why `backend` cannot compute `f` and its gradients, by its own statement; None if it can."""
 
     def program(operands: Operands, cotangents: Any) -> Any:
@@ -76,6 +79,28 @@ def in_float64(f: Callable[[Operands], Any], operands: Operands, cotangents: Any
     """`with_gradients` on widened operands."""
     with jax.enable_x64(True):
         return with_gradients(f, widen(operands), widen(cotangents))
+
+
+@functools.cache
+def _expected(case: Any, plain: Callable[..., Any]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Results and gradients of a case in plain JAX: in its own dtype, and in float64."""
+    f = functools.partial(plain, case)
+    operands, cotangents = case.operands(), case.cotangents()
+    return with_gradients(f, operands, cotangents), in_float64(f, operands, cotangents)
+
+
+def assert_error_rule(case: Any, plain: Callable[..., Any], backend: str) -> None:
+    """A backend computes a case and its gradients within the error rule, or refuses it with the reason it states.
+
+    `plain(case, operands)` is the case in plain JAX.
+    """
+    run = functools.partial(case.run, backend=backend)
+    operands, cotangents = case.operands(), case.cotangents()
+    if reason := _refusal(backend, case.run, operands, cotangents):
+        with pytest.raises(NotImplementedError, match=re.escape(reason)):
+            with_gradients(run, operands, cotangents)
+    else:
+        assert_accurate(with_gradients(run, operands, cotangents), *_expected(case, plain))
 
 
 def assert_accurate(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +13,10 @@ import numpy as np
 import pytest
 from cases import ATTENTION_CASES, AttentionCase, random_array
 from numerics import (
-    assert_accurate,
     assert_close,
+    assert_error_rule,
     compile_quickly,
-    in_float64,
     plain_attention,
-    refusal,
     with_gradients,
 )
 
@@ -28,21 +25,8 @@ import jaxkernels as jk
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
 
 
-@functools.cache
-def expected(case: AttentionCase) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    plain = functools.partial(plain_attention, case)
-    operands, cotangents = case.operands(), case.cotangents()
-    return with_gradients(plain, operands, cotangents), in_float64(plain, operands, cotangents)
-
-
 def test_error_rule(backend, attention_case):
-    run = functools.partial(attention_case.run, backend=backend)
-    operands, cotangents = attention_case.operands(), attention_case.cotangents()
-    if reason := refusal(backend, attention_case.run, operands, cotangents):
-        with pytest.raises(NotImplementedError, match=re.escape(reason)):
-            with_gradients(run, operands, cotangents)
-    else:
-        assert_accurate(with_gradients(run, operands, cotangents), *expected(attention_case))
+    assert_error_rule(attention_case, plain_attention, backend)
 
 
 def is_known_to_jax(case: AttentionCase) -> bool:

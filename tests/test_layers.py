@@ -28,7 +28,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "winners on disk": ("jaxkernels.tuning.cache", "jaxkernels.tuning"),
     "ground": (
         "jaxkernels.specs", "jaxkernels.hardware", "jaxkernels.activations", "jaxkernels.folders", "jaxkernels._jax",
-        "jaxkernels.bench.measure",
+        "jaxkernels.versions", "jaxkernels.bench.measure",
     ),
 }  # fmt: skip
 BACKENDS = LAYERS["backends"]

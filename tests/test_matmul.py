@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import MatmulCase, random_array
+from cases import random_array
 from numerics import (
-    assert_accurate,
     assert_close,
+    assert_error_rule,
     assert_same_bits,
-    in_float64,
     plain_matmul,
-    refusal,
-    with_gradients,
 )
 
 import jaxkernels as jk
 
 
-@functools.cache
-def expected(case: MatmulCase) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    plain = functools.partial(plain_matmul, case)
-    operands, cotangents = case.operands(), case.cotangents()
-    return with_gradients(plain, operands, cotangents), in_float64(plain, operands, cotangents)
-
-
 def test_error_rule(backend, matmul_case):
-    run = functools.partial(matmul_case.run, backend=backend)
-    operands, cotangents = matmul_case.operands(), matmul_case.cotangents()
-    if reason := refusal(backend, matmul_case.run, operands, cotangents):
-        with pytest.raises(NotImplementedError, match=re.escape(reason)):
-            with_gradients(run, operands, cotangents)
-    else:
-        assert_accurate(with_gradients(run, operands, cotangents), *expected(matmul_case))
+    assert_error_rule(matmul_case, plain_matmul, backend)
 
 
 def arrays(*shapes: tuple[int, ...], dtype: str = "float32") -> list[np.ndarray]:

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import pytest
 from cases import ATTENTION_CASES, MATMUL_CASES, AttentionCase, MatmulCase
 
-import jaxkernels as jk
 from jaxkernels import dispatch, hardware
 from jaxkernels.pallas import attention_backward, attention_forward, matmul
 from jaxkernels.specs import ArrayType, AttentionSpec, MatmulSpec
@@ -36,8 +35,8 @@ def structs(*types: ArrayType) -> list[jax.ShapeDtypeStruct]:
 
 
 def chosen(f: Callable[..., Any], *operands: Any) -> list[tuple[str, str]]:
-    """(operation, backend) of each kernel in `f` lowered for CUDA: what can run it, whatever was measured faster."""
-    with jk.tuning(False), dispatch.recording() as choices:
+    """(operation, backend) of each kernel in `f` lowered for CUDA."""
+    with dispatch.recording() as choices:
         lower(f, *operands)
     return [(choice.op, choice.backend) for choice in choices]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import pathlib
 import platform
@@ -18,6 +17,7 @@ from jaxkernels.bench import measure
 from jaxkernels.bench.measure import Regime, Samples
 from jaxkernels.bench.telemetry import Reading, Telemetry
 from jaxkernels.models.config import InputError
+from jaxkernels.versions import installed_version
 
 __all__ = ["SCHEMA", "Change", "Results", "Row", "Side", "cells", "compare", "environment", "line", "load", "save"]
 
@@ -189,16 +189,9 @@ def environment(device: Any, telemetry: Telemetry, command: list[str]) -> dict[s
         clock="CUPTI kernel durations" if device.platform in ("gpu", "cuda") else "wall clock",
         host=f"{platform.machine()}, {platform.system()}",
         python=sys.version.split()[0],
-        versions={name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        versions={name: version for name in _PACKAGES if (version := installed_version(name)) is not None},
         commit=_commit(),
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

@@ -214,7 +214,6 @@ class _Trial:
         self._device = device
         self._tried: dict[tuple[str, Any], Candidate] = {}
         self._new: list[Candidate] = []
-        self._calls: dict[str, Call] = {}
         with jax.default_device(device):
             self._operands = operands_lib.make(op, spec, device)
             run, config = dispatch.load(op, "xla").run, dispatch.default_config(op, "xla", spec)
