@@ -9,7 +9,7 @@ import pathlib
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from jaxkernels.bench import accuracy, baselines, measure, plots, report, result
 from jaxkernels.bench import cli as bench_cli
 from jaxkernels.bench.baselines import BASELINES, Baseline, Contender
 from jaxkernels.bench.cases import AttentionCase, MatmulCase
-from jaxkernels.bench.measure import Samples
+from jaxkernels.bench.measure import Samples, Visit
 from jaxkernels.bench.results import Results, Row, Side
 from jaxkernels.bench.suites import SUITES, Problem
 from jaxkernels.bench.telemetry import Reading, Telemetry
@@ -182,20 +182,22 @@ def test_suites_lower_for_cuda(name, problem):
 
 
 class FakeClock:
-    """Every launch runs and takes as long as its turn says: 1 ms, the next side of a round 2 ms, ..."""
+    """Every launch runs, and takes what `seconds` of its result is."""
 
-    pause = 0.0
+    rests = (0.0, 0.0)
 
-    def __init__(self, seconds: float = 1e-3):
+    def __init__(self, seconds: Callable[[Any], float] = lambda result: 1e-3):
         self._seconds = seconds
 
-    def times(self, launches: Iterator[Callable[[], Any]], probe: Callable[[], float | None]) -> list[float]:
-        count = len([jax.block_until_ready(launch()) for launch in launches])
-        probe()
-        return [self._seconds] * count
+    def times(self, visits: Sequence[Visit]) -> list[list[float]]:
+        times = []
+        for visit in visits:
+            times.append([self._seconds(jax.block_until_ready(launch())) for launch in visit.launches])
+            visit.probe()
+        return times
 
     def rough_seconds(self, launch: Callable[[], Any]) -> float:
-        return self._seconds
+        return self._seconds(launch())
 
 
 class NoTelemetry:
@@ -242,10 +244,10 @@ def test_a_row_has_every_side_and_every_reason():
         Problem(MatmulCase(32, 48, 40, bias=True, activation="gelu", residual=True), "backward"),
         Problem(MatmulCase(32, 48, 40, activation="silu", gate=True), "backward"),
         Problem(MatmulCase(16, 24, 20, batch=(3,), rhs_layout="nk")),
-        Problem(AttentionCase(2, 24, 24, 4, 2, 16, causal=True), "backward"),
+        Problem(AttentionCase(2, 24, 24, 4, 2, 16, dtype="float32", causal=True), "backward"),
         Problem(AttentionCase(2, 24, 24, 4, 2, 16, causal=True, window=(5, 0))),
         Problem(AttentionCase(2, 24, 24, 4, 2, 16, causal=True, segments=True, documents=3), "backward"),
-        Problem(AttentionCase(2, 24, 24, 4, 2, 16, bias="1NTS"), "backward"),
+        Problem(AttentionCase(2, 24, 24, 4, 2, 16, dtype="float32", bias="1NTS"), "backward"),
     ],
     ids=lambda problem: problem.shape,
 )
@@ -318,13 +320,6 @@ def test_options_that_force_cublaslt_are_known_to_this_jaxlib():
 
 
 def test_a_slow_baseline_is_looked_at_once(monkeypatch):
-    class Clock(FakeClock):
-        """Whatever returns float16 takes ten times as long."""
-
-        def times(self, launches, probe):
-            results = [launch() for launch in launches]
-            return [1e-2 if x.dtype == jnp.float16 else 1e-3 for x in results]
-
     def contenders(problem: Problem) -> Iterator[Contender]:
         product = lambda x: x["lhs"] @ x["rhs"]
         yield Contender("fast", product)
@@ -333,7 +328,7 @@ def test_a_slow_baseline_is_looked_at_once(monkeypatch):
 
     monkeypatch.setattr(accuracy, "ALLOWED", 1e6)  # Rounded to 16 bits, the slow one is not right.
     monkeypatch.setitem(BASELINES, ("gemm", "xla"), Baseline(lambda *_: None, contenders))
-    (row,) = rows(clock=Clock())
+    (row,) = rows(clock=FakeClock(lambda x: 1e-2 if x.dtype == jnp.float16 else 1e-3))  # Ten times as slow.
     slow = next(side for side in row.sides if side.name == "slow")
     assert (slow.samples, slow.seconds) == (None, 1e-2)
     assert row.fastest_baseline.name == "fast"
@@ -341,7 +336,7 @@ def test_a_slow_baseline_is_looked_at_once(monkeypatch):
 
 def test_short_kernels_have_no_sustained_row():
     assert [row.regime for row in rows(regimes=("burst", "sustained"))] == ["burst", "sustained"]
-    assert [row.regime for row in rows(regimes=("burst", "sustained"), clock=FakeClock(2e-5))] == ["burst"]
+    assert [row.regime for row in rows(regimes=("burst", "sustained"), clock=FakeClock(lambda x: 2e-5))] == ["burst"]
 
 
 def test_clocks_that_drift_between_sides_are_flagged():

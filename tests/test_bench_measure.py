@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,23 +11,40 @@ import pytest
 from errors import raises_exactly
 
 from jaxkernels.bench import measure as lib
-from jaxkernels.bench.measure import Call, CuptiClock, MeasureError, Samples, WallClock, measure, num_rotations, ratio
+from jaxkernels.bench.measure import (
+    Call,
+    CuptiClock,
+    MeasureError,
+    Samples,
+    Visit,
+    WallClock,
+    measure,
+    num_rotations,
+    ratio,
+)
 
 
 class FakeClock:
     """Runs launches, writes down what they return, and says they took what `seconds` of that is."""
 
-    pause = 0.0
+    rests = (0.01, 0.06)
 
     def __init__(self, seconds: Callable[[Any], float]):
         self.launched: list[Any] = []
+        #: (number of visits, rests) of each call.
+        self.calls: list[tuple[int, list[float]]] = []
         self._seconds = seconds
 
-    def times(self, launches: Iterator[Callable[[], Any]], probe: Callable[[], float | None]) -> list[float]:
-        results = [launch() for launch in launches]
-        self.launched += results
-        probe()
-        return [self._seconds(result) for result in results]
+    def times(self, visits: Sequence[Visit]) -> list[list[float]]:
+        self.calls.append((len(visits), [visit.rest for visit in visits]))
+        times = []
+        for visit in visits:
+            results = [launch() for launch in visit.launches]
+            assert len(results) == visit.count
+            self.launched += results
+            visit.probe()
+            times.append([self._seconds(result) for result in results])
+        return times
 
     def rough_seconds(self, launch: Callable[[], Any]) -> float:
         self.launched.append(launch())
@@ -48,57 +64,108 @@ def runs(launched: list[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 def test_sides_take_turns():
-    clock = FakeClock(lambda result: {"a": 1e-4, "b": 2e-4}[result[0]])
+    clock = FakeClock(lambda result: {"a": 1e-4, "b": 3e-4}[result[0]])
     samples = measure({"a": side("a"), "b": side("b")}, rounds=3, clock=clock)
-    # One launch of each to know how long one takes, then A B A B A B.
-    assert runs(clock.launched) == [("a", 1), ("b", 1), *[("a", 12), ("b", 12)] * 3]
-    assert samples["a"] == Samples(1e-4, 1e-4, 1e-4, 36, (1e-4,) * 3)
-    assert ratio(samples["a"], samples["b"]) == 2
+    # One launch of each to know how long one takes, then A B, B A, A B.
+    assert runs(clock.launched) == [("a", 1), ("b", 1), ("a", 30), ("b", 2 * 12), ("a", 2 * 30), ("b", 12)]
+    assert [rests for _, rests in clock.calls] == [
+        pytest.approx(x) for x in ([0.01, 0.0108], [0.0108, 0.01], [0.01, 0.0108])
+    ]
+    assert samples["a"] == Samples(1e-4, 1e-4, 1e-4, 90, (1e-4,) * 3)
+    assert ratio(samples["a"], samples["b"]) == pytest.approx(3)
 
 
-def test_long_kernels_are_launched_less_often():
-    clock = FakeClock(lambda _: 5e-3)
-    assert measure({"a": side("a")}, rounds=2, clock=clock)["a"].count == 16
+@pytest.mark.parametrize(
+    ("seconds", "launches", "rest"),
+    [(5e-6, 50, 0.01), (1e-4, 30, 0.01), (1e-3, 12, 0.036), (5e-3, 4, 0.06), (43e-3, 3, 0.06)],
+)
+def test_bursts_are_as_long_as_their_kernels_ask_for(seconds, launches, rest):
+    clock = FakeClock(lambda _: seconds)
+    assert measure({"a": side("a")}, rounds=2, clock=clock)["a"].count == 2 * launches
+    assert clock.calls[0] == (1, [pytest.approx(rest)])
 
 
 def test_operands_rotate_through_all_rounds():
-    clock = FakeClock(lambda _: 1e-4)
+    clock = FakeClock(lambda _: 3e-4)
     measure({"a": side("a", copies=5)}, rounds=2, clock=clock)
     # The first copy went into the launch that loads the program, the second into the rough look.
     assert [i for _, i in clock.launched] == [(1 + n) % 5 for n in range(1 + 2 * 12)]
 
 
-def test_rounds_end_when_every_median_has_settled():
-    steady = measure({"a": side("a"), "b": side("b")}, clock=FakeClock(lambda _: 1e-4))
-    assert len(steady["a"].round_medians) == 3
-    calls = iter(range(10**6))
-    drifting = FakeClock(lambda _: 1e-4 * (1 + 0.01 * (next(calls) // 12)))
-    assert len(measure({"a": side("a")}, clock=drifting)["a"].round_medians) == 9
+def test_a_call_whose_time_is_known_is_not_warmed_up():
+    clock = FakeClock(lambda _: 3e-4)
+    call = Call(lambda i: i, [(0,), (1,)], seconds=1e-3)
+    measure({"a": call}, rounds=1, clock=clock)
+    assert clock.launched == [0, 1] * 6
+    assert clock.calls == [(1, [pytest.approx(0.036)])]
 
 
-def test_no_round_starts_beyond_the_budget(monkeypatch):
+def by_round(*factors: Callable[[int], float]) -> FakeClock:
+    """Sides "0", "1", ... take 0.3 ms, times their factor in each round of bursts."""
+    counts = [-1] * len(factors)  # The rough look.
+
+    def seconds(result: tuple[str, int]) -> float:
+        i = int(result[0])
+        counts[i] += 1
+        return 3e-4 * factors[i](max(counts[i] - 1, 0) // 12)
+
+    return FakeClock(seconds)
+
+
+def num_rounds(*factors: Callable[[int], float]) -> int:
+    sides = {str(i): side(str(i)) for i in range(len(factors))}
+    return len(measure(sides, clock=by_round(*factors))["0"].round_medians)
+
+
+def test_rounds_end_when_every_ratio_has_settled():
+    steady, drifting = lambda i: 1.0, lambda i: 1 + 0.02 * i
+    noisy = lambda i: 1 + 0.05 * (i % 2)
+    assert num_rounds(steady) == 5
+    assert num_rounds(steady, steady) == 5
+    assert num_rounds(drifting) == 15
+    # A drift of all sides at once leaves the ratios as they are; what one does alone moves them.
+    assert num_rounds(drifting, drifting) == 5
+    assert num_rounds(steady, drifting) == 15
+    assert num_rounds(steady, noisy) == 15
+
+
+def test_no_burst_starts_beyond_the_budget(monkeypatch):
     now = iter(range(0, 10**6, 10))
     monkeypatch.setattr(lib.time, "perf_counter", lambda: float(next(now)))
-    samples = measure({"a": side("a")}, rounds=50, budget_s=15, clock=FakeClock(lambda _: 1e-4))
-    assert len(samples["a"].round_medians) == 4
+    samples = measure({"a": side("a")}, rounds=50, budget_s=5, clock=FakeClock(lambda _: 1e-4))
+    assert len(samples["a"].round_medians) == 3
 
 
 def test_sustained_counts_only_what_comes_after_the_warm_up():
-    """15 launches of 10 ms warm up in the first round, a third of that in the next ones; 15 are counted in each."""
+    """20 launches of 10 ms warm up in the first round, 2 in the next; 4 are counted in each."""
     count = iter(range(10**6))
 
     def seconds(_: Any) -> float:
         i = next(count) - 1  # After the rough look.
-        return 1.0 if 0 <= i < 15 or 30 <= i < 35 else 0.01
+        return 1.0 if 0 <= i < 20 or 24 <= i < 26 else 0.01
 
-    samples = measure({"a": side("a")}, regime="sustained", rounds=2, clock=FakeClock(seconds))["a"]
-    assert samples.count == 30
+    clock = FakeClock(seconds)
+    samples = measure({"a": side("a")}, regime="sustained", rounds=2, clock=clock)["a"]
+    assert samples.count == 8
     assert (samples.p10, samples.p90) == pytest.approx((0.01, 0.01))
-    assert next(count) == 1 + 30 + 20
+    assert next(count) == 1 + 24 + 6
+    assert clock.calls == [(2, [0.0, 0.0])]
+
+
+def test_sustained_rounds_are_one_load_within_the_budget():
+    """Turns of 12 + 40 ms of two sides, after 0.2 s; fewer rounds fit than are made at most, or at least."""
+    rounds = []
+    for budget_s in (0.0, 0.65, 10.0):
+        clock = FakeClock(lambda _: 1e-3)
+        samples = measure({"a": side("a"), "b": side("b")}, regime="sustained", budget_s=budget_s, clock=clock)
+        rounds.append(len(samples["a"].round_medians))
+        assert [number for number, _ in clock.calls] == [2 * rounds[-1]]
+        assert runs(clock.launched[2:])[:3] == [("a", 140), ("b", 140 + 52), ("a", 2 * 52)]
+    assert rounds == [3, 4, 6]
 
 
 def test_what_the_probe_says_is_kept_by_side():
-    clocks = iter([1980.0, 1700.0, 1975.0, 1690.0])
+    clocks = iter([1980.0, 1700.0, 1690.0, 1975.0])
     samples = measure(
         {"a": side("a"), "b": side("b")}, rounds=2, clock=FakeClock(lambda _: 1e-4), probe=lambda: next(clocks)
     )
@@ -156,14 +223,22 @@ class Recorder:
         return list(self.timings)
 
 
-def launches(*results: Any) -> Iterator[Callable[[], Any]]:
-    return (functools.partial(lambda x: x, result) for result in results)
+def visit(function: Callable[..., Any], count: int, probe: Callable[[], None] = lambda: None) -> Visit:
+    return Visit(function, (function for _ in range(count)), count, probe)
+
+
+def left() -> int:
+    return 1
+
+
+def right() -> int:
+    return 2
 
 
 def test_cupti_sums_the_kernels_of_each_launch():
     recorder = Recorder(("gemm", 1.0), ("reduce", 0.25), ("gemm", 2.0), ("reduce", 0.5))
     probed = []
-    times = CuptiClock(recorder).times(launches(1, 2), lambda: probed.append("now"))
+    (times,) = CuptiClock(recorder).times([visit(left, 2, lambda: probed.append("now"))])
     assert times == [1.25e-3, 2.5e-3]
     assert recorder.calls == ["init", "get True"]
     assert probed == ["now"]
@@ -171,7 +246,23 @@ def test_cupti_sums_the_kernels_of_each_launch():
 
 def test_cupti_accepts_kernels_of_one_launch_in_any_order():
     recorder = Recorder(("left", 1.0), ("right", 2.0), ("right", 2.0), ("left", 1.0))
-    assert CuptiClock(recorder).times(launches(1, 2), lambda: None) == [3e-3, 3e-3]
+    assert CuptiClock(recorder).times([visit(left, 2)]) == [[3e-3, 3e-3]]
+
+
+def test_cupti_keeps_one_record_of_sides_whose_kernels_are_known():
+    recorder = Recorder(("gemm", 1.0))
+    clock = CuptiClock(recorder)
+    assert clock.times([visit(left, 1)]) == [[1e-3]]
+    recorder.timings = [("split", 1.0), ("sum", 1.0)]
+    assert clock.times([visit(right, 1)]) == [[2e-3]]
+    recorder.calls.clear()
+    recorder.timings = [("gemm", 1.0), ("gemm", 2.0), ("split", 3.0), ("sum", 1.0), ("gemm", 5.0)]
+    assert clock.times([visit(left, 2), visit(right, 1), visit(left, 1)]) == [[1e-3, 2e-3], [4e-3], [5e-3]]
+    assert recorder.calls == ["init", "get True"]
+    # One that is new makes each have its own record.
+    recorder.timings = [("gemm", 1.0)]
+    assert clock.times([visit(left, 1), visit(lambda: 3, 1)]) == [[1e-3], [1e-3]]
+    assert recorder.calls == ["init", "get True"] * 3
 
 
 @pytest.mark.parametrize(
@@ -184,7 +275,15 @@ def test_cupti_accepts_kernels_of_one_launch_in_any_order():
 )
 def test_a_record_that_does_not_add_up_is_refused(timings, message):
     with raises_exactly(MeasureError, message):
-        CuptiClock(Recorder(*timings)).times(launches(1, 2), lambda: None)
+        CuptiClock(Recorder(*timings)).times([visit(left, 2)])
+
+
+def test_a_shared_record_that_does_not_add_up_is_refused():
+    recorder = Recorder(("a", 1.0))
+    clock = CuptiClock(recorder)
+    clock.times([visit(left, 1)])
+    with raises_exactly(MeasureError, "measure: 1 kernels were recorded where 3 ran."):
+        clock.times([visit(left, 2), visit(left, 1)])
 
 
 def test_the_recorder_stops_after_a_failed_launch():
@@ -194,7 +293,7 @@ def test_the_recorder_stops_after_a_failed_launch():
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        CuptiClock(recorder).times(iter([fail]), lambda: None)
+        CuptiClock(recorder).times([visit(fail, 1)])
     assert recorder.calls == ["init", "get True"]
 
 

@@ -7,6 +7,7 @@ dtype is. The tests hold every kernel to it, and a benchmark times nothing that 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -25,6 +26,9 @@ ALLOWED = 2.0
 
 #: Elements of the (B, N, T, S) logits that a reference may hold at once: 1 GiB in float64.
 _MAX_LOGITS = 2**27
+
+#: FLOPs that the reference of a product may take: some 20 ms of an H200's float64 tensor cores.
+_MAX_FLOPS = 1e12
 
 _ACTIVATIONS = {
     None: lambda x: x,
@@ -122,40 +126,60 @@ def visible_keys(case: AttentionCase, operands: dict[str, Any]) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The last rows of the batch and the last heads of an attention: what of it is checked.
+    """What is checked of a result.
 
     Attributes:
-      case: the part, as a case of its own; heads come in whole groups, so that gradients of keys are whole.
+      case: the part, as a case of its own.
       description: for the record: "all", or which part.
+      slices: (letter, slice) of each axis that is not taken whole.
     """
 
-    case: AttentionCase
-    description: str
+    case: MatmulCase | AttentionCase
+    description: str = "all"
+    slices: tuple[tuple[str, slice], ...] = ()
 
     def of(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        """The part of operands, results or gradients ("d_query"); what is not split by batch or heads stays."""
-        letters = dict(query="BTN", key="BSK", value="BSK", out="BTN", bias="BN", mask="BN")
-        sizes = dict(B=self.case.batch, N=self.case.heads, K=self.case.kv_heads)
-        taken = {}
+        """The part of operands, results or gradients ("d_query"); axes of length 1, which broadcast, stay."""
+        slices, taken = dict(self.slices), {}
         for name, x in arrays.items():
-            slices = [slice(None)] * x.ndim
-            for axis, letter in enumerate(letters.get(name.removeprefix("d_"), "B")):
-                if letter in sizes and x.shape[axis] > 1:
-                    slices[axis] = slice(x.shape[axis] - sizes[letter], None)
-            taken[name] = x[tuple(slices)]
+            letters = self._letters(name.removeprefix("d_"), x.ndim)
+            taken[name] = x[
+                tuple(slices.get(y, slice(None)) if size > 1 else slice(None) for y, size in zip(letters, x.shape))
+            ]
         return taken
 
+    def _letters(self, name: str, num_axes: int) -> str:
+        if isinstance(self.case, AttentionCase):
+            letters = dict(query="BTN", key="BSK", value="BSK", out="BTN", bias="BN", mask="BN").get(name, "B")
+            return letters.ljust(num_axes)
+        letters = dict(lhs=self.case.lhs_layout, out="mn", residual="mn").get(name, "")
+        return letters.rjust(num_axes)
 
-def part_to_check(case: AttentionCase) -> Part:
-    """As many batch rows and key/value heads from the end as a reference has memory for, and at least one of each."""
+
+def part_to_check(case: MatmulCase | AttentionCase, *, is_gradient: bool = False) -> Part:
+    """The part of a result that a reference has time and memory for.
+
+    Of an attention that is the last rows of the batch and the last heads, at least one of each; heads come in whole
+    groups, so that gradients of keys are whole. Of a product it is every so many-th row, up to the last, at least one
+    in a warpgroup's 64; its gradients are checked in whole.
+    """
+    if isinstance(case, MatmulCase):
+        step = min(math.ceil(case.flops / _MAX_FLOPS), 61) | 1  # Odd: tiles begin at even rows.
+        if step == 1 or is_gradient:
+            return Part(case)
+        rows = slice((case.m - 1) % step, None, step)
+        part = dataclasses.replace(case, m=len(range(case.m)[rows]))
+        return Part(part, f"one of {step} rows", (("m", rows),))
     group_size = case.heads // case.kv_heads
     affordable = max(_MAX_LOGITS // (case.queries * case.keys * group_size), 1)
     kv_heads = min(case.kv_heads, affordable)
     batch = min(case.batch, max(affordable // kv_heads, 1))
+    if (batch, kv_heads) == (case.batch, case.kv_heads):
+        return Part(case)
     part = dataclasses.replace(case, batch=batch, kv_heads=kv_heads, heads=kv_heads * group_size)
-    is_all = (batch, kv_heads) == (case.batch, case.kv_heads)
     described = f"the last {batch} of {case.batch} batch rows, the last {part.heads} of {case.heads} heads"
-    return Part(part, "all" if is_all else described)
+    last = dict(B=batch, N=part.heads, K=kv_heads)
+    return Part(part, described, tuple((letter, slice(-count, None)) for letter, count in last.items()))
 
 
 def widen(operands: Any) -> Any:

@@ -35,10 +35,6 @@ class Draw:
     def from_numpy(self, rng: np.random.Generator) -> np.ndarray:
         return random_array(rng, self.shape, self.dtype, self.scale)
 
-    def from_jax(self, key: jax.Array) -> jax.Array:
-        """The same distribution, drawn on the device: for operands of gigabytes."""
-        return (self.scale * jax.random.normal(key, self.shape, jnp.float32)).astype(self.dtype)
-
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import pathlib
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -101,6 +102,7 @@ def bench(
     work = _work(op, suite or [], shapes or [], rows, settings, console)
     results = _run(op, work, settings, console)
     _summary(results, console)
+    _phases(results, console)
     if json is not None:
         results_lib.save(results, json)
         console.print(f"written to {json}")
@@ -191,6 +193,7 @@ def _run(op: Op, work: list[tuple[str, Any]], settings: Settings, console: Conso
 
     run = training.run if op == "train" else runner.run
     rows: list[Row] = []
+    begin = time.perf_counter()
     with settings.telemetry, console.status("starting") as spinner:
         where = results_lib.environment(settings.device, settings.telemetry, sys.argv[1:])
         console.print(f"{where['device']}, driver {where['driver']}, jax {where['versions']['jax']}, {where['clock']}")
@@ -202,7 +205,7 @@ def _run(op: Op, work: list[tuple[str, Any]], settings: Settings, console: Conso
                 _show(row, settings, console)
         except KeyboardInterrupt:
             console.print(f"interrupted after {len(rows)} rows")
-    return results_lib.Results(where, tuple(rows))
+    return results_lib.Results(where | dict(seconds=time.perf_counter() - begin), tuple(rows))
 
 
 #: Columns of the live table: problem and side, time, speed, share of peak, ratio; the rest is as wide as it is.
@@ -245,6 +248,32 @@ def _summary(results: Results, console: Console) -> None:
         ends = [f"{value:.3f}" for value in (geometric_mean(ratios), min(ratios), max(ratios))]
         table.add_row(*key, str(len(ratios)), *ends)
     console.print(table)
+
+
+def _phases(results: Results, console: Console) -> None:
+    """Where the run's time went: on the main thread, then on those that lower and compile."""
+    phases = _sums(row.seconds for row in results.rows)
+    if phases:
+        parts = [f"{name} {seconds:.1f}" for name, seconds in phases.items()]
+        console.print(f"seconds: {', '.join(parts)}; {results.environment['seconds']:.1f} in all")
+    programs: dict[str, list[dict[str, float]]] = {}
+    for row in results.rows:
+        if "compile" in row.seconds:  # A later regime's row has the same programs.
+            for name, seconds in row.programs.items():
+                programs.setdefault(name, []).append(seconds)
+    parts = [
+        f"{name} {' + '.join(f'{seconds:.1f}' for seconds in _sums(each).values())}" for name, each in programs.items()
+    ]
+    if parts:
+        console.print(f"seconds to lower + compile, many at once: {', '.join(parts)}")
+
+
+def _sums(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
 
 
 def _ratios(results: Results) -> Iterator[tuple[tuple[str, str, str], list[float]]]:

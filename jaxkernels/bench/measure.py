@@ -21,8 +21,8 @@ from typing import Any, Literal, Protocol
 import jax
 
 __all__ = [
-    "REGIMES", "Call", "Clock", "CuptiClock", "MeasureError", "Regime", "Samples", "WallClock", "clock_for", "measure",
-    "num_rotations", "ratio",
+    "REGIMES", "Call", "Clock", "CuptiClock", "MeasureError", "Regime", "Samples", "Visit", "WallClock", "clock_for",
+    "measure", "num_rotations", "ratio",
 ]  # fmt: skip
 
 #: "burst": a few launches after a pause, at the clocks of a cool chip. "sustained": launches back to back, at the
@@ -30,22 +30,25 @@ __all__ = [
 Regime = Literal["burst", "sustained"]
 REGIMES: tuple[Regime, ...] = ("burst", "sustained")
 
-#: Launches of one side in one round of a burst, for short and for long kernels.
-_BURST_LAUNCHES = (12, 8)
-_LONG_SECONDS = 2e-3
+#: Launches of one side in one round of a burst: as many as fill _BURST_SECONDS[0], between the numbers here; fewer of
+#: long kernels, so that a burst ends after _BURST_SECONDS[1], but at least _FEW.
+_BURST_LAUNCHES = (12, 50)
+_BURST_SECONDS = (3e-3, 20e-3)
+_FEW = 3
 
-#: Before each burst, so that power and temperature fall back.
-_PAUSE_SECONDS = 0.05
+#: The chip rests before a burst for this many times the burst's length, so that power and temperature fall back.
+_REST = 3
 
-#: Back to back before the counted launches of the sustained regime, and while they are counted.
-_WARM_SECONDS = _COUNTED_SECONDS = 0.15
+#: Uncounted at the start of the sustained regime, all sides together, and at the start of each later turn, which comes
+#: from another side's load; counted in each turn.
+_WARM_SECONDS, _TURN_SECONDS, _COUNTED_SECONDS = 0.2, 0.012, 0.04
 
-#: One visit's launches in the sustained regime: at least and at most.
-_SUSTAINED_LAUNCHES = (4, 3000)
+#: One turn's counted launches in the sustained regime: at least and at most.
+_SUSTAINED_LAUNCHES = (_FEW, 1000)
 
-#: Rounds when the caller does not say: at least and at most, and the standard error of the median at which they end.
-_ROUNDS = (3, 9)
-_SETTLED = 0.004
+#: Rounds when the caller does not say: at least and at most, and the standard error of a ratio at which bursts end.
+_ROUNDS = {"burst": (5, 15), "sustained": (3, 6)}
+_SETTLED = 0.003
 
 #: The larger L2 cache of the chips we know, twice: H100 and H200 have 50 MB (NVIDIA H100 Tensor Core GPU Architecture).
 _CACHE_BYTES = 2 * 50_000_000
@@ -65,10 +68,12 @@ class Call:
     Attributes:
       function: a compiled or jitted function of arrays.
       operands: one or more tuples of arguments; launches take them in turn, so that together they can exceed the cache.
+      seconds: about how long a launch takes, where that is known: the call is then not warmed up again.
     """
 
     function: Callable[..., Any]
     operands: Sequence[tuple[Any, ...]]
+    seconds: float | None = None
 
     def __post_init__(self) -> None:
         if not self.operands:
@@ -120,14 +125,33 @@ def ratio(ours: Samples, theirs: Samples) -> float:
     return statistics.median(b / a for a, b in zip(ours.round_medians, theirs.round_medians, strict=True))
 
 
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """Launches of one side that follow each other.
+
+    Attributes:
+      function: what is launched; visits with the same function launch the same kernels.
+      launches: starts one launch at each step.
+      count: how many there are.
+      probe: called while they are under way.
+      rest: seconds to wait before them.
+    """
+
+    function: Callable[..., Any]
+    launches: Iterator[Callable[[], Any]]
+    count: int
+    probe: Callable[[], None]
+    rest: float = 0.0
+
+
 class Clock(Protocol):
     """Runs launches and says how long each took."""
 
-    #: Seconds to rest before a burst.
-    pause: float
+    #: Seconds to rest before a burst, at least and at most.
+    rests: tuple[float, float]
 
-    def times(self, launches: Iterator[Callable[[], Any]], probe: Callable[[], float | None]) -> list[float]:
-        """Starts every launch, calls `probe` while they are under way, waits for them, and returns their seconds."""
+    def times(self, visits: Sequence[Visit]) -> list[list[float]]:
+        """Makes the visits one after the other, each when the one before has ended; the seconds of their launches."""
         ...
 
     def rough_seconds(self, launch: Callable[[], Any]) -> float:
@@ -140,9 +164,12 @@ class CuptiClock:
 
     JAX ships the recorder with Mosaic GPU (`jax.experimental.mosaic.gpu.profiler`). Its own `measure` keeps the
     results of all launches alive and cannot change operands between them, so the recorder is used directly.
+
+    To start and to stop it takes time, in which the chip cools: visits share one record as soon as the kernels of every
+    function in it are known, from a record that held nothing else.
     """
 
-    pause = _PAUSE_SECONDS
+    rests = (0.01, 0.06)
 
     def __init__(self, recorder: Any = None):
         if recorder is None:
@@ -152,60 +179,89 @@ class CuptiClock:
                 raise MeasureError("measure: this jaxlib has no CUPTI recorder. Install jax[cuda13] or jax[cuda12].")
             recorder = profiler.mosaic_gpu_lib._mosaic_gpu_ext
         self._recorder = recorder
+        #: function -> the names of the kernels of one launch.
+        self._kernels: dict[Callable[..., Any], list[str]] = {}
 
-    def times(self, launches: Iterator[Callable[[], Any]], probe: Callable[[], float | None]) -> list[float]:
-        count, result = 0, None
-        self._recorder._cupti_init()
-        try:
-            for launch in launches:
-                # The previous result's memory is free for the next one: its kernels are ahead in the same stream.
-                result = launch()
-                count += 1
-            probe()
-            jax.block_until_ready(result)
-        finally:
-            timings = self._recorder._cupti_get_timings(True)
-        return _sum_launches(timings, count)
+    def times(self, visits: Sequence[Visit]) -> list[list[float]]:
+        if all(visit.function in self._kernels for visit in visits):
+            return self._split(self._record(visits), visits)
+        times = []
+        for visit in visits:
+            record = self._record([visit])
+            if visit.function not in self._kernels:
+                self._kernels[visit.function] = _kernels(record, visit.count)
+            times += self._split(record, [visit])
+        return times
 
     def rough_seconds(self, launch: Callable[[], Any]) -> float:
         return _host_seconds(launch)
 
+    def _record(self, visits: Sequence[Visit]) -> list[tuple[str, float]]:
+        """The (kernel, milliseconds) of all visits, in the order of their launches."""
+        result = None
+        self._recorder._cupti_init()
+        try:
+            for visit in visits:
+                time.sleep(visit.rest)
+                for launch in visit.launches:
+                    # The previous result's memory is free for the next one: its kernels are ahead in the same stream.
+                    result = launch()
+                visit.probe()
+                jax.block_until_ready(result)
+        finally:
+            timings = self._recorder._cupti_get_timings(True)
+        return timings
 
-def _sum_launches(timings: Sequence[tuple[str, float]], count: int) -> list[float]:
-    """Splits a record of (kernel, milliseconds) into `count` launches of the same kernels; seconds of each."""
-    if not timings or len(timings) % count:
-        raise MeasureError(f"measure: {len(timings)} kernels were recorded for {count} launches, not a multiple.")
-    each = len(timings) // count
-    launches = [timings[i : i + each] for i in range(0, len(timings), each)]
-    names = [[name for name, _ in launch] for launch in launches]
-    if odd := next((launch for launch in names if sorted(launch) != sorted(names[0])), None):
-        raise MeasureError(f"measure: launches differ in their kernels: {names[0]} and {odd}.")
-    return [math.fsum(milliseconds for _, milliseconds in launch) / 1e3 for launch in launches]
+    def _split(self, record: Sequence[tuple[str, float]], visits: Sequence[Visit]) -> list[list[float]]:
+        """Seconds of each launch of each visit, the sum of its kernels."""
+        expected = sum(visit.count * len(self._kernels[visit.function]) for visit in visits)
+        if len(record) != expected:
+            raise MeasureError(f"measure: {len(record)} kernels were recorded where {expected} ran.")
+        times, position = [], 0
+        for visit in visits:
+            kernels, of_visit = self._kernels[visit.function], []
+            for _ in range(visit.count):
+                launch = record[position : position + len(kernels)]
+                position += len(kernels)
+                if (names := sorted(name for name, _ in launch)) != kernels:
+                    raise MeasureError(f"measure: launches differ in their kernels: {kernels} and {names}.")
+                of_visit.append(math.fsum(milliseconds for _, milliseconds in launch) / 1e3)
+            times.append(of_visit)
+        return times
+
+
+def _kernels(record: Sequence[tuple[str, float]], count: int) -> list[str]:
+    """The names of the kernels of the first of `count` launches, sorted: their order in a record may change."""
+    if not record or len(record) % count:
+        raise MeasureError(f"measure: {len(record)} kernels were recorded for {count} launches, not a multiple.")
+    return sorted(name for name, _ in record[: len(record) // count])
 
 
 class WallClock:
     """The host's clock, around each call until its result is ready."""
 
-    pause = 0.0
+    rests = (0.0, 0.0)
 
-    def times(self, launches: Iterator[Callable[[], Any]], probe: Callable[[], float | None]) -> list[float]:
+    def times(self, visits: Sequence[Visit]) -> list[list[float]]:
+        return [self._times(visit) for visit in visits]
+
+    def _times(self, visit: Visit) -> list[float]:
         times = []
-        for launch in launches:
+        for launch in visit.launches:
             begin = time.perf_counter()
             jax.block_until_ready(launch())
             times.append(time.perf_counter() - begin)
-        probe()
+        visit.probe()
         return times
 
     def rough_seconds(self, launch: Callable[[], Any]) -> float:
         return _host_seconds(launch)
 
 
-def _host_seconds(launch: Callable[[], Any], count: int = 3) -> float:
-    """Of one of `count` launches that follow each other, by the host's clock."""
+def _host_seconds(launch: Callable[[], Any]) -> float:
     begin = time.perf_counter()
-    jax.block_until_ready([launch() for _ in range(count)])
-    return (time.perf_counter() - begin) / count
+    jax.block_until_ready(launch())
+    return time.perf_counter() - begin
 
 
 def clock_for(platform: str) -> Clock:
@@ -231,13 +287,14 @@ def measure(
     clock: Clock | None = None,
     probe: Callable[[], float | None] = lambda: None,
 ) -> dict[str, Samples]:
-    """Times every call in turns: A B C, A B C, ...
+    """Times every call in turns: A B C, C B A, A B C, ...
 
     Args:
       calls: the sides by name; all have been compiled or will be on their first, uncounted, launch.
       regime: "burst" or "sustained".
-      rounds: turns of each side; None: as many as it takes for every side's median to settle, within limits.
-      budget_s: no further round starts after this many seconds, but for the first three.
+      rounds: turns of each side; None: bursts go on until the sides' ratios have settled, and the sustained regime
+        makes as many rounds as fit into the budget, both within limits.
+      budget_s: no burst starts a further round after this many seconds, but for the first three.
       clock: the clock; None: the one for the devices of the operands.
       probe: called once for each side and round while its launches are under way; a number it returns (the chip's
         clock rate, say) goes into `Samples.probed`.
@@ -257,58 +314,96 @@ def measure(
         return {}
     begin = time.perf_counter()
     clock = clock or clock_for(_platform(calls))
-    sides = {name: _Side(call, clock, probe) for name, call in calls.items()}
+    sides = {name: _Side(call, probe) for name, call in calls.items()}
     for side in sides.values():
-        side.warm_up()
-    at_least, at_most = _ROUNDS if rounds is None else (rounds, rounds)
-    for done in itertools.count():
-        if done >= at_most or (done >= at_least and rounds is None and all(side.settled for side in sides.values())):
-            break
-        if done >= min(at_least, _ROUNDS[0]) and time.perf_counter() - begin > budget_s:
-            break
-        for side in sides.values():
-            side.burst() if regime == "burst" else side.sustained(is_first=done == 0)
+        side.warm_up(clock)
+    turns = list(sides.values())
+    if regime == "burst":
+        _bursts(turns, clock, rounds, begin + budget_s)
+    else:
+        _load(turns, clock, rounds, budget_s)
     return {name: Samples.of(side.rounds, side.probed) for name, side in sides.items()}
+
+
+def _bursts(sides: list[_Side], clock: Clock, rounds: int | None, deadline: float) -> None:
+    at_least, at_most = _ROUNDS["burst"] if rounds is None else (rounds, rounds)
+    for done in range(at_most):
+        if done >= at_least and rounds is None and _settled(sides):
+            break
+        if done >= min(at_least, _FEW) and time.perf_counter() > deadline:
+            break
+        # Every other round in the opposite order: what changes steadily then favours nobody.
+        turns = sides[:: -1 if done % 2 else 1]
+        for side, times in zip(turns, clock.times([side.burst(clock.rests) for side in turns]), strict=True):
+            side.rounds.append(times)
+
+
+def _load(sides: list[_Side], clock: Clock, rounds: int | None, budget_s: float) -> None:
+    """All rounds in one go: between two calls of the clock the chip would cool."""
+    if rounds is None:
+        at_least, at_most = _ROUNDS["sustained"]
+        fitting = (budget_s - _WARM_SECONDS) / sum(side.turn_seconds for side in sides)
+        rounds = max(at_least, int(min(fitting, at_most)))
+    turns = [(side, done) for done in range(rounds) for side in sides[:: -1 if done % 2 else 1]]
+    uncounted = [_WARM_SECONDS / len(sides) if done == 0 else _TURN_SECONDS for _, done in turns]
+    visits = [side.load(seconds) for (side, _), seconds in zip(turns, uncounted)]
+    for (side, _), times in zip(turns, clock.times(visits), strict=True):
+        side.rounds.append(times[-side.counted :])
+
+
+def _settled(sides: Sequence[_Side]) -> bool:
+    """Whether the standard error of every side's time, relative to the mean of its round, is small."""
+    by_round = [
+        [statistics.median(times) for times in times_of_round] for times_of_round in zip(*(s.rounds for s in sides))
+    ]
+    if len(sides) > 1:  # What all sides of a round share does not move their ratios.
+        by_round = [[x / statistics.geometric_mean(medians) for x in medians] for medians in by_round]
+    errors = [statistics.stdev(values) / statistics.fmean(values) for values in zip(*by_round)]
+    # 1.25: by so much the error of a normal sample's median exceeds that of its mean.
+    return 1.25 * max(errors) / math.sqrt(len(by_round)) <= _SETTLED
 
 
 class _Side:
     """One call under measurement: where its rotation stands and what it took so far."""
 
-    def __init__(self, call: Call, clock: Clock, probe: Callable[[], float | None]):
-        self._call, self._clock, self._probe = call, clock, probe
+    def __init__(self, call: Call, probe: Callable[[], float | None]):
+        self._call, self._probe = call, probe
         self._operands = itertools.cycle(call.operands)
-        self._estimate = math.nan
+        self._estimate = math.nan if call.seconds is None else call.seconds
         self.rounds: list[list[float]] = []
         self.probed: list[float] = []
 
-    @property
-    def settled(self) -> bool:
-        """Whether the standard error of the median over rounds is small; 1.25 is a normal median's excess error."""
-        medians = [statistics.median(times) for times in self.rounds]
-        error = 1.25 * statistics.stdev(medians) / math.sqrt(len(medians))
-        return error <= _SETTLED * statistics.median(medians)
-
-    def warm_up(self) -> None:
+    def warm_up(self, clock: Clock) -> None:
         """One launch to compile and load, then a rough look at how long one takes."""
-        jax.block_until_ready(self._call.function(*next(self._operands)))
-        self._estimate = self._clock.rough_seconds(next(self._launches(1)))
+        if self._call.seconds is None:
+            jax.block_until_ready(self._call.function(*next(self._operands)))
+            self._estimate = clock.rough_seconds(next(self._launches(1)))
 
-    def burst(self) -> None:
-        time.sleep(self._clock.pause)
-        self._run(_BURST_LAUNCHES[self._estimate > _LONG_SECONDS])
+    def burst(self, rests: tuple[float, float]) -> Visit:
+        few, many = _BURST_LAUNCHES
+        short, long = _BURST_SECONDS
+        count = min(self._launches_in(short, few, many), self._launches_in(long, _FEW, many))
+        least, most = rests
+        return self._visit(count, rest=min(max(_REST * count * self._estimate, least), most))
 
-    def sustained(self, *, is_first: bool) -> None:
-        """Launches for as long as it takes, of which the first part is not counted.
+    @property
+    def counted(self) -> int:
+        """Launches that count in one turn of the sustained regime."""
+        return self._launches_in(_COUNTED_SECONDS, *_SUSTAINED_LAUNCHES)
 
-        The chip comes hot from the side before, which ran for as long; only in the first round is it cool.
-        """
-        few, many = _SUSTAINED_LAUNCHES
-        launches_in = lambda seconds: min(max(math.ceil(seconds / max(self._estimate, 1e-7)), few), many)
-        self._run(launches_in(_COUNTED_SECONDS), launches_in(_WARM_SECONDS if is_first else _WARM_SECONDS / 3))
+    @property
+    def turn_seconds(self) -> float:
+        return self._estimate * (self.counted + self._launches_in(_TURN_SECONDS, 1, _SUSTAINED_LAUNCHES[1]))
 
-    def _run(self, count: int, uncounted: int = 0) -> None:
-        times = self._clock.times(self._launches(uncounted + count), self._record_probe)
-        self.rounds.append(times[uncounted:])
+    def load(self, uncounted_seconds: float) -> Visit:
+        """A turn of the sustained regime: only its last launches count."""
+        return self._visit(self._launches_in(uncounted_seconds, 1, 5 * _SUSTAINED_LAUNCHES[1]) + self.counted)
+
+    def _launches_in(self, seconds: float, few: int, many: int) -> int:
+        return min(max(math.ceil(seconds / max(self._estimate, 1e-7)), few), many)
+
+    def _visit(self, count: int, rest: float = 0.0) -> Visit:
+        return Visit(self._call.function, self._launches(count), count, self._record_probe, rest)
 
     def _record_probe(self) -> None:
         if (value := self._probe()) is not None:

@@ -69,6 +69,9 @@ class Row:
       checked: "all", or which part of the result was held against the reference.
       tokens: of a training step, else None.
       device: the chip while it was measured, None where nothing samples it.
+      seconds: what of the run's own time went into the row: "compile" (its share, many at once), "check", "look" (the
+        first of each side) and "time"; in the first of several regimes' rows, but for "time".
+      programs: side -> what "lower" and "compile" took, on one of the threads that worked at once.
     """
 
     suite: str
@@ -87,6 +90,8 @@ class Row:
     checked: str
     tokens: int | None = None
     device: Reading | None = None
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    programs: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, ...]:
