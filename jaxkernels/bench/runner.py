@@ -45,6 +45,9 @@ _BUDGET_SECONDS = {"burst": 0.6, "sustained": 0.7}
 _OUTPACED = 1.05
 _OUTPACED_IN_BURSTS = 1.02
 
+#: The backend that can everything; the baseline of that name is the same program, or a like one.
+_FALLBACK = "xla"
+
 #: JAX takes about this long to launch a program: shorter ones leave gaps, so launching them back to back is no load.
 _LAUNCH_SECONDS = 30e-6
 
@@ -58,7 +61,7 @@ class Settings:
 
     Attributes:
       device: the device to run on.
-      backends: names of ours to time; None: each that supports a problem (xla only where it is alone: the baseline of
+      backends: names of ours to time; None: each that supports a problem (xla only where no other does: the baseline of
         that name is the same program).
       baselines: names of the baselines; None: all.
       regimes: which to time, in order.
@@ -95,6 +98,9 @@ def run(
             for plan in plans:
                 plan.wait()
             for plan in plans:
+                plan.fall_back()
+            for plan in plans:
+                plan.wait()
                 plan.seconds["compile"] = (time.perf_counter() - begin) / len(chunk)
             while plans:  # Compiled programs go as soon as their row is done, and with them their device memory.
                 plan = plans.pop(0)
@@ -133,14 +139,21 @@ class _Plan:
                 shared[key] = submit(work)
             return shared[key]
 
+        self._submit = submit
+        self._compiling: dict[str, concurrent.futures.Future[_Contestant]] = {}
         self._judge = _Judge(problem, submit, submit_once)
-        compiling = {_key(c, is_ours=True): functools.partial(_compile, problem, c, True) for c in self._ours()}
-        compiling |= {_key(c, is_ours=False): functools.partial(_compile, problem, c, False) for c in self._baselines()}
-        self._compiling = {key: submit(work) for key, work in compiling.items()}
+        for contender in self._ours():
+            self._compile(contender, is_ours=True)
+        for contender in self._baselines():
+            self._compile(contender, is_ours=False)
+
+    def _compile(self, contender: Contender, *, is_ours: bool) -> None:
+        work = functools.partial(_compile, self.problem, contender, is_ours)
+        self._compiling[_key(contender, is_ours=is_ours)] = self._submit(work)
 
     def _ours(self) -> Iterator[Contender]:
-        names = dispatch.backend_names() if self._settings.backends is None else self._settings.backends
-        for name in names:
+        others = (name for name in dispatch.backend_names() if name != _FALLBACK)
+        for name in others if self._settings.backends is None else self._settings.backends:
             yield Contender(name, _our_function(self.problem, name))
 
     def _baselines(self) -> Iterator[Contender]:
@@ -160,16 +173,19 @@ class _Plan:
         """Collects the programs; what did not compile is refused with the error."""
         self._judge.wait()
         self._programs["reference"] = self._judge.seconds
-        for key, future in self._compiling.items():
+        compiling, self._compiling = self._compiling, {}
+        for key, future in compiling.items():
             if (error := future.exception()) is not None:
                 self._refused[key] = _reason(error)
             else:
                 self._contestants[key] = future.result()
                 self._programs[key] = future.result().seconds
-        ours = [key for key, contestant in self._contestants.items() if contestant.is_ours]
-        xla = _our_key("xla")
-        if self._settings.backends is None and xla in ours and len(ours) > 1:
-            del self._contestants[xla]
+        self._contestants = dict(sorted(self._contestants.items(), key=lambda item: not item[1].is_ours))
+
+    def fall_back(self) -> None:
+        """Has the backend that can everything compiled if no other of ours can this, and none was asked for."""
+        if self._settings.backends is None and not any(c.is_ours for c in self._contestants.values()):
+            self._compile(Contender(_FALLBACK, _our_function(self.problem, _FALLBACK)), is_ours=True)
 
     def rows(self) -> Iterator[Row]:
         """Checks and times; one row for each regime, or one without sides where nothing can be checked."""
