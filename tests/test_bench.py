@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import re
 import sys
@@ -21,10 +22,11 @@ from matplotlib.image import imread
 from typer.testing import CliRunner, Result
 
 from jaxkernels import cli, dispatch, hardware
-from jaxkernels.bench import accuracy, baselines, measure, plots, report, results, runner, suites, training
+from jaxkernels.bench import accuracy, baselines, lowering, measure, plots, report, results, runner, suites, training
 from jaxkernels.bench import cli as bench_cli
 from jaxkernels.bench.baselines import BASELINES, Baseline, Contender
 from jaxkernels.bench.cases import AttentionCase, MatmulCase
+from jaxkernels.bench.lowering import Lowered, Workers
 from jaxkernels.bench.measure import Samples, Visit
 from jaxkernels.bench.results import Results, Row, Side
 from jaxkernels.bench.suites import SUITES, Problem
@@ -165,11 +167,11 @@ _SAMPLE = [
 @pytest.mark.parametrize("problem", _SAMPLE)
 def test_suites_lower_for_cuda(name, problem):
     """Each backend takes a problem, or says itself why not."""
-    operands, cotangent = runner._shapes(problem)
-    function = runner._our_function(problem, name)
+    operands, cotangent = lowering.shapes(problem)
+    function = lowering.our_function(problem, name)
 
     def program(operands: dict[str, Any], cotangent: Any) -> Any:
-        backward = lambda: runner._save(problem, function, operands)[1](cotangent)
+        backward = lambda: lowering.save(problem, function, operands)[1](cotangent)
         return function(operands) if problem.direction == "forward" else backward()
 
     with dispatch.recording() as choices, contextlib.suppress(NotImplementedError):
@@ -365,12 +367,126 @@ def test_large_attentions_are_checked_in_part(monkeypatch):
     assert rows(problem)[0].refused["xla"].startswith("wrong: ")
 
 
+def test_large_products_are_checked_in_part(monkeypatch):
+    problem = Problem(MatmulCase(130, 48, 40, batch=(2,), lhs_layout="km", dtype="float32"))
+    monkeypatch.setattr(accuracy, "_MAX_FLOPS", problem.flops / 4)
+    (row,) = rows(problem)
+    assert row.checked == "one of 5 rows"
+    assert row.ours
+    monkeypatch.setattr(accuracy, "_MAX_FLOPS", 1)
+    assert rows(problem)[0].checked == "one of 61 rows"
+    assert rows(dataclasses.replace(problem, direction="backward"))[0].checked == "all"
+
+    def spoilt(problem: Problem) -> Iterator[Contender]:
+        """Wrong in the last row of the last product only, which is in the part."""
+        right = next(baselines._gemm_xla(problem))
+        yield dataclasses.replace(right, finish=lambda results: {"out": results["out"].at[-1, -1].mul(1.1)})
+
+    monkeypatch.setitem(BASELINES, ("gemm", "xla"), Baseline(lambda *_: None, spoilt))
+    assert rows(problem)[0].refused["xla"].startswith("wrong: ")
+
+
+def test_the_sustained_regime_takes_what_bursts_find_fastest(monkeypatch):
+    seconds = {(32, 48): 1.0e-3, (1, 32, 48): 1.01e-3, (1, 1, 32, 48): 1.04e-3}
+
+    def contenders(problem: Problem) -> Iterator[Contender]:
+        for ndim, name in enumerate(("first", "near", "far")):
+            widen = lambda x, ndim=ndim: (x["lhs"] @ x["rhs"])[(None,) * ndim]
+            yield Contender(name, widen, finish=lambda results: {"out": results["out"].reshape(32, 48)})
+
+    monkeypatch.setitem(BASELINES, ("gemm", "xla"), Baseline(lambda *_: None, contenders))
+    burst, sustained = rows(regimes=("burst", "sustained"), clock=FakeClock(lambda x: seconds[x.shape]))
+    timed = lambda row: [side.name for side in row.sides if side.samples is not None]
+    assert timed(burst) == ["xla", "first", "near", "far"]
+    assert timed(sustained) == ["xla", "first", "near"]
+    far = next(side for side in sustained.sides if side.name == "far")
+    assert (far.samples, far.seconds) == (None, 1.04e-3)
+
+
 def test_reference_by_heads_is_the_reference():
     case = AttentionCase(2, 24, 40, 6, 2, 16, causal=True, bias="1NTS", mask="B1TS", dtype="float32")
     operands = case.operands()
     np.testing.assert_allclose(
         accuracy.plain_attention_by_heads(case, operands), accuracy.plain_attention(case, operands)[0], atol=2e-6
     )
+
+
+# Programs that other processes lower.
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    with Workers(1, hardware.host()) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [SMALL, Problem(AttentionCase(2, 24, 24, 4, 2, 16, dtype="float32", causal=True), "backward")],
+    ids=lambda problem: problem.shape,
+)
+def test_what_a_worker_lowers_is_the_program(workers, problem):
+    there = workers.start(problem, "xla")()
+    here = lowering.lower(problem, Contender("xla", lowering.our_function(problem, "xla")))
+    assert there.kernels == here.kernels
+    assert there.seconds > 0
+    operands = {name: jnp.asarray(x) for name, x in problem.case.operands().items()}
+
+    def result(lowered: Lowered) -> Any:
+        if lowered.forward is None:
+            return lowered.program.compile()(operands)
+        out, saved = lowered.forward.compile()(operands)
+        return lowered.program.compile()(saved, out)
+
+    for a, b in zip(jax.tree.leaves(result(there)), jax.tree.leaves(result(here)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_worker_refuses_is_refused_as_here(workers):
+    problem = Problem(MatmulCase(32, 48, 40))
+    with pytest.raises(NotImplementedError) as here:
+        lowering.lower(problem, Contender("pallas", lowering.our_function(problem, "pallas")))
+    with raises_exactly(NotImplementedError, str(here.value)):
+        workers.start(problem, "pallas")()
+    with pytest.raises(RuntimeError, match=r"^ValueError: matmul: unknown backend='none'"):
+        workers.start(SMALL, "none")()
+
+
+def test_a_worker_lowers_for_the_chip_it_does_not_have():
+    with Workers(1, H200) as pool:
+        problem = Problem(MatmulCase(256, 512, 384))
+        exported = pool.start(problem, "pallas")()
+    (kernel,) = exported.kernels
+    assert kernel.startswith("matmul: pallas Config(")
+    assert "mosaic_gpu" in exported.program.as_text()
+
+
+def test_chips_that_workers_cannot_know():
+    assert Workers.can_serve(H200)
+    assert Workers.can_serve(hardware.host())
+    assert not Workers.can_serve(dataclasses.replace(H200, num_sms=100))
+    assert not Workers.can_serve(dataclasses.replace(H200, name="NVIDIA X1"))
+    assert not Workers.can_serve(hardware.host("tpu"))
+
+
+def test_workers_that_die_are_done_without():
+    with Workers(1, hardware.host()) as pool:
+        pool._pool.submit(os._exit, 1)
+        assert pool.start(SMALL, "xla")().kernels == (f"matmul: xla {xla_matmul.Config()}, default",)
+
+
+def test_rows_are_the_same_with_workers():
+    (row,) = rows(processes=1, backends=("xla",))
+    assert [(side.name, side.is_ours) for side in row.sides] == [("xla", True), ("xla", False)]
+    assert set(row.programs["jaxkernels xla"]) == {"lower", "wait", "compile"}
+
+
+def test_a_row_says_what_it_took():
+    burst, sustained = rows(regimes=("burst", "sustained"))
+    assert set(burst.seconds) == {"compile", "check", "look", "time"}
+    assert set(sustained.seconds) == {"time"}
+    assert burst.programs == sustained.programs
+    assert set(burst.programs) == {"reference", "jaxkernels xla", "xla"}
 
 
 # Baselines on the chip they are for.

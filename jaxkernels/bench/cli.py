@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import pathlib
 import sys
 import time
@@ -161,6 +162,7 @@ def _settings(op: Op, regimes: list[str] | None, backends: list[str] | None, bas
         backends=as_tuple(backends),
         baselines=as_tuple(baselines),
         regimes=as_tuple(regimes) or REGIMES,
+        processes=max((os.cpu_count() or 1) - 4, 0) if device.platform in ("gpu", "cuda") else 0,
     )
 
 

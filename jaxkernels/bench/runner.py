@@ -14,18 +14,18 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxkernels as jk
 from jaxkernels import dispatch, hardware
-from jaxkernels.bench import accuracy
+from jaxkernels.bench import accuracy, lowering
 from jaxkernels.bench.baselines import BASELINES, Contender, baseline_names
 from jaxkernels.bench.cases import Draw, MatmulCase
+from jaxkernels.bench.lowering import Lowered, Workers
 from jaxkernels.bench.measure import Call, Clock, Regime, Samples, clock_for, measure, num_rotations
 from jaxkernels.bench.results import Row, Side
 from jaxkernels.bench.suites import Problem, peak_flops_per_s
@@ -67,6 +67,7 @@ class Settings:
       regimes: which to time, in order.
       clock: None: the one for the device.
       telemetry: entered by the caller.
+      processes: how many lower our kernels, while others are timed; 0: this one does, before.
     """
 
     device: Any
@@ -75,6 +76,7 @@ class Settings:
     baselines: tuple[str, ...] | None = None
     regimes: tuple[Regime, ...] = ("burst", "sustained")
     clock: Clock | None = None
+    processes: int = 0
 
 
 def run(
@@ -88,13 +90,20 @@ def run(
       status: told what is going on.
     """
     problems = list(problems)
+    chip = hardware.chip_of(settings.device)
     shared: dict[Any, concurrent.futures.Future[Any]] = {}
-    with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()))
+        ours = [dict.fromkeys(_our_backends(settings)) for _ in problems]
+        if settings.processes and Workers.can_serve(chip):
+            workers = stack.enter_context(Workers(settings.processes, chip))
+            ours = [{name: workers.start(p, name) for name in names} for (_, p), names in zip(problems, ours)]
         for start in range(0, len(problems), _CHUNK):
             chunk = problems[start : start + _CHUNK]
             status(f"compiling {start + 1} to {start + len(chunk)} of {len(problems)}")
             begin = time.perf_counter()
-            plans = [_Plan(suite, problem, settings, pool, shared) for suite, problem in chunk]
+            of_chunk = ours[start : start + _CHUNK]
+            plans = [_Plan(*work, started, settings, pool, shared) for work, started in zip(chunk, of_chunk)]
             for plan in plans:
                 plan.wait()
             for plan in plans:
@@ -115,6 +124,7 @@ class _Plan:
         self,
         suite: str,
         problem: Problem,
+        ours: Mapping[str, Callable[[], Lowered] | None],
         settings: Settings,
         pool: concurrent.futures.Executor,
         shared: dict[Any, concurrent.futures.Future[Any]],
@@ -142,19 +152,20 @@ class _Plan:
         self._submit = submit
         self._compiling: dict[str, concurrent.futures.Future[_Contestant]] = {}
         self._judge = _Judge(problem, submit, submit_once)
-        for contender in self._ours():
-            self._compile(contender, is_ours=True)
         for contender in self._baselines():
-            self._compile(contender, is_ours=False)
+            self._compile(contender)
+        for name, started in ours.items():
+            self._compile_ours(name, started)
 
-    def _compile(self, contender: Contender, *, is_ours: bool) -> None:
-        work = functools.partial(_compile, self.problem, contender, is_ours)
-        self._compiling[_key(contender, is_ours=is_ours)] = self._submit(work)
+    def _compile(self, contender: Contender) -> None:
+        lower = functools.partial(lowering.lower, self.problem, contender)
+        self._compiling[contender.name] = self._submit(functools.partial(_compile, contender, False, lower))
 
-    def _ours(self) -> Iterator[Contender]:
-        others = (name for name in dispatch.backend_names() if name != _FALLBACK)
-        for name in others if self._settings.backends is None else self._settings.backends:
-            yield Contender(name, _our_function(self.problem, name))
+    def _compile_ours(self, name: str, started: Callable[[], Lowered] | None = None) -> None:
+        """Compiles a backend's kernel, which a worker has started to lower, or which is lowered here."""
+        contender = Contender(name, lowering.our_function(self.problem, name))
+        lower = started or functools.partial(lowering.lower, self.problem, contender)
+        self._compiling[_our_key(name)] = self._submit(functools.partial(_compile, contender, True, lower))
 
     def _baselines(self) -> Iterator[Contender]:
         op = self.problem.op
@@ -185,7 +196,7 @@ class _Plan:
     def fall_back(self) -> None:
         """Has the backend that can everything compiled if no other of ours can this, and none was asked for."""
         if self._settings.backends is None and not any(c.is_ours for c in self._contestants.values()):
-            self._compile(Contender(_FALLBACK, _our_function(self.problem, _FALLBACK)), is_ours=True)
+            self._compile_ours(_FALLBACK)
 
     def rows(self) -> Iterator[Row]:
         """Checks and times; one row for each regime, or one without sides where nothing can be checked."""
@@ -308,6 +319,12 @@ class _Plan:
         )
 
 
+def _our_backends(settings: Settings) -> tuple[str, ...]:
+    if settings.backends is not None:
+        return settings.backends
+    return tuple(name for name in dispatch.backend_names() if name != _FALLBACK)
+
+
 class _WrongResultError(RuntimeError):
     """A result that breaks the error rule."""
 
@@ -315,10 +332,6 @@ class _WrongResultError(RuntimeError):
 def _our_key(backend: str) -> str:
     """Of a backend's side in a plan: a baseline may bear the same name."""
     return f"jaxkernels {backend}"
-
-
-def _key(contender: Contender, *, is_ours: bool) -> str:
-    return _our_key(contender.name) if is_ours else contender.name
 
 
 def _reason(error: BaseException) -> str:
@@ -333,13 +346,6 @@ def _on[T](device: Any, work: Callable[[], T]) -> T:
     """Works with a default device, which a thread of a pool does not inherit."""
     with jax.default_device(device):
         return work()
-
-
-def _our_function(problem: Problem, backend: str) -> Callable[[_Arrays], Any]:
-    case = problem.case
-    if isinstance(case, MatmulCase):
-        return functools.partial(case.run, backend=backend)
-    return lambda operands: jk.dot_product_attention(**operands, **case.options, backend=backend)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -377,28 +383,18 @@ def _as_gradients(by_operand: dict[str, Any]) -> dict[str, Any]:
     return {f"d_{name}": gradient for name, gradient in by_operand.items()}
 
 
-def _compile(problem: Problem, contender: Contender, is_ours: bool) -> _Contestant:
+def _compile(contender: Contender, is_ours: bool, lower: Callable[[], Lowered]) -> _Contestant:
     begin = time.perf_counter()
-    with dispatch.recording() as choices:
-        lowered_forward, lowered = _lower(problem, contender)
-    described = [f"{choice.op}: {choice.backend} {choice.config}, {choice.source}" for choice in choices]
-    is_lowered = time.perf_counter()
-    forward = None if lowered_forward is None else lowered_forward.compile()
-    program = _compiled(lowered, contender)
-    seconds = dict(lower=is_lowered - begin, compile=time.perf_counter() - is_lowered)
-    return _Contestant(contender, is_ours, program, forward, tuple(described) if is_ours else (), seconds)
-
-
-def _lower(problem: Problem, contender: Contender) -> tuple[Any | None, Any]:
-    """The forward pass that saves what the backward pass needs (None where the problem has none), and what is timed."""
-    operands, cotangent = _shapes(problem)
-    operands = jax.eval_shape(contender.prepare, operands)
-    if problem.direction == "forward":
-        return None, jax.jit(contender.function).lower(operands)
-    forward = jax.jit(functools.partial(_save, problem, contender.function)).lower(operands)
-    out, saved = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), forward.out_info)
-    cotangent = jax.ShapeDtypeStruct(cotangent.shape, out.dtype)
-    return forward, jax.jit(lambda pull, cotangent: pull(cotangent)[0]).lower(saved, cotangent)
+    lowered = lower()
+    lowering_ended = time.perf_counter()
+    forward = None if lowered.forward is None else lowered.forward.compile()
+    program = _compiled(lowered.program, contender)
+    seconds = dict(
+        lower=lowered.seconds,
+        wait=max(lowering_ended - begin - lowered.seconds, 0.0),
+        compile=time.perf_counter() - lowering_ended,
+    )
+    return _Contestant(contender, is_ours, program, forward, lowered.kernels if is_ours else (), seconds)
 
 
 def _compiled(lowered: Any, contender: Contender) -> Any:
@@ -408,31 +404,6 @@ def _compiled(lowered: Any, contender: Contender) -> Any:
         if not contender.wanted or contender.wanted in (compiled.as_text() or ""):
             return compiled
     raise RuntimeError(f"XLA makes no call of {contender.wanted!r} of it")
-
-
-def _save(problem: Problem, function: Callable[..., Any], operands: _Arrays) -> tuple[Any, Any]:
-    """The forward pass, and the pullback to what is differentiated: a pytree of what was saved."""
-    moving = {name: operands[name] for name in _differentiated(problem)}
-    return jax.vjp(lambda moving: function(operands | moving), moving)
-
-
-def _differentiated(problem: Problem) -> tuple[str, ...]:
-    """Every operand of a product; query, key and value of an attention."""
-    return tuple(problem.case.draws) if isinstance(problem.case, MatmulCase) else ("query", "key", "value")
-
-
-def _masks(problem: Problem) -> dict[str, np.ndarray]:
-    return {} if isinstance(problem.case, MatmulCase) else problem.case.masks(np.random.default_rng(0))
-
-
-def _struct(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype))
-
-
-def _shapes(problem: Problem) -> tuple[dict[str, Any], Any]:
-    """Operands and cotangent without values."""
-    operands = {name: _struct(x) for name, x in (problem.case.draws | _masks(problem)).items()}
-    return operands, _struct(problem.case.out_type)
 
 
 def _compile_draw(draw: Draw) -> Any:
@@ -474,7 +445,7 @@ class _Judge:
         self.seconds: dict[str, float] = {}
         self._part = accuracy.part_to_check(case, is_gradient=problem.direction == "backward")
         self.description = self._part.description
-        self._masks = _masks(problem)
+        self._masks = lowering.masks(problem)
         self._draws = {**case.draws, "cotangent": case.out_type}
         self._drawing = {
             name: submit_once(("draw", draw.shape, draw.dtype), functools.partial(_compile_draw, draw))
@@ -483,11 +454,13 @@ class _Judge:
         if problem.direction == "forward":
             self._types = {"out": case.out_type}
         else:
-            self._types = _as_gradients({name: case.draws[name] for name in _differentiated(problem)})
+            self._types = _as_gradients({name: case.draws[name] for name in lowering.differentiated(problem)})
         self._comparing = {}
         for name, draw in self._types.items():
             key = ("compare", name, draw.shape, draw.dtype, self.description)
-            self._comparing[name] = submit_once(key, functools.partial(self._compile_comparison, name, _struct(draw)))
+            self._comparing[name] = submit_once(
+                key, functools.partial(self._compile_comparison, name, lowering.struct(draw))
+            )
         self._referring = submit(self._compile_reference)
 
     def wait(self) -> None:
@@ -522,7 +495,7 @@ class _Judge:
     def _compile_reference(self) -> Any:
         begin = time.perf_counter()
         with jax.enable_x64(True):
-            lowered = jax.jit(self._judge).lower(*_shapes(self._problem))
+            lowered = jax.jit(self._judge).lower(*lowering.shapes(self._problem))
             self.seconds["lower"] = time.perf_counter() - begin
             compiled = lowered.compile(_JUDGING)
         self.seconds["compile"] = time.perf_counter() - begin - self.seconds["lower"]
@@ -558,4 +531,4 @@ class _Judge:
     def _results(self, function: Callable[..., Any], operands: _Arrays, cotangent: jax.Array) -> _Arrays:
         if self._problem.direction == "forward":
             return {"out": function(operands)}
-        return _as_gradients(_save(self._problem, function, operands)[1](cotangent)[0])
+        return _as_gradients(lowering.save(self._problem, function, operands)[1](cotangent)[0])

@@ -1,0 +1,194 @@
+"""From a problem and a way to compute it to programs that XLA can compile, here or in processes of their own.
+
+To lower a kernel of Pallas takes half a second of Python, and the threads of a process take turns at that. `Workers`
+lower for the chip without having it, and hand back what `jax.export` makes of a program: StableHLO, which the process
+that has the chip compiles. They touch no GPU, so that they work on while others are timed.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import importlib
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+import jaxkernels as jk
+from jaxkernels import dispatch, hardware
+from jaxkernels.bench.baselines import Contender
+from jaxkernels.bench.cases import MatmulCase
+from jaxkernels.bench.suites import Problem
+from jaxkernels.hardware import Chip
+
+__all__ = ["Lowered", "Workers", "differentiated", "lower", "masks", "our_function", "save", "shapes", "struct"]
+
+
+def our_function(problem: Problem, backend: str) -> Callable[[dict[str, jax.Array]], Any]:
+    """The problem's forward pass by one of our backends: operands -> result."""
+    case = problem.case
+    if isinstance(case, MatmulCase):
+        return functools.partial(case.run, backend=backend)
+    return lambda operands: jk.dot_product_attention(**operands, **case.options, backend=backend)
+
+
+def save(problem: Problem, function: Callable[..., Any], operands: dict[str, Any]) -> tuple[Any, Any]:
+    """The forward pass, and the pullback to what is differentiated: a pytree of what was saved."""
+    moving = {name: operands[name] for name in differentiated(problem)}
+    return jax.vjp(lambda moving: function(operands | moving), moving)
+
+
+def differentiated(problem: Problem) -> tuple[str, ...]:
+    """Every operand of a product; query, key and value of an attention."""
+    return tuple(problem.case.draws) if isinstance(problem.case, MatmulCase) else ("query", "key", "value")
+
+
+def masks(problem: Problem) -> dict[str, np.ndarray]:
+    return {} if isinstance(problem.case, MatmulCase) else problem.case.masks(np.random.default_rng(0))
+
+
+def struct(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype))
+
+
+def shapes(problem: Problem) -> tuple[dict[str, Any], Any]:
+    """Operands and cotangent without values."""
+    operands = {name: struct(x) for name, x in (problem.case.draws | masks(problem)).items()}
+    return operands, struct(problem.case.out_type)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """A contender's programs, lowered.
+
+    Attributes:
+      program: operands -> result, or (what the forward pass saved, cotangent) -> gradients by name.
+      forward: operands -> (result, what the backward pass needs); None where the problem is a forward pass.
+      kernels: the kernels that were chosen for our operations in them.
+      seconds: what it took.
+    """
+
+    program: Any
+    forward: Any | None
+    kernels: tuple[str, ...]
+    seconds: float
+
+
+def lower(problem: Problem, contender: Contender) -> Lowered:
+    """Lowers in this process, for its default device."""
+    begin = time.perf_counter()
+    with dispatch.recording() as choices:
+        forward, program = _lower(problem, contender, lambda f, *xs: jax.jit(f).lower(*xs), lambda x: x.out_info)
+    return Lowered(program, forward, _described(choices), time.perf_counter() - begin)
+
+
+def _lower(
+    problem: Problem, contender: Contender, make: Callable[..., Any], results_of: Callable[[Any], Any]
+) -> tuple[Any | None, Any]:
+    """The forward pass (None where the problem is one) and the program, as `make` makes them of function and types."""
+    operands, cotangent = shapes(problem)
+    operands = jax.eval_shape(contender.prepare, operands)
+    if problem.direction == "forward":
+        return None, make(contender.function, operands)
+    trees = []
+
+    def forward(operands: dict[str, jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+        out, pull = save(problem, contender.function, operands)
+        saved, tree = jax.tree.flatten(pull)
+        trees.append(tree)
+        return out, saved
+
+    def backward(saved: list[jax.Array], cotangent: jax.Array) -> dict[str, jax.Array]:
+        return jax.tree.unflatten(trees[-1], saved)(cotangent)[0]
+
+    made = make(forward, operands)
+    out, saved = jax.tree.map(struct, results_of(made))
+    return made, make(backward, saved, jax.ShapeDtypeStruct(cotangent.shape, out.dtype))
+
+
+def _described(choices: list[dispatch.Choice]) -> tuple[str, ...]:
+    return tuple(f"{choice.op}: {choice.backend} {choice.config}, {choice.source}" for choice in choices)
+
+
+class Workers:
+    """Processes that lower our kernels for a chip; a context, which ends them.
+
+    Args:
+      count: how many.
+      chip: what for; see `can_serve`.
+    """
+
+    def __init__(self, count: int, chip: Chip):
+        if chip.platform == "cuda":
+            # Lowering would import it too: it makes known what the compiled kernels of Pallas call at run time.
+            importlib.import_module("jax.experimental.mosaic.gpu")
+        self._platform = chip.platform
+        self._pool = concurrent.futures.ProcessPoolExecutor(
+            count, multiprocessing.get_context("spawn"), _prepare, (chip.name if chip.platform == "cuda" else None,)
+        )
+
+    @staticmethod
+    def can_serve(chip: Chip) -> bool:
+        """Whether a process without the chip knows the same of it."""
+        try:
+            return chip.platform == "cpu" or (chip.platform == "cuda" and hardware.lookup(chip.name) == chip)
+        except ValueError:
+            return False
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def start(self, problem: Problem, backend: str) -> Callable[[], Lowered]:
+        """Has a kernel lowered; the function that waits for it raises what `lower` raises."""
+        future = self._pool.submit(_export, problem, backend, self._platform)
+
+        def finish() -> Lowered:
+            try:
+                exported = future.result()
+            except concurrent.futures.BrokenExecutor:  # Processes may be killed for their memory: then do it here.
+                return lower(problem, Contender(backend, our_function(problem, backend)))
+            forward, program = map(_restored, (exported.forward, exported.program))
+            return dataclasses.replace(exported, forward=forward, program=program)
+
+        return finish
+
+
+def _restored(blob: bytearray | None) -> Any:
+    if blob is None:
+        return None
+    exported = export.deserialize(blob)
+    args, kwargs = jax.tree.unflatten(exported.in_tree, map(struct, exported.in_avals))
+    return jax.jit(exported.call).trace(*args, **kwargs).lower(lowering_platforms=exported.platforms)
+
+
+def _prepare(target: str | None) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    if target is not None:
+        os.environ["JAXKERNELS_TARGET"] = target
+
+
+def _export(problem: Problem, backend: str, platform: str) -> Lowered:
+    """In a worker: programs as bytes."""
+    begin = time.perf_counter()
+    make = lambda f, *xs: export.export(jax.jit(f), platforms=(platform,))(*xs)
+    results_of = lambda made: jax.tree.unflatten(made.out_tree, made.out_avals)
+    try:
+        with dispatch.recording() as choices:
+            made = _lower(problem, Contender(backend, our_function(problem, backend)), make, results_of)
+        forward, program = (None if one is None else one.serialize() for one in made)
+    except NotImplementedError:
+        raise
+    except Exception as e:  # Not every class of error survives the way to another process.
+        raise RuntimeError(f"{type(e).__name__}: {e}") from None
+    return Lowered(program, forward, _described(choices), time.perf_counter() - begin)
