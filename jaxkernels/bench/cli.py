@@ -263,11 +263,9 @@ def _phases(results: Results, console: Console) -> None:
         if "compile" in row.seconds:  # A later regime's row has the same programs.
             for name, seconds in row.programs.items():
                 programs.setdefault(name, []).append(seconds)
-    parts = [
-        f"{name} {' + '.join(f'{seconds:.1f}' for seconds in _sums(each).values())}" for name, each in programs.items()
-    ]
-    if parts:
-        console.print(f"seconds to lower + compile, many at once: {', '.join(parts)}")
+    for name, each in programs.items():
+        parts = [f"{step} {seconds:.1f}" for step, seconds in _sums(each).items()]
+        console.print(f"    {name}: {', '.join(parts)}, many at once")
 
 
 def _sums(parts: Iterable[dict[str, float]]) -> dict[str, float]:
