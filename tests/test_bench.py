@@ -194,7 +194,7 @@ class FakeClock:
     def times(self, visits: Sequence[Visit]) -> list[list[float]]:
         times = []
         for visit in visits:
-            times.append([self._seconds(jax.block_until_ready(launch())) for launch in visit.launches])
+            times.append([self._seconds(jax.block_until_ready(launch())) for launch in visit.launches()])
             visit.probe()
         return times
 

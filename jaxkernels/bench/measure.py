@@ -11,6 +11,7 @@ until the result is ready.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import statistics
@@ -131,14 +132,14 @@ class Visit:
 
     Attributes:
       function: what is launched; visits with the same function launch the same kernels.
-      launches: starts one launch at each step.
+      launches: makes an iterator that starts one launch at each step.
       count: how many there are.
       probe: called while they are under way.
       rest: seconds to wait before them.
     """
 
     function: Callable[..., Any]
-    launches: Iterator[Callable[[], Any]]
+    launches: Callable[[], Iterator[Callable[[], Any]]]
     count: int
     probe: Callable[[], None]
     rest: float = 0.0
@@ -184,7 +185,12 @@ class CuptiClock:
 
     def times(self, visits: Sequence[Visit]) -> list[list[float]]:
         if all(visit.function in self._kernels for visit in visits):
-            return self._split(self._record(visits), visits)
+            record = self._record(visits)
+            if len(record) == self._num_kernels(visits):
+                return self._split(record, visits)
+            # XLA may put a program into a CUDA graph after some launches: what was a copy can be a kernel there.
+            for visit in visits:
+                self._kernels.pop(visit.function, None)
         times = []
         for visit in visits:
             record = self._record([visit])
@@ -203,7 +209,7 @@ class CuptiClock:
         try:
             for visit in visits:
                 time.sleep(visit.rest)
-                for launch in visit.launches:
+                for launch in visit.launches():
                     # The previous result's memory is free for the next one: its kernels are ahead in the same stream.
                     result = launch()
                 visit.probe()
@@ -212,10 +218,12 @@ class CuptiClock:
             timings = self._recorder._cupti_get_timings(True)
         return timings
 
+    def _num_kernels(self, visits: Sequence[Visit]) -> int:
+        return sum(visit.count * len(self._kernels[visit.function]) for visit in visits)
+
     def _split(self, record: Sequence[tuple[str, float]], visits: Sequence[Visit]) -> list[list[float]]:
         """Seconds of each launch of each visit, the sum of its kernels."""
-        expected = sum(visit.count * len(self._kernels[visit.function]) for visit in visits)
-        if len(record) != expected:
+        if len(record) != (expected := self._num_kernels(visits)):
             raise MeasureError(f"measure: {len(record)} kernels were recorded where {expected} ran.")
         times, position = [], 0
         for visit in visits:
@@ -247,7 +255,7 @@ class WallClock:
 
     def _times(self, visit: Visit) -> list[float]:
         times = []
-        for launch in visit.launches:
+        for launch in visit.launches():
             begin = time.perf_counter()
             jax.block_until_ready(launch())
             times.append(time.perf_counter() - begin)
@@ -403,7 +411,8 @@ class _Side:
         return min(max(math.ceil(seconds / max(self._estimate, 1e-7)), few), many)
 
     def _visit(self, count: int, rest: float = 0.0) -> Visit:
-        return Visit(self._call.function, self._launches(count), count, self._record_probe, rest)
+        launches = functools.partial(self._launches, count)
+        return Visit(self._call.function, launches, count, self._record_probe, rest)
 
     def _record_probe(self) -> None:
         if (value := self._probe()) is not None:
