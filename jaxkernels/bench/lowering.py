@@ -13,6 +13,7 @@ import functools
 import importlib
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -147,7 +148,7 @@ class Workers:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def start(self, problem: Problem, backend: str) -> Callable[[], Lowered]:
         """Has a kernel lowered; the function that waits for it raises what `lower` raises."""
@@ -173,6 +174,7 @@ def _restored(blob: bytearray | None) -> Any:
 
 
 def _prepare(target: str | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The process that started this one ends it.
     jax.config.update("jax_platforms", "cpu")
     if target is not None:
         os.environ["JAXKERNELS_TARGET"] = target

@@ -24,7 +24,7 @@ import numpy as np
 from jaxkernels import dispatch, hardware
 from jaxkernels.bench import accuracy, lowering
 from jaxkernels.bench.baselines import BASELINES, Contender, baseline_names
-from jaxkernels.bench.cases import Draw, MatmulCase
+from jaxkernels.bench.cases import AttentionCase, Draw, MatmulCase
 from jaxkernels.bench.lowering import Lowered, Workers
 from jaxkernels.bench.measure import Call, Clock, Regime, Samples, clock_for, measure, num_rotations
 from jaxkernels.bench.results import Row, Side
@@ -39,7 +39,7 @@ _Arrays = dict[str, jax.Array]
 _CHUNK = 48
 
 #: See `jaxkernels.bench.measure.measure`.
-_BUDGET_SECONDS = {"burst": 0.6, "sustained": 0.7}
+_BUDGET_SECONDS = {"burst": 0.5, "sustained": 0.6}
 
 #: A baseline this much slower than the fastest is not timed beyond a first look, and not beyond bursts.
 _OUTPACED = 1.05
@@ -93,7 +93,9 @@ def run(
     chip = hardware.chip_of(settings.device)
     shared: dict[Any, concurrent.futures.Future[Any]] = {}
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()))
+        pool = concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count())
+        # Whoever interrupts a run wants its rows, and not what is being compiled for others.
+        stack.callback(pool.shutdown, wait=False, cancel_futures=True)
         ours = [dict.fromkeys(_our_backends(settings)) for _ in problems]
         if settings.processes and Workers.can_serve(chip):
             workers = stack.enter_context(Workers(settings.processes, chip))
@@ -151,7 +153,7 @@ class _Plan:
 
         self._submit = submit
         self._compiling: dict[str, concurrent.futures.Future[_Contestant]] = {}
-        self._judge = _Judge(problem, submit, submit_once)
+        self._judge = _Judge(problem, submit_once)
         for contender in self._baselines():
             self._compile(contender)
         for name, started in ours.items():
@@ -427,9 +429,9 @@ class _Judge:
 
     Args:
       problem: the problem.
-      submit: has work done by a thread.
-      submit_once: the same, but once in a run for each key: to draw an array and to compare it takes the same program
-        for each shape, and compiling these would take longer than all others together.
+      submit_once: has work done by a thread, but once in a run for each key. To draw an array and to compare it takes
+        the same program for each shape; an attention has one reference for both directions and for any mask. Compiling
+        one for each problem would take longer than all else.
 
     Attributes:
       description: which part of a result is held against the reference.
@@ -439,7 +441,6 @@ class _Judge:
     def __init__(
         self,
         problem: Problem,
-        submit: Callable[[Callable[[], Any]], concurrent.futures.Future[Any]],
         submit_once: Callable[[Any, Callable[[], Any]], concurrent.futures.Future[Any]],
     ):
         case = problem.case
@@ -447,6 +448,10 @@ class _Judge:
         self.seconds: dict[str, float] = {}
         self._part = accuracy.part_to_check(case, is_gradient=problem.direction == "backward")
         self.description = self._part.description
+        #: The part's case, for the reference: its mask is an operand.
+        self._case = self._part.case
+        if isinstance(self._case, AttentionCase) and self._case.mask is None:
+            self._case = dataclasses.replace(self._case, causal=False, mask="11TS")
         self._masks = lowering.masks(problem)
         self._draws = {**case.draws, "cotangent": case.out_type}
         self._drawing = {
@@ -463,11 +468,17 @@ class _Judge:
             self._comparing[name] = submit_once(
                 key, functools.partial(self._compile_comparison, name, lowering.struct(draw))
             )
-        self._referring = submit(self._compile_reference)
+        direction = problem.direction if isinstance(case, MatmulCase) else "both"
+        self._taking = None
+        if self._part.slices:
+            key = ("take", dataclasses.replace(self._part, case=self._case), *(x.shape for x in self._draws.values()))
+            self._taking = submit_once(key, self._compile_taking)
+        self._referring = submit_once(("reference", self._case, direction), self._compile_reference)
 
     def wait(self) -> None:
         """Until everything is compiled or failed: `draw` and `verdict` then raise."""
-        concurrent.futures.wait([*self._drawing.values(), *self._comparing.values(), self._referring])
+        taking = [] if self._taking is None else [self._taking]
+        concurrent.futures.wait([*self._drawing.values(), *taking, *self._comparing.values(), self._referring])
 
     def draw(self, copy: int) -> tuple[_Arrays, jax.Array]:
         """Operands and cotangent; the masks are always the same."""
@@ -480,15 +491,22 @@ class _Judge:
 
     def verdict(self, operands: _Arrays, cotangent: jax.Array) -> Callable[[_Arrays], float]:
         """The function from a result (or gradients by name) to its error ratio: the worst of its arrays."""
+        part = {**operands, "out": cotangent}
+        if self._taking is not None:
+            part = self._taking.result()(part)
+        if isinstance(self._case, AttentionCase) and "mask" not in part:
+            part["mask"] = jnp.ones(self._case.shape_of("11TS"), bool)
+            if self._part.case.causal:
+                part["mask"] = jnp.tril(part["mask"])
         with jax.enable_x64(True):
-            references, plain = jax.block_until_ready(self._referring.result()(operands, cotangent))
+            references, plain = jax.block_until_ready(self._referring.result()(part))
 
         def error_ratio(results: _Arrays) -> float:
             with jax.enable_x64(True):
-                distances = {name: self._comparing[name].result()(results[name], references[name]) for name in plain}
+                distances = {name: x.result()(results[name], references[name]) for name, x in self._comparing.items()}
             ratios = []
-            for name, (plain_distance, largest) in plain.items():
-                distance, dtype = float(distances[name]), self._types[name].dtype
+            for name, distance in distances.items():
+                (plain_distance, largest), distance, dtype = plain[name], float(distance), self._types[name].dtype
                 ratios.append(accuracy.error_ratio(distance, float(plain_distance), float(largest), dtype))
             return math.nan if any(map(math.isnan, ratios)) else max(ratios)
 
@@ -496,13 +514,23 @@ class _Judge:
 
     def _compile_reference(self) -> Any:
         begin, case = time.perf_counter(), self._problem.case
+        part = jax.eval_shape(self._part.of, self._shapes())
+        if isinstance(self._case, AttentionCase) and self._case.mask is not None:
+            part["mask"] = jax.ShapeDtypeStruct(self._case.shape_of(self._case.mask), np.bool)
         with jax.enable_x64(True):
-            lowered = jax.jit(self._judge).lower(*lowering.shapes(self._problem))
+            lowered = jax.jit(self._judge).lower(part)
             self.seconds["lower"] = time.perf_counter() - begin
             is_algorithm = isinstance(case, MatmulCase) and case.precision in jax.lax.DotAlgorithmPreset.__members__
             compiled = lowered.compile(_JUDGING if is_algorithm else _JUDGING | _UNTUNED)
         self.seconds["compile"] = time.perf_counter() - begin - self.seconds["lower"]
         return compiled
+
+    def _shapes(self) -> _Arrays:
+        operands, cotangent = lowering.shapes(self._problem)
+        return {**operands, "out": cotangent}
+
+    def _compile_taking(self) -> Any:
+        return jax.jit(self._part.of).lower(self._shapes()).compile()
 
     def _compile_comparison(self, name: str, result: jax.ShapeDtypeStruct) -> Any:
         take = lambda x: self._part.of({name: x})[name]
@@ -514,10 +542,10 @@ class _Judge:
             reference = jax.ShapeDtypeStruct(jax.eval_shape(take, result).shape, np.float64)
             return jax.jit(compare).lower(result, reference).compile(_JUDGING | _UNTUNED)
 
-    def _judge(self, operands: _Arrays, cotangent: jax.Array) -> tuple[_Arrays, dict[str, tuple[Any, Any]]]:
+    def _judge(self, part: _Arrays) -> tuple[_Arrays, dict[str, tuple[Any, Any]]]:
         """The reference in float64, and of each array: how far plain JAX is from it, and its largest value."""
-        part = self._part.of({**operands, "out": cotangent})
-        cotangent, case = part.pop("out"), self._part.case
+        case, cotangent = self._case, part["out"]
+        part = {name: x for name, x in part.items() if name != "out"}
         if isinstance(case, MatmulCase):
             plain = reference = functools.partial(accuracy.plain_matmul, case)
         else:
@@ -532,6 +560,7 @@ class _Judge:
         return references, measured
 
     def _results(self, function: Callable[..., Any], operands: _Arrays, cotangent: jax.Array) -> _Arrays:
-        if self._problem.direction == "forward":
+        if isinstance(self._case, MatmulCase) and self._problem.direction == "forward":
             return {"out": function(operands)}
-        return _as_gradients(lowering.save(self._problem, function, operands)[1](cotangent)[0])
+        out, pull = lowering.save(self._problem, function, operands)
+        return {"out": out} | _as_gradients(pull(cotangent)[0])
