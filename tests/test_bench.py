@@ -769,6 +769,20 @@ def test_report_writes_tables_and_checks_them(documents):
     assert (result.exit_code, result.stdout) == (0, "every table is up to date\n")
 
 
+def test_summary_has_a_line_for_each_suite(documents):
+    (documents / "README.md").write_text("<!-- benchmark: all -->\n<!-- end -->\n")
+    assert invoke("report").exit_code == 0
+    assert (documents / "README.md").read_text() == (
+        "<!-- benchmark: all -->\n"
+        "| suite | backend | burst | sustained |\n"
+        "| --- | --- | --- | --- |\n"
+        "| gemm-square | pallas | 1.050 (1.05 to 1.05, of 2) | - |\n"
+        "\n"
+        "Times as fast as the fastest baseline: geometric mean (least to most, of so many rows).\n"
+        "<!-- end -->\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -137,31 +137,31 @@ def test_no_burst_starts_beyond_the_budget(monkeypatch):
 
 
 def test_sustained_counts_only_what_comes_after_the_warm_up():
-    """20 launches of 10 ms warm up in the first round, 2 in the next; 4 are counted in each."""
+    """30 launches of 10 ms warm up in the first round, 1 in the next; 2 are counted in each."""
     count = iter(range(10**6))
 
     def seconds(_: Any) -> float:
         i = next(count) - 1  # After the rough look.
-        return 1.0 if 0 <= i < 20 or 24 <= i < 26 else 0.01
+        return 1.0 if 0 <= i < 30 or i == 32 else 0.01
 
     clock = FakeClock(seconds)
     samples = measure({"a": side("a")}, regime="sustained", rounds=2, clock=clock)["a"]
-    assert samples.count == 8
+    assert samples.count == 4
     assert (samples.p10, samples.p90) == pytest.approx((0.01, 0.01))
-    assert next(count) == 1 + 24 + 6
+    assert next(count) == 1 + 32 + 3
     assert clock.calls == [(2, [0.0, 0.0])]
 
 
 def test_sustained_rounds_are_one_load_within_the_budget():
-    """Turns of 12 + 40 ms of two sides, after 0.2 s; fewer rounds fit than are made at most, or at least."""
+    """Turns of 5 + 15 ms of two sides, after 0.3 s; fewer rounds fit than are made at most, or at least."""
     rounds = []
-    for budget_s in (0.0, 0.65, 10.0):
+    for budget_s in (0.0, 0.59, 10.0):
         clock = FakeClock(lambda _: 1e-3)
         samples = measure({"a": side("a"), "b": side("b")}, regime="sustained", budget_s=budget_s, clock=clock)
         rounds.append(len(samples["a"].round_medians))
         assert [number for number, _ in clock.calls] == [2 * rounds[-1]]
-        assert runs(clock.launched[2:])[:3] == [("a", 140), ("b", 140 + 52), ("a", 2 * 52)]
-    assert rounds == [3, 4, 6]
+        assert runs(clock.launched[2:])[:3] == [("a", 165), ("b", 165 + 20), ("a", 2 * 20)]
+    assert rounds == [5, 7, 15]
 
 
 def test_what_the_probe_says_is_kept_by_side():

@@ -7,7 +7,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -241,14 +241,14 @@ def _show(row: Row, settings: Settings, console: Console) -> None:
 
 def _summary(results: Results, console: Console) -> None:
     """A line for each suite, regime and backend: the geometric mean of its ratios, and how far they reach."""
-    from jaxkernels.bench.report import geometric_mean
+    from jaxkernels.bench.report import geometric_mean, ratios
 
     table = Table(title="times as fast as the fastest baseline")
     for name in ("suite", "regime", "backend", "rows", "geometric mean", "least", "most"):
         table.add_column(name)
-    for key, ratios in _ratios(results):
-        ends = [f"{value:.3f}" for value in (geometric_mean(ratios), min(ratios), max(ratios))]
-        table.add_row(*key, str(len(ratios)), *ends)
+    for key, found in ratios(results):
+        ends = [f"{value:.3f}" for value in (geometric_mean(found), min(found), max(found))]
+        table.add_row(*key, str(len(found)), *ends)
     console.print(table)
 
 
@@ -274,15 +274,6 @@ def _sums(parts: Iterable[dict[str, float]]) -> dict[str, float]:
         for name, value in part.items():
             total[name] = total.get(name, 0.0) + value
     return total
-
-
-def _ratios(results: Results) -> Iterator[tuple[tuple[str, str, str], list[float]]]:
-    found: dict[tuple[str, str, str], list[float]] = {}
-    for row in results.rows:
-        for side in row.ours:
-            if (ratio := row.ratio(side)) is not None:
-                found.setdefault((row.suite, row.regime, side.name), []).append(ratio)
-    yield from found.items()
 
 
 def _show_changes(old: Results, new: Results, console: Console) -> None:

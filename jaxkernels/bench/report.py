@@ -1,7 +1,8 @@
 """The benchmark tables of the documentation, written from committed results.
 
 A table stands between two comments, `<!-- benchmark: gemm-square -->` and `<!-- end -->`. The first names a suite, and
-may name a regime after it ("burst" if it does not; training steps have one only).
+may name a regime after it ("burst" if it does not; training steps have one only); or it is `<!-- benchmark: all -->`:
+a line for each suite.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jaxkernels.bench import results as results_lib
 from jaxkernels.bench.measure import REGIMES
 from jaxkernels.bench.results import Results, Row, Side
 from jaxkernels.models.config import InputError
 
-__all__ = ["Library", "geometric_mean", "render", "table"]
+__all__ = ["Library", "geometric_mean", "ratios", "render", "summary", "table"]
+
+#: In place of a suite's name: a summary of all.
+_ALL = "all"
 
 _BLOCK = re.compile(r"(<!-- benchmark: (?P<name>[^>]*?) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 _MARKER = re.compile(r"<!-- benchmark: ")
@@ -42,6 +46,10 @@ class Library:
                     other = self._found[suite][0].name
                     raise InputError(f"report: {suite} is in {other} and in {path.name}. Keep one of them.")
                 self._found[suite] = path, results
+
+    def __iter__(self) -> Iterator[Results]:
+        """Each file's once."""
+        yield from dict(self._found.values()).values()
 
     def __getitem__(self, suite: str) -> tuple[pathlib.Path, Results]:
         if suite not in self._found:
@@ -75,6 +83,8 @@ def render(text: str, library: Library, *, where: str) -> str:
         raise InputError(f"report: {where} opens {markers} tables and closes {blocks}. Close each with <!-- end -->.")
 
     def write(match: re.Match[str]) -> str:
+        if match["name"] == _ALL:
+            return match[1] + summary(library) + match[4]
         suite, *rest = match["name"].split()
         regime = rest[0] if rest else "burst"
         if len(rest) > 1 or regime not in REGIMES:
@@ -87,6 +97,29 @@ def render(text: str, library: Library, *, where: str) -> str:
         return match[1] + table(rows or steps, results, path) + match[4]
 
     return _BLOCK.sub(write, text)
+
+
+def summary(library: Library) -> str:
+    """A line for each suite and backend in Markdown: the geometric mean of its ratios, and how far they reach."""
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for results in library:
+        for (suite, regime, backend), found in ratios(results):
+            text = f"{geometric_mean(found):.3f} ({min(found):.2f} to {max(found):.2f}, of {len(found)})"
+            cells.setdefault((suite, backend), {})[regime] = text
+    lines = [[*key, *(by_regime.get(regime, "-") for regime in REGIMES)] for key, by_regime in cells.items()]
+    head = ["suite", "backend", *REGIMES]
+    text = "".join("| " + " | ".join(line) + " |\n" for line in [head, ["---"] * len(head), *lines])
+    return text + "\nTimes as fast as the fastest baseline: geometric mean (least to most, of so many rows).\n"
+
+
+def ratios(results: Results) -> Iterator[tuple[tuple[str, str, str], list[float]]]:
+    """((suite, regime, backend), how many times as fast as the fastest baseline in each row)."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for row in results.rows:
+        for side in row.ours:
+            if (ratio := row.ratio(side)) is not None:
+                found.setdefault((row.suite, row.regime, side.name), []).append(ratio)
+    yield from found.items()
 
 
 def table(rows: Sequence[Row], results: Results, path: pathlib.Path) -> str:
