@@ -111,7 +111,8 @@ def test_peak_is_that_of_the_arithmetic():
     assert peak() == peak(dtype="float16") == 989.4e12
     assert peak(dtype="float32") == 494.7e12
     assert peak(dtype="float32", precision="HIGHEST") == 66.9e12
-    assert peak(dtype="float32", precision="BF16_BF16_F32_X9") == 989.4e12 / 9
+    assert peak(dtype="float32", precision="BF16_BF16_F32_X3") == 989.4e12 / 3
+    assert peak(dtype="float32", precision="BF16_BF16_F32_X9") is None
     assert suites.peak_flops_per_s(SMALL, hardware.host()) is None
 
 

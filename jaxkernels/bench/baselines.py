@@ -250,7 +250,7 @@ def _attention_jax_pallas(problem: Problem[AttentionCase]) -> Iterator[Contender
         name: scaled(x, dtype) if name == "d_query" else x.astype(dtype) for name, x in results.items()
     }
     backward: dict[str, Any] = dict(block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64)
-    # The faster of two, or within 2 % of it, in every row of docs/benchmarks/attention-train.json: H200, 2026-11-21.
+    # The faster of two, or within 2 % of it, in every row of attention-train that was tried: H200, 2026-11-21.
     block_kv = 256 if case.head_dim == 64 and not case.causal and case.keys % 256 == 0 else 128
     config = lib.TuningConfig(
         block_q=64,

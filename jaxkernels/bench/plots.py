@@ -1,9 +1,9 @@
-"""Pictures of a run: each suite as bars against the baseline and the chip's limit, and on the roofline."""
+"""Pictures of a run: each suite as bars, baseline and ours as shares of the chip's limit, and on the roofline."""
 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -15,9 +15,15 @@ __all__ = ["plot"]
 
 _BASELINE_COLOUR = "tab:gray"
 
+#: A picture of more could not be read.
+_ROWS_OF_BARS = 48
+
 
 def plot(results: Results, folder: pathlib.Path) -> list[pathlib.Path]:
-    """Draws two PNGs for each suite and regime that has timed rows, and returns their paths."""
+    """Draws PNGs for each suite and regime that has timed rows, and returns their paths.
+
+    They are a roofline, and bars: of long suites on several pages.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in results.rows:
@@ -26,42 +32,55 @@ def plot(results: Results, folder: pathlib.Path) -> list[pathlib.Path]:
     paths = []
     for (suite, regime), rows in groups.items():
         title = f"{suite}, {regime}, {results.environment['device']}"
-        for name, figure in (("bars", _bars(rows, title)), ("roofline", _roofline(rows, title))):
+        pages = [rows[start : start + _ROWS_OF_BARS] for start in range(0, len(rows), _ROWS_OF_BARS)]
+        figures = {"bars" if i == 0 else f"bars-{i + 1}": _bars(page, title) for i, page in enumerate(pages)}
+        for name, figure in (figures | {"roofline": _roofline(rows, title)}).items():
             if figure is not None:
                 paths.append(folder / f"{suite}-{regime}-{name}.png")
                 figure.savefig(paths[-1], dpi=120)
     return paths
 
 
-def _sides(rows: Sequence[Row]) -> dict[str, list[float]]:
-    """TFLOP/s of every row by side, NaN where a side is not in it."""
-    speeds = {"fastest baseline": [_tflops(row, row.fastest_baseline) for row in rows]}
+def _by_side(rows: Sequence[Row], value: Callable[[Row, Side], float | None]) -> dict[str, list[float]]:
+    """A value of every row by side, NaN where a side is not in it."""
+
+    def of(row: Row, side: Side | None) -> float:
+        found = None if side is None else value(row, side)
+        return float("nan") if found is None else found
+
+    values = {"fastest baseline": [of(row, row.fastest_baseline) for row in rows]}
     for name in dict.fromkeys(side.name for row in rows for side in row.ours):
-        speeds[name] = [_tflops(row, next((s for s in row.ours if s.name == name), None)) for row in rows]
-    return speeds
+        values[name] = [of(row, next((s for s in row.ours if s.name == name), None)) for row in rows]
+    return values
 
 
-def _tflops(row: Row, side: Side | None) -> float:
-    return float("nan") if side is None else row.flops_per_s(side) / 1e12
+def _tflops(row: Row, side: Side) -> float:
+    return row.flops_per_s(side) / 1e12
+
+
+def _percent_of_limit(row: Row, side: Side) -> float | None:
+    share = row.share_of_limit(side)
+    return None if share is None else 100 * share
 
 
 def _bars(rows: Sequence[Row], title: str) -> Figure:
-    speeds = _sides(rows)
-    figure = Figure(figsize=(9, 1.5 + 0.22 * len(rows) * (len(speeds) + 0.5)), layout="constrained")
+    """The share of the chip's limit; TFLOP/s where no limit is known."""
+    is_known = any(row.limits is not None for row in rows)
+    sides = _by_side(rows, _percent_of_limit if is_known else _tflops)
+    figure = Figure(figsize=(9, 1.5 + 0.12 * len(rows) * (len(sides) + 0.5)), layout="constrained")
     axes = figure.add_subplot()
-    places, height = np.arange(len(rows)), 0.8 / len(speeds)
-    for i, (name, values) in enumerate(speeds.items()):
+    places, height = np.arange(len(rows)), 0.8 / len(sides)
+    for i, (name, values) in enumerate(sides.items()):
         colour = _BASELINE_COLOUR if i == 0 else f"C{i - 1}"
         axes.barh(places + i * height, values, height, label=name, color=colour)
-    limits = [float("nan") if row.limits is None else row.flops / max(row.limits) / 1e12 for row in rows]
-    if not np.isnan(limits).all():
-        middle = places + height * (len(speeds) - 1) / 2
-        axes.scatter(limits, middle, marker="|", s=160, color="black", label="limit of the chip", zorder=3)
     axes.set_yticks(places + 0.4 - height / 2, [f"{row.shape} {row.dtype}" for row in rows], fontsize=7)
-    axes.invert_yaxis()
-    axes.set(title=title, xlabel="TFLOP/s")
+    axes.set_ylim(len(rows) - height / 2 + 0.2, -height / 2 - 0.2)
+    unit = "% of the chip's limit: FLOPs over peak or bytes over bandwidth" if is_known else "TFLOP/s"
+    axes.set(title=title, xlabel=unit)
+    if is_known:
+        axes.set_xlim(0, 100)
     axes.grid(axis="x", alpha=0.3)
-    axes.legend(fontsize=8)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(sides), fontsize=8)
     return figure
 
 
@@ -73,9 +92,9 @@ def _roofline(rows: Sequence[Row], title: str) -> Figure | None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     intensity = np.array([row.flops / row.num_bytes for row in rows])
-    for i, (name, values) in enumerate(_sides(rows).items()):
+    for i, (name, values) in enumerate(_by_side(rows, _tflops).items()):
         marker, colour = ("x", _BASELINE_COLOUR) if i == 0 else ("o", f"C{i - 1}")
-        axes.scatter(intensity, values, marker=marker, color=colour, s=24, label=name)
+        axes.scatter(intensity, values, marker=marker, color=colour, s=24, label=name, alpha=0.8)
     _roofs(axes, rows, intensity)
     axes.set(title=title, xlabel="FLOP per byte that must be moved", ylabel="TFLOP/s", xscale="log", yscale="log")
     axes.grid(which="both", alpha=0.2)
