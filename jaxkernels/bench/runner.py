@@ -494,8 +494,8 @@ class _Judge:
         part = {**operands, "out": cotangent}
         if self._taking is not None:
             part = self._taking.result()(part)
-        if isinstance(self._case, AttentionCase) and "mask" not in part:
-            part["mask"] = jnp.ones(self._case.shape_of("11TS"), bool)
+        if isinstance(self._part.case, AttentionCase) and "mask" not in part:
+            part["mask"] = jnp.ones(self._part.case.shape_of("11TS"), bool)
             if self._part.case.causal:
                 part["mask"] = jnp.tril(part["mask"])
         with jax.enable_x64(True):
