@@ -169,15 +169,17 @@ def test_missing_nvrtc_names_the_extra(monkeypatch):
 
 def test_second_compilation_comes_from_the_cache(cache, forbid_compiling):
     compiler.nvrtc_version()  # The library is opened once in a process, cache or not.
-    start = time.perf_counter()
-    cold = ffi.compile_kernel(TWO_KERNELS, "sum<200>")
-    between = time.perf_counter()
+
+    def timed() -> tuple[ffi.CompiledKernel, float]:
+        start = time.perf_counter()
+        return ffi.compile_kernel(TWO_KERNELS, "sum<200>"), time.perf_counter() - start
+
+    cold, cold_seconds = timed()
     forbid_compiling()
-    warm = ffi.compile_kernel(TWO_KERNELS, "sum<200>")
-    end = time.perf_counter()
+    warm, warm_seconds = min((timed() for _ in range(5)), key=lambda result: result[1])  # Others may use the machine.
     assert warm == cold
     assert [entry.suffix for entry in cache.iterdir()] == [".zip"]
-    assert end - between < (between - start) / 5, f"cold {between - start:.4f} s, warm {end - between:.4f} s"
+    assert warm_seconds < cold_seconds / 5
 
 
 def test_strict_judges_a_cached_kernel_too(forbid_compiling):
