@@ -135,6 +135,17 @@ def test_float32_with_bfloat16(dtypes: tuple[str, str]) -> None:
     )
 
 
+def test_infinities_of_a_float32_operand_stay_infinities() -> None:
+    spec = make_spec(72, 136, 136, dtypes=("float32", "bfloat16"), out_dtype="float32")
+    lhs = np.ones((72, 136), np.float32)
+    lhs[3, 5], lhs[7, 2] = np.inf, np.nan
+    with interpret():
+        out = np.asarray(matmul.run(spec, _SMALL_TILE, jnp.asarray(lhs), jnp.ones((136, 136), jnp.bfloat16)))
+    assert np.isposinf(out[3]).all()
+    assert np.isnan(out[7]).all()
+    assert np.isfinite(np.delete(out, [3, 7], axis=0)).all()
+
+
 @pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", "gelu_erf"])
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 def test_epilogues(activation: str | None, out_dtype: str) -> None:
