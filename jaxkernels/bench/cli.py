@@ -246,7 +246,7 @@ def _summary(results: Results, console: Console) -> None:
     table = Table(title="times as fast as the fastest baseline")
     for name in ("suite", "regime", "backend", "rows", "geometric mean", "least", "most"):
         table.add_column(name)
-    for key, found in ratios(results):
+    for key, found in ratios(results).items():
         ends = [f"{value:.3f}" for value in (geometric_mean(found), min(found), max(found))]
         table.add_row(*key, str(len(found)), *ends)
     console.print(table)

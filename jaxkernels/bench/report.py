@@ -103,23 +103,22 @@ def summary(library: Library) -> str:
     """A line for each suite and backend in Markdown: the geometric mean of its ratios, and how far they reach."""
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for results in library:
-        for (suite, regime, backend), found in ratios(results):
+        for (suite, regime, backend), found in ratios(results).items():
             text = f"{geometric_mean(found):.3f} ({min(found):.2f} to {max(found):.2f}, of {len(found)})"
             cells.setdefault((suite, backend), {})[regime] = text
     lines = [[*key, *(by_regime.get(regime, "-") for regime in REGIMES)] for key, by_regime in cells.items()]
-    head = ["suite", "backend", *REGIMES]
-    text = "".join("| " + " | ".join(line) + " |\n" for line in [head, ["---"] * len(head), *lines])
+    text = _markdown(["suite", "backend", *REGIMES], lines)
     return text + "\nTimes as fast as the fastest baseline: geometric mean (least to most, of so many rows).\n"
 
 
-def ratios(results: Results) -> Iterator[tuple[tuple[str, str, str], list[float]]]:
-    """((suite, regime, backend), how many times as fast as the fastest baseline in each row)."""
+def ratios(results: Results) -> dict[tuple[str, str, str], list[float]]:
+    """(suite, regime, backend) -> how many times as fast as the fastest baseline in each row."""
     found: dict[tuple[str, str, str], list[float]] = {}
     for row in results.rows:
         for side in row.ours:
             if (ratio := row.ratio(side)) is not None:
                 found.setdefault((row.suite, row.regime, side.name), []).append(ratio)
-    yield from found.items()
+    return found
 
 
 def table(rows: Sequence[Row], results: Results, path: pathlib.Path) -> str:
@@ -135,8 +134,11 @@ def table(rows: Sequence[Row], results: Results, path: pathlib.Path) -> str:
         if any(row.fastest_baseline for row in rows):
             means = [_mean(row.ratio(s) for row in rows for s in row.ours if s.name == name) for name in names]
             lines.append(["geometric mean", "", "", *means])
-    text = "".join("| " + " | ".join(cells) + " |\n" for cells in [head, ["---"] * len(head), *lines])
-    return text + "\n" + _source(rows, results, path, is_training=is_training)
+    return _markdown(head, lines) + "\n" + _source(rows, results, path, is_training=is_training)
+
+
+def _markdown(head: list[str], lines: list[list[str]]) -> str:
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in [head, ["---"] * len(head), *lines])
 
 
 def _by_name(row: Row, names: Sequence[str], show: Callable[[Row, Side | None], str]) -> list[str]:
