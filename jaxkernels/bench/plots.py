@@ -64,8 +64,8 @@ def _percent_of_limit(row: Row, side: Side) -> float | None:
 
 
 def _bars(rows: Sequence[Row], title: str) -> Figure:
-    """The share of the chip's limit; TFLOP/s where no limit is known."""
-    is_known = any(row.limits is not None for row in rows)
+    """The share of the chip's limit; TFLOP/s where a row has none."""
+    is_known = all(row.limits is not None for row in rows)
     sides = _by_side(rows, _percent_of_limit if is_known else _tflops)
     figure = Figure(figsize=(9, 1.5 + 0.12 * len(rows) * (len(sides) + 0.5)), layout="constrained")
     axes = figure.add_subplot()
