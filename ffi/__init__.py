@@ -1,21 +1,27 @@
 """The CUDA engine: CUDA C++ compiled at first use and launched from JAX programs.
 
-    kernel = compile_kernel(source, "tile_copy")
-    (out,) = launch(kernel.cubin, kernel.name, [x], [jax.ShapeDtypeStruct(x.shape, x.dtype)], ...)
+    scale = CudaKernel(source, "scale", plan)
+    y = jax.jit(scale)(x)
 
-`compile_kernel` turns text into a cubin, on any machine. `launch` puts the cubin into a JAX program,
+A `CudaKernel` makes a JAX function of CUDA C++; docs/cuda-engine.md has an example. Below it,
+`compile_kernel` turns text into a cubin, on any machine, and `launch` puts a cubin into a JAX program,
 with the tensor maps, addresses and numbers the kernel takes. `launcher.cc`, built when the package is
-installed, runs it; `status()` says whether it was built.
+installed, runs it; `status()` says whether it was built. `tma` has the operations of Hopper's Tensor
+Memory Accelerator.
 """
 
+from jaxkernels.ffi import tma
 from jaxkernels.ffi.compiler import CompiledKernel, CompileError, Report, compile_kernel
 from jaxkernels.ffi.custom_call import Parameter, Pointer, TensorMap, launch
+from jaxkernels.ffi.kernel import CudaKernel, LaunchPlan
 from jaxkernels.ffi.launcher import TARGET, Status, launch_count, register, status
 
 __all__ = [
     "TARGET",
     "CompileError",
     "CompiledKernel",
+    "CudaKernel",
+    "LaunchPlan",
     "Parameter",
     "Pointer",
     "Report",
@@ -26,4 +32,5 @@ __all__ = [
     "launch_count",
     "register",
     "status",
+    "tma",
 ]

@@ -26,7 +26,11 @@ from jaxkernels.folders import cache_root
 __all__ = ["CompileError", "CompiledKernel", "Report", "compile_kernel", "nvrtc_version"]
 
 #: Part of every cache key: entries of another layout, or compiled with other fixed options, are not found.
-_CACHE_FORMAT = 1
+_CACHE_FORMAT = 2
+
+# Since this version NVRTC has a cache of its own where there is a driver. What it takes from there comes without
+# ptxas' account and warnings, which `strict` and `Report` stand on.
+_NVRTC_CACHES = (12, 9)
 
 # ptxas says with these that it gave up on keeping the tensor cores busy: a wgmma pipeline it had to
 # serialise (C7510 and its neighbours), a setmaxnreg it ignored (C7508).
@@ -104,7 +108,7 @@ def compile_kernel(
         they are with JAX's CUDA packages.
       kernel: the `__global__` function: "copy", or an instance of a template, "gemm<128, 256>".
       filename: what the source is called in messages.
-      headers: text of what the source includes, by name.
+      headers: text of what the source includes, by name. The engine's own (tma.cuh) are found without.
       defines: macros; True and False become 1 and 0.
       options: further options of NVRTC.
       arch: the architecture of the code.
@@ -122,7 +126,8 @@ def compile_kernel(
         *(f"--define-macro={name}={_macro(value)}" for name, value in sorted((defines or {}).items())),
         *options,
     )
-    request = _Request(source, kernel, filename, tuple(sorted((headers or {}).items())), options)
+    headers = _with_own_headers(source, headers or {})
+    request = _Request(source, kernel, filename, tuple(sorted(headers.items())), options)
     path = cache_root() / "cubins" / f"{request.key()}.zip"
     compiled = _read(path)
     if compiled is None:
@@ -169,6 +174,26 @@ def _toolkit_headers() -> pathlib.Path | None:
     return None if folder is None else pathlib.Path(folder)
 
 
+# The first group of a line that includes: #include "tma.cuh".
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+
+
+def _with_own_headers(source: str, headers: Mapping[str, str]) -> dict[str, str]:
+    """Adds those of the engine's headers, beside this file, that the source or a header of it includes.
+
+    One that was given under the same name comes first. Only what is included is part of the cache's key.
+    """
+    own = {path.name: path for path in pathlib.Path(__file__).parent.glob("*.cuh")}
+    found = dict(headers)
+    texts = [source, *headers.values()]
+    while texts:
+        for name in _INCLUDE.findall(texts.pop()):
+            if name in own and name not in found:
+                found[name] = own[name].read_text()
+                texts.append(found[name])
+    return found
+
+
 def _macro(value: int | float | str) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
@@ -194,6 +219,8 @@ class _Request:
         options = list(self.options)
         if (folder := _toolkit_headers()) is not None:
             options.append(f"--include-path={folder}")
+        if nvrtc_version() >= _NVRTC_CACHES:
+            options.append("--no-cache")
         status, program = nvrtc.nvrtcCreateProgram(
             self.source.encode(),
             self.filename.encode(),

@@ -25,7 +25,7 @@ import numpy as np
 from jaxkernels import hardware
 from jaxkernels.ffi import launcher
 
-__all__ = ["Parameter", "Pointer", "TensorMap", "launch"]
+__all__ = ["Parameter", "Pointer", "TensorMap", "check", "launch"]
 
 # Limits of tensor maps: CUDA driver API, cuTensorMapEncodeTiled.
 _MAX_RANK = 5
@@ -46,6 +46,9 @@ _MAX_BLOCK = (1024, 1024, 64)
 _MAX_THREADS = 1024
 _MAX_CLUSTER_BLOCKS = 16
 
+# The first compute capability with tensor maps and clusters (same table).
+_HOPPER = (9, 0)
+
 #: The types a tensor map knows, by their size in bytes. Any other dtype travels as bits of its size.
 _DTYPES = {
     "uint8": 1, "uint16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8, "float16": 2, "bfloat16": 2,
@@ -59,11 +62,11 @@ class Pointer:
     """A kernel parameter: the address of an operand or result.
 
     Attributes:
-      buffer: operands count from 0, results follow them.
+      buffer: operands count from 0, results follow them; in a `LaunchPlan`, also their names.
       offset: bytes from the start of the buffer.
     """
 
-    buffer: int
+    buffer: int | str
     offset: int = 0
 
 
@@ -75,7 +78,7 @@ class TensorMap:
     the other way round (PTX ISA, cp.async.bulk.tensor).
 
     Attributes:
-      buffer: operands count from 0, results follow them.
+      buffer: operands count from 0, results follow them; in a `LaunchPlan`, also their names.
       box: the tile that one copy moves, elements; up to 256 in each dimension.
       shape: the tensor, elements. None: the array's own.
       strides: bytes between neighbours in each dimension but the last; multiples of 16. None: dense.
@@ -89,7 +92,7 @@ class TensorMap:
       fill: what a load puts where the box hangs over the edge.
     """
 
-    buffer: int
+    buffer: int | str
     box: tuple[int, ...]
     shape: tuple[int, ...] | None = None
     strides: tuple[int, ...] | None = None
@@ -140,30 +143,48 @@ def launch(
 
     Raises:
       ValueError: a parameter or a launch dimension no device takes, or one outside its array.
+      NotImplementedError: clusters or tensor maps on a chip older than Hopper.
       RuntimeError: there are CUDA devices but no launcher, see `jaxkernels.ffi.status()`.
 
     Differentiability: none, and no batching rule; the primitives that call this have their own.
     """
-    target = hardware.cuda_target() if target is None else target
-    problem = _Problem(name)
-    launch_shape = _launch_attributes(problem, grid, block, cluster, smem_bytes, target)
     buffers = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*operands, *results)]
-    attributes: dict[str, Any] = {}
-    for i, parameter in enumerate(parameters):
-        described = _parameter_attributes(problem.at(f"parameter {i}"), parameter, buffers)
-        attributes |= {f"parameter{i}.{key}": value for key, value in described.items()}
+    attributes = check(
+        name, buffers, parameters=parameters, grid=grid, block=block, cluster=cluster, smem_bytes=smem_bytes,
+        target=target,
+    )  # fmt: skip
     if launcher.has_cuda():
         launcher.register()
     call = jax.ffi.ffi_call(launcher.TARGET, list(results), input_output_aliases=dict(input_output_aliases or {}))
-    out = call(
-        *operands,
-        cubin=np.frombuffer(cubin, np.uint8),
-        kernel=name,
-        num_parameters=np.int64(len(parameters)),
-        **launch_shape,
-        **attributes,
-    )
-    return list(out)
+    return list(call(*operands, cubin=np.frombuffer(cubin, np.uint8), kernel=name, **attributes))
+
+
+def check(
+    name: str,
+    buffers: Sequence[jax.ShapeDtypeStruct],
+    *,
+    parameters: Sequence[Parameter],
+    grid: Sequence[int],
+    block: Sequence[int],
+    cluster: Sequence[int] = (1, 1, 1),
+    smem_bytes: int = 0,
+    target: hardware.Chip | None = None,
+) -> dict[str, Any]:
+    """Raises what `launch` would, of its arguments but the code, and returns the attributes it writes.
+
+    Args:
+      name: what the kernel is called in messages.
+      buffers: shapes and dtypes of the operands, then of the results.
+      parameters, grid, block, cluster, smem_bytes, target: as for `launch`.
+    """
+    target = hardware.cuda_target() if target is None else target
+    problem = _Problem(name)
+    attributes = _launch_attributes(problem, grid, block, cluster, smem_bytes, target)
+    attributes["num_parameters"] = np.int64(len(parameters))
+    for i, parameter in enumerate(parameters):
+        described = _parameter_attributes(problem.at(f"parameter {i}"), parameter, buffers, target)
+        attributes |= {f"parameter{i}.{key}": value for key, value in described.items()}
+    return attributes
 
 
 class _Problem:
@@ -179,6 +200,14 @@ class _Problem:
     def unless(self, condition: bool, what: str, got: str, way_out: str) -> None:
         if not condition:
             raise ValueError(f"{self._kernel}[cuda]: {self._place}{what}; got {got}. {way_out}")
+
+    def unless_hopper(self, target: hardware.Chip, what: str) -> None:
+        capability = target.compute_capability
+        if capability is not None and capability < _HOPPER:
+            raise NotImplementedError(
+                f"{self._kernel}[cuda]: {self._place}{what} need compute capability 9.0; got {target}. "
+                "Use a kernel without them there."
+            )
 
 
 def _launch_attributes(
@@ -228,6 +257,8 @@ def _launch_attributes(
         f"grid={extents['grid']}, cluster={extents['cluster']}",
         "Round the grid up and let the kernel skip what is too much.",
     )
+    if math.prod(extents["cluster"]) > 1:
+        problem.unless_hopper(target, "clusters")
     problem.unless(smem_bytes >= 0, "smem_bytes must not be negative", f"smem_bytes={smem_bytes}", "Use 0 for none.")
     problem.unless(
         not target.smem_bytes or smem_bytes <= target.smem_bytes,
@@ -240,7 +271,7 @@ def _launch_attributes(
 
 
 def _parameter_attributes(
-    problem: _Problem, parameter: Parameter, buffers: Sequence[jax.ShapeDtypeStruct]
+    problem: _Problem, parameter: Parameter, buffers: Sequence[jax.ShapeDtypeStruct], target: hardware.Chip
 ) -> dict[str, Any]:
     if isinstance(parameter, np.generic):
         return {"kind": "value", "value": np.frombuffer(parameter.tobytes(), np.uint8)}
@@ -251,12 +282,12 @@ def _parameter_attributes(
         "Give a number its C type: np.int32(n), np.float32(alpha).",
     )
     problem.unless(
-        0 <= parameter.buffer < len(buffers),
+        isinstance(parameter.buffer, int) and 0 <= parameter.buffer < len(buffers),
         f"buffer must name one of the {len(buffers)} operands and results",
-        f"buffer={parameter.buffer}",
+        f"buffer={parameter.buffer!r}",
         "Operands count from 0, results follow them.",
     )
-    buffer = buffers[parameter.buffer]
+    buffer = buffers[int(parameter.buffer)]
     problem.unless(
         jax.dtypes.itemsize_bits(buffer.dtype) == 8 * buffer.dtype.itemsize,
         "dtypes of less than a byte are not supported: XLA packs them",
@@ -270,9 +301,10 @@ def _parameter_attributes(
         f"offset={parameter.offset}",
         "Offsets count bytes.",
     )
-    place = {"buffer": np.int64(parameter.buffer), "byte_offset": np.int64(parameter.offset)}
+    place = {"buffer": np.int64(int(parameter.buffer)), "byte_offset": np.int64(parameter.offset)}
     if isinstance(parameter, Pointer):
         return {"kind": "pointer", **place}
+    problem.unless_hopper(target, "tensor maps")
     return {"kind": "tensor_map", **place, **_tensor_map_attributes(problem, parameter, buffer, num_bytes)}
 
 

@@ -251,6 +251,14 @@ def test_wrong_launches_are_exceptions_and_leave_the_device_usable():
 
 
 @pytest.mark.gpu
+def test_nvrtcs_own_cache_does_not_take_the_report_away(tmp_path, monkeypatch):
+    source = (ROOT / "tests" / "cuda" / "axpby.cu").read_text() + f"// {tmp_path}"
+    for folder in ("first", "second"):
+        monkeypatch.setenv("JAXKERNELS_CACHE_DIR", str(tmp_path / folder))
+        assert ffi.compile_kernel(source, "axpby", strict=True).report is not None
+
+
+@pytest.mark.gpu
 def test_every_device_runs_the_same_program():
     devices = jax.devices("cuda")
     if len(devices) < 2:

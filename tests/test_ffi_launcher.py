@@ -125,6 +125,10 @@ REFUSED = [
         "Operands count from 0, results follow them.",
     ),
     (
+        {"parameters": [ffi.Pointer("x")]},
+        "parameter 0: buffer must name one of the 2 operands and results; got buffer='x'.",
+    ),
+    (
         {"parameters": [ffi.Pointer(-1)]},
         "parameter 0: buffer must name one of the 2 operands and results; got buffer=-1.",
     ),

@@ -74,7 +74,7 @@ def test_wheel_holds_nothing_but_the_package(built_wheel):
     assert {LIBRARY, NOTE} <= set(names)
     for folder in ("jaxkernels", "pallas", "ffi", "models"):
         inside = "jaxkernels/" if folder == "jaxkernels" else f"jaxkernels/{folder}/"
-        for source in (ROOT / folder).rglob("*.py"):
+        for source in (path for suffix in ("py", "cu", "cuh") for path in (ROOT / folder).rglob(f"*.{suffix}")):
             assert inside + source.relative_to(ROOT / folder).as_posix() in names
     assert not [name for name in names if name.endswith((".cc", ".o", "CMakeLists.txt")) or "__pycache__" in name]
 
