@@ -62,6 +62,7 @@ _CUDA = ("cuda",)
 #: (operation, backend) -> where it lives; for one operation, first listed is first preferred.
 REGISTRY: dict[tuple[str, str], Entry] = {
     ("matmul", "pallas"): Entry("jaxkernels.pallas.matmul", _CUDA),
+    ("matmul", "cuda"): Entry("jaxkernels.ffi.matmul", _CUDA),
     ("matmul", "xla"): Entry("jaxkernels.xla.matmul"),
     ("attention_forward", "pallas"): Entry("jaxkernels.pallas.attention_forward", _CUDA),
     ("attention_forward", "xla"): Entry("jaxkernels.xla.attention_forward"),

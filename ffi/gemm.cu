@@ -1,0 +1,803 @@
+// out = activation(lhs * rhs + bias) + residual on Hopper tensor cores.
+//
+// A persistent grid walks the output tiles. In each block one producer thread copies blocks of both
+// operands into a ring of shared memory slots (TMA, one mbarrier for "full" and one for "empty" a
+// slot), and warpgroups of consumers multiply them with wgmma into float32 registers, apply the
+// epilogue there, and send the result out through swizzled staging buffers, a few to each warp,
+// by TMA again.
+//
+//   cooperative consumers                      ping-pong consumers
+//   share a tile, each 1/n of its rows:        take tiles in turn, so that one's epilogue
+//   each block of operands is read by all      runs beside the other's products
+//   +---------------------+                    +---------------------+ +---------------------+
+//   |      consumer0      |                    |      consumer0      | |      consumer1      |
+//   +---------------------+                    |       tile 0        | |       tile 1        |
+//   |      consumer1      |                    |                     | |                     |
+//   +---------------------+                    +---------------------+ +---------------------+
+//
+// Two blocks may form a cluster along m (or n): their tiles share the rhs (lhs), each loads half of
+// it, and multicast writes it to both. Or a cluster divides k (split K): each block multiplies its
+// part, and the partial sums meet through distributed shared memory, in a fixed order.
+//
+// Operands lie in memory with either dimension contiguous: wgmma transposes 16-bit types in shared
+// memory. TMA fills what a block reads beyond an array's edge with zeros and drops what it would
+// write there.
+//
+// Source: the structure is CUTLASS' warp-specialised Hopper GEMM; the ladder and its figures are in
+// docs/cuda-gemm.md. matmul.py compiles this file with the macros read by `Config`.
+
+#include "ptx.cuh"
+#include "wgmma.cuh"
+
+namespace jaxkernels {
+
+struct Config {
+  using Input = JK_INPUT;
+  using Output = JK_OUTPUT;
+  static constexpr int kBlockM = JK_BLOCK_M;
+  static constexpr int kBlockN = JK_BLOCK_N;
+  static constexpr int kBlockK = JK_BLOCK_K;
+  static constexpr int kStages = JK_NUM_STAGES;
+  static constexpr int kConsumers = JK_NUM_CONSUMERS;
+  static constexpr bool kPingPong = JK_PING_PONG;
+  // Buffers in which each warp stages pieces of the result.
+  static constexpr int kStagingSlots = JK_NUM_STAGING;
+  static constexpr int kClusterM = JK_CLUSTER_M;
+  static constexpr int kClusterN = JK_CLUSTER_N;
+  static constexpr int kSplitK = JK_SPLIT_K;
+  // Whether the dimension that is contracted is the contiguous one.
+  static constexpr bool kLhsIsKMajor = JK_LHS_IS_K_MAJOR;
+  static constexpr bool kRhsIsKMajor = JK_RHS_IS_K_MAJOR;
+  static constexpr bool kHasBias = JK_HAS_BIAS;
+  static constexpr bool kHasResidual = JK_HAS_RESIDUAL;
+  static constexpr bool kSavePreactivation = JK_SAVE_PREACTIVATION;
+  // Whether the result's rows are whole 16-byte units, as TMA takes them.
+  static constexpr bool kHasTmaRows = JK_HAS_TMA_ROWS;
+};
+
+// Elementwise; on values that end in 16 bits, hardware's approximations are exact enough.
+template <bool kIsExact>
+struct Activations {
+  static __device__ __forceinline__ float none(float x) { return x; }
+  static __device__ __forceinline__ float relu(float x) { return x != x ? x : fmaxf(x, 0.0f); }
+  static __device__ __forceinline__ float silu(float x) {
+    if constexpr (kIsExact) return x / (1.0f + expf(-x));
+    return 0.5f * x * (1.0f + tanh(0.5f * x));
+  }
+  static __device__ __forceinline__ float gelu(float x) {
+    constexpr float kSqrt2OverPi = 0.7978845608028654f;
+    return 0.5f * x * (1.0f + tanh(kSqrt2OverPi * (x + 0.044715f * x * x * x)));
+  }
+  static __device__ __forceinline__ float gelu_erf(float x) {
+    return 0.5f * x * (1.0f + erff(0.7071067811865476f * x));
+  }
+
+ private:
+  static __device__ __forceinline__ float tanh(float x) {
+    if constexpr (kIsExact) return tanhf(x);
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
+};
+
+// What a launch works on, in tiles of a whole cluster.
+struct Problem {
+  int m, n;
+  int num_batches, m_tiles, n_tiles;
+  int k_iters;  // Blocks of k.
+  // Tiles are walked in strips: `strip` tiles wide along m (along n if `is_n_minor`), back and
+  // forth.
+  int strip, is_n_minor;
+};
+
+// ---- Constants that follow from Config ---------------------------------------------------------
+
+constexpr int kWarp = 32;
+constexpr int kWarpgroup = 128;
+constexpr int kSwizzleBytes = 128;
+constexpr int kAtom = kSwizzleBytes / 2;  // 16-bit elements across a swizzled row.
+constexpr int kWgmmaM = 64, kWgmmaK = 16;
+
+template <typename T>
+constexpr int kSizeOf = 2;
+template <>
+constexpr int kSizeOf<Float32> = 4;
+
+// How one operand's block of (kRows of m or n) x kBlockK lies in a slot, and how it gets there.
+template <int kRows, bool kIsKMajor, int kSharedBy>
+struct Operand {
+  // A box is one atom wide: of k with all rows, or of the rows (up to the next whole atom) with all
+  // of k.
+  static constexpr int kBoxes = ((kIsKMajor ? Config::kBlockK : kRows) + kAtom - 1) / kAtom;
+  static constexpr int kBoxBytes = (kIsKMajor ? kRows : Config::kBlockK) * kSwizzleBytes;
+  static constexpr int kBytes = kBoxes * kBoxBytes;
+  // Blocks of a cluster that share the operand load equal parts of it: whole boxes where there are
+  // enough (of an MN-major operand), else as many rows of each.
+  static constexpr bool kSharesBoxes = !kIsKMajor && kBoxes % kSharedBy == 0;
+  static constexpr int kLoads = kSharesBoxes ? kBoxes / kSharedBy : kBoxes;
+  static constexpr int kPartRows =
+      (kIsKMajor ? kRows : Config::kBlockK) / (kSharesBoxes ? 1 : kSharedBy);
+  static constexpr u32 kStepBytes = kIsKMajor ? kWgmmaK * 2 : kWgmmaK * kSwizzleBytes;
+  static_assert(kBytes % 1024 == 0, "what follows begins on a period of the swizzle");
+  static_assert(kPartRows % 8 == 0, "parts begin on a period of the swizzle");
+
+  static __device__ __forceinline__ void load(u32 slot, const TensorMap* map, u32 full, int row,
+                                              int k, int batch, u32 rank) {
+    constexpr u16 kEveryone = (1 << kSharedBy) - 1;
+    const u32 first_box = kSharesBoxes ? rank * kLoads : 0;
+    const u32 first_row = kSharesBoxes ? 0 : rank * kPartRows;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const u32 smem = slot + (first_box + i) * kBoxBytes + first_row * kSwizzleBytes;
+      const int across = (first_box + i) * kAtom;
+      const int x = kIsKMajor ? k + across : row + across;
+      const int y = (kIsKMajor ? row : k) + first_row;
+      if constexpr (kSharedBy > 1) {
+        tma_load_multicast_3d(smem, map, full, x, y, batch, kEveryone);
+      } else {
+        tma_load_3d(smem, map, full, x, y, batch);
+      }
+    }
+  }
+
+  // Of rows from `row` on (a multiple of 64) and all of k.
+  static __device__ __forceinline__ u64 descriptor(u32 slot, int row) {
+    const u32 offset = kIsKMajor ? row * kSwizzleBytes : row / kAtom * kBoxBytes;
+    return matrix_descriptor(slot + offset, kIsKMajor ? 0 : kBoxBytes, 8 * kSwizzleBytes);
+  }
+
+  // What to add to a descriptor for the `step`-th 16 of k.
+  static constexpr __device__ u64 advance(int step) {
+    constexpr int kStepsInBox = kIsKMajor ? kAtom / kWgmmaK : Config::kBlockK / kWgmmaK;
+    return (step / kStepsInBox * kBoxBytes + step % kStepsInBox * kStepBytes) >> 4;
+  }
+};
+
+using Lhs = Operand<Config::kBlockM, Config::kLhsIsKMajor, Config::kClusterN>;
+using Rhs = Operand<Config::kBlockN, Config::kRhsIsKMajor, Config::kClusterM>;
+
+constexpr int kClusterBlocks = Config::kClusterM * Config::kClusterN * Config::kSplitK;
+constexpr int kSharers =
+    Config::kClusterM * Config::kClusterN;  // Blocks that fill each other's slots.
+constexpr int kSlotBytes = Lhs::kBytes + Rhs::kBytes;
+constexpr int kConsumersOfTile = Config::kPingPong ? 1 : Config::kConsumers;
+constexpr int kConsumerM = Config::kBlockM / kConsumersOfTile;
+constexpr int kWgmmasM = kConsumerM / kWgmmaM;
+constexpr int kAccumulators = Config::kBlockN / 2;  // Of one thread and wgmma.
+constexpr int kThreads = (Config::kConsumers + 1) * kWarpgroup;
+constexpr int kConsumerWarps = Config::kConsumers * kWarpgroup / kWarp;
+
+// Results are staged by warps: 16 rows of one swizzle span at a time, which divides the tile's.
+constexpr int kPieceM = 16;
+constexpr int kPieceBytes = Config::kBlockN * kSizeOf<Config::Output> % 128 == 0 ? 128 : 64;
+constexpr int kPieceN = kPieceBytes / kSizeOf<Config::Output>;
+constexpr int kPieces = Config::kBlockN / kPieceN;
+constexpr int kStagingSlots = Config::kStagingSlots;
+constexpr int kStagingBytes = kPieceM * kSwizzleBytes;
+
+// Registers by role: what the block has at launch (launch bounds), shared out anew.
+constexpr int kProducerRegisters = 40;
+constexpr int kConsumerRegisters = 232;
+
+static_assert(Config::kBlockM % (kWgmmaM * kConsumersOfTile) == 0,
+              "whole wgmmas for each consumer");
+static_assert(Config::kBlockN % kPieceN == 0 && Config::kBlockN <= 256,
+              "whole pieces, one wgmma wide");
+static_assert(Config::kBlockK % kAtom == 0, "whole atoms of k");
+static_assert(!Config::kPingPong || Config::kConsumers == 2, "two take turns");
+static_assert(Config::kSplitK == 1 || (kSharers == 1 && !Config::kPingPong),
+              "a cluster does one thing");
+
+struct SharedStorage {
+  alignas(1024) unsigned char ring[Config::kStages][kSlotBytes];
+  alignas(1024) unsigned char staging[kConsumerWarps][kStagingSlots][kStagingBytes];
+  u64 full[Config::kStages];
+  u64 empty[Config::kStages];
+  u64 turn[2];
+  u64 residual_full[kConsumerWarps][kStagingSlots];
+};
+// Dynamic shared memory is aligned to 16 bytes only: the host asks for 1008 bytes more.
+static_assert(sizeof(SharedStorage) + 1008 <= JK_SMEM_BYTES, "what the host gives is enough");
+
+// ---- Where the work is -------------------------------------------------------------------------
+
+struct Tile {
+  int batch, row, column;
+};
+
+class Schedule {
+ public:
+  __device__ __forceinline__ Schedule(const Problem& problem, u32 rank)
+      : problem_(problem), rank_(rank), index_(blockIdx.x / kClusterBlocks) {}
+
+  __device__ __forceinline__ bool has_tile() const {
+    return index_ < problem_.num_batches * problem_.m_tiles * problem_.n_tiles;
+  }
+
+  __device__ __forceinline__ void advance() { index_ += gridDim.x / kClusterBlocks; }
+
+  // Strips of the minor dimension, each walked along the major one; every other strip backwards, so
+  // that it begins with the operands the last one ended with.
+  __device__ __forceinline__ Tile tile() const {
+    const int in_batch = problem_.m_tiles * problem_.n_tiles;
+    const int batch = index_ / in_batch;
+    const int index = index_ - batch * in_batch;
+    const int minor_tiles = problem_.is_n_minor ? problem_.n_tiles : problem_.m_tiles;
+    const int major_tiles = problem_.is_n_minor ? problem_.m_tiles : problem_.n_tiles;
+    const int strip = index / (problem_.strip * major_tiles);
+    const int in_strip = index - strip * problem_.strip * major_tiles;
+    const int width = min(problem_.strip, minor_tiles - strip * problem_.strip);
+    int major = in_strip / width;
+    const int minor = strip * problem_.strip + in_strip - major * width;
+    if (strip % 2) major = major_tiles - 1 - major;
+    const int m = problem_.is_n_minor ? major : minor, n = problem_.is_n_minor ? minor : major;
+    const int m_rank = Config::kClusterM > 1 ? rank_ : 0,
+              n_rank = Config::kClusterN > 1 ? rank_ : 0;
+    return {batch, (m * Config::kClusterM + m_rank) * Config::kBlockM,
+            (n * Config::kClusterN + n_rank) * Config::kBlockN};
+  }
+
+  // The blocks of k that this block multiplies: all, or its part of a split.
+  __device__ __forceinline__ int k_begin() const {
+    return Config::kSplitK == 1 ? 0 : problem_.k_iters * static_cast<int>(rank_) / Config::kSplitK;
+  }
+  __device__ __forceinline__ int k_end() const {
+    return Config::kSplitK == 1 ? problem_.k_iters
+                                : problem_.k_iters * static_cast<int>(rank_ + 1) / Config::kSplitK;
+  }
+
+ private:
+  const Problem& problem_;
+  u32 rank_;
+  int index_;
+};
+
+// A place in the ring, and how often the ring has gone round: the parity its barriers are at.
+class Place {
+ public:
+  __device__ __forceinline__ int slot() const { return slot_; }
+  __device__ __forceinline__ u32 parity() const { return round_ & 1; }
+  __device__ __forceinline__ void next() {
+    if (++slot_ == Config::kStages) slot_ = 0, ++round_;
+  }
+  __device__ __forceinline__ void skip(int count) {
+    slot_ += count;
+    round_ += slot_ / Config::kStages;
+    slot_ %= Config::kStages;
+  }
+
+ private:
+  int slot_ = 0;
+  u32 round_ = 0;
+};
+
+// ---- Producer: one thread ----------------------------------------------------------------------
+
+__device__ __forceinline__ void produce(SharedStorage& shared, const TensorMap* lhs,
+                                        const TensorMap* rhs, Schedule schedule, u32 rank) {
+  const u32 part = kSharers > 1 ? rank : 0;
+  Place place;
+  for (; schedule.has_tile(); schedule.advance()) {
+    const Tile tile = schedule.tile();
+    for (int k = schedule.k_begin(); k < schedule.k_end(); ++k) {
+      const u32 full = shared_address(&shared.full[place.slot()]);
+      // The first round finds every slot free: its wait is for the phase before the first.
+      mbarrier_wait(shared_address(&shared.empty[place.slot()]), place.parity() ^ 1);
+      mbarrier_arrive_expect_tx(full, kSlotBytes);
+      const u32 slot = shared_address(shared.ring[place.slot()]);
+      const int k_element = k * Config::kBlockK;
+      Lhs::load(slot, lhs, full, tile.row, k_element, tile.batch, Config::kClusterN > 1 ? part : 0);
+      Rhs::load(slot + Lhs::kBytes, rhs, full, tile.column, k_element, tile.batch,
+                Config::kClusterM > 1 ? part : 0);
+      place.next();
+    }
+  }
+}
+
+// ---- Consumers ---------------------------------------------------------------------------------
+
+using Accumulators = float[kWgmmasM][kAccumulators];
+
+// Gives a slot back to every producer that writes to it, one arrival from each warp.
+__device__ __forceinline__ void release(SharedStorage& shared, int slot) {
+  const u32 empty = shared_address(&shared.empty[slot]);
+  const u32 lane = threadIdx.x % kWarp;
+  if constexpr (kSharers > 1) {
+    if (lane < kSharers) mbarrier_arrive_cluster(map_shared(empty, lane));
+  } else {
+    if (lane == 0) mbarrier_arrive(empty);
+  }
+}
+
+// Groups of products left in flight: a slot is released when the next one's have been issued. A
+// ring of one slot has no next one.
+constexpr int kInFlight = Config::kStages > 1 ? 1 : 0;
+
+// acc = this consumer's rows of lhs times rhs. `issued` is called when all products are under way.
+template <typename Issued>
+__device__ __forceinline__ void multiply(SharedStorage& shared, Accumulators& acc, Place& place,
+                                         int k_iters, int first_row, Issued issued) {
+  int previous = 0;
+  for (int k = 0; k < k_iters; ++k) {
+    mbarrier_wait(shared_address(&shared.full[place.slot()]), place.parity());
+    const u32 slot = shared_address(shared.ring[place.slot()]);
+    const u64 rhs = Rhs::descriptor(slot + Lhs::kBytes, 0);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Config::kBlockK / kWgmmaK; ++step) {
+#pragma unroll
+      for (int i = 0; i < kWgmmasM; ++i) {
+        const u64 lhs = Lhs::descriptor(slot, first_row + i * kWgmmaM);
+        Wgmma<Config::Input, Config::kBlockN, !Config::kLhsIsKMajor, !Config::kRhsIsKMajor>::run(
+            acc[i], lhs + Lhs::advance(step), rhs + Rhs::advance(step), k > 0 || step > 0);
+      }
+    }
+    wgmma_commit();
+    wgmma_wait<kInFlight>();
+    if (kInFlight == 0) {
+      release(shared, place.slot());
+    } else if (k > 0) {
+      release(shared, previous);
+    }
+    previous = place.slot();
+    place.next();
+  }
+  issued();
+  wgmma_wait<0>();
+#pragma unroll
+  for (int i = 0; i < kWgmmasM; ++i) pin(acc[i]);
+  if (kInFlight > 0) release(shared, previous);
+}
+
+// ---- Split K: partial sums meet ----------------------------------------------------------------
+
+// Piece (i, j) of the tile is finished by this block of the cluster.
+__device__ __forceinline__ u32 owner(int i, int j) { return (i * kPieces + j) % Config::kSplitK; }
+
+constexpr int kPieceAccumulators = kPieceN / 2;
+
+// Every thread leaves its accumulators in its own block's ring, which nobody uses any more, and
+// after the cluster's barrier takes the sum of all blocks' for the pieces that its block owns, in
+// the order of ranks. Its own come from memory too: a choice between them and a load would have the
+// loads wait for each other.
+__device__ __forceinline__ void reduce(SharedStorage& shared, Accumulators& acc, u32 rank) {
+  static_assert(
+      Config::kSplitK == 1 || kWgmmasM * kAccumulators * 4 * Config::kConsumers * kWarpgroup <=
+                                  Config::kStages * kSlotBytes,
+      "the partial sums fit into the ring");
+  const u32 mine = shared_address(shared.ring) + (threadIdx.x - kWarpgroup) * 16;
+  constexpr u32 kStride = Config::kConsumers * kWarpgroup * 16;
+  named_barrier_sync<1, Config::kConsumers *
+                            kWarpgroup>();  // The other consumers' products have read the ring.
+#pragma unroll
+  for (int i = 0; i < kWgmmasM; ++i) {
+#pragma unroll
+    for (int r = 0; r < kAccumulators; r += 4) {
+      store_shared(mine + (i * kAccumulators + r) / 4 * kStride,
+                   make_float4(acc[i][r], acc[i][r + 1], acc[i][r + 2], acc[i][r + 3]));
+    }
+  }
+  cluster_arrive();
+  cluster_wait();
+  u32 parts[Config::kSplitK];
+#pragma unroll
+  for (u32 peer = 0; peer < Config::kSplitK; ++peer) parts[peer] = map_shared(mine, peer);
+#pragma unroll
+  for (int p = 0; p < kWgmmasM * kPieces; ++p) {
+    const int i = p / kPieces, j = p % kPieces;
+    if (owner(i, j) != rank) continue;
+#pragma unroll
+    for (int r = j * kPieceAccumulators; r < (j + 1) * kPieceAccumulators; r += 4) {
+      const u32 offset = (i * kAccumulators + r) / 4 * kStride;
+      float4 sum = load_cluster(parts[0] + offset);
+#pragma unroll
+      for (u32 peer = 1; peer < Config::kSplitK; ++peer) {
+        const float4 part = load_cluster(parts[peer] + offset);
+        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+      }
+      acc[i][r] = sum.x, acc[i][r + 1] = sum.y, acc[i][r + 2] = sum.z, acc[i][r + 3] = sum.w;
+    }
+  }
+}
+
+// ---- Epilogue ----------------------------------------------------------------------------------
+
+// A row-major matrix of the result's type and shape: a tensor map, or an address where rows are no
+// TMA operand.
+struct Address {
+  unsigned char* data;
+};
+template <bool kIsAddress>
+struct MatrixType {
+  using type = TensorMap;
+};
+template <>
+struct MatrixType<true> {
+  using type = Address;
+};
+using Matrix = MatrixType<!Config::kHasTmaRows>::type;
+
+// One warp's way between a staging buffer and a piece of a matrix in memory.
+struct Piece {
+  int batch, row, column;
+};
+
+// Byte `byte` of row `row` of a staging buffer: 16-byte units are permuted as TMA's swizzle of this
+// span does, by the number of the 128 bytes that the row lies in.
+__device__ __forceinline__ u32 swizzled(u32 row, u32 byte) {
+  return row * kPieceBytes + (byte ^ (row * kPieceBytes / 128 % (kPieceBytes / 16) * 16));
+}
+
+// Where rows are no TMA operand, a warp moves a piece row by row, 4 bytes with each lane:
+// `move(lane's place in the buffer, its first column, where the columns end, its address)` for the
+// rows inside the matrix. Lanes beyond the piece go along: for them the columns end before they
+// begin.
+template <typename Move>
+__device__ __forceinline__ void for_each_row(const Problem& problem, const Address& matrix,
+                                             unsigned char* staging, const Piece& piece,
+                                             Move move) {
+  constexpr int kSize = kSizeOf<Config::Output>;
+  constexpr u32 kLanes = kPieceBytes / 4;
+  const u32 lane = threadIdx.x % kWarp;
+  const int column = piece.column + lane * (4 / kSize);
+  const int end = lane < kLanes ? problem.n : 0;
+  const long long first_line = static_cast<long long>(piece.batch) * problem.m + piece.row;
+  unsigned char* line = matrix.data + (first_line * problem.n + column) * kSize;
+  const int rows = min(kPieceM, problem.m - piece.row);
+#pragma unroll 4
+  for (int row = 0; row < rows; ++row) {
+    u32& word = *reinterpret_cast<u32*>(staging + swizzled(row, lane % kLanes * 4));
+    move(word, column, end, line);
+    line += static_cast<long long>(problem.n) * kSize;
+  }
+}
+
+__device__ __forceinline__ void send(const Problem&, const TensorMap& matrix,
+                                     unsigned char* staging, const Piece& piece) {
+  fence_proxy_async();
+  __syncwarp();
+  if (threadIdx.x % kWarp == 0) {
+    tma_store_3d(&matrix, shared_address(staging), piece.column, piece.row, piece.batch);
+    tma_store_commit();
+  }
+}
+
+// Rows of 16-bit results may begin in the middle of a 4-byte word: then each lane stores its second
+// value and its neighbour's first. That is so for all lanes or for none.
+__device__ __forceinline__ void send(const Problem& problem, const Address& matrix,
+                                     unsigned char* staging, const Piece& piece) {
+  __syncwarp();
+  const u32 lane = threadIdx.x % kWarp;
+  for_each_row(problem, matrix, staging, piece,
+               [&](u32 word, int column, int end, unsigned char* to) {
+                 if constexpr (kSizeOf<Config::Output> == 4) {
+                   if (column < end) *reinterpret_cast<u32*>(to) = word;
+                   return;
+                 }
+                 bool is_pair = true;
+                 if (reinterpret_cast<u64>(to) % 4 != 0) {
+                   const u32 next = __shfl_down_sync(0xffffffffu, word, 1);
+                   if (lane == 0 && column < end) *reinterpret_cast<u16*>(to) = word;
+                   word = word >> 16 | next << 16;
+                   column += 1, to += 2;
+                   is_pair = lane < kPieceBytes / 4 - 1;  // The last has no neighbour.
+                 }
+                 if (is_pair && column + 1 < end) {
+                   *reinterpret_cast<u32*>(to) = word;
+                 } else if (column < end) {
+                   *reinterpret_cast<u16*>(to) = word;
+                 }
+               });
+  __syncwarp();
+}
+
+__device__ __forceinline__ void prefetch(const TensorMap& matrix) { prefetch_tensor_map(&matrix); }
+__device__ __forceinline__ void prefetch(const Address&) {}
+
+// Begins to fetch a piece, for which the barrier then waits.
+__device__ __forceinline__ void fetch(const Problem&, const TensorMap& matrix,
+                                      unsigned char* staging, u32 full, const Piece& piece) {
+  if (threadIdx.x % kWarp == 0) {
+    tma_store_wait_read<0>();
+    mbarrier_arrive_expect_tx(full, kStagingBytes);
+    tma_load_3d(shared_address(staging), &matrix, full, piece.column, piece.row, piece.batch);
+  }
+}
+
+__device__ __forceinline__ void fetch(const Problem& problem, const Address& matrix,
+                                      unsigned char* staging, u32 full, const Piece& piece) {
+  for_each_row(problem, matrix, staging, piece,
+               [&](u32& word, int column, int end, const unsigned char* from) {
+                 if (column >= end) return;
+                 if constexpr (kSizeOf<Config::Output> == 4) {
+                   word = *reinterpret_cast<const u32*>(from);
+                 } else {
+                   const u16* pair = reinterpret_cast<const u16*>(from);
+                   word = column + 1 < end ? pair[0] | static_cast<u32>(pair[1]) << 16 : pair[0];
+                 }
+               });
+  __syncwarp();
+  if (threadIdx.x % kWarp == 0) mbarrier_arrive(full);
+}
+
+// Of those that Config does not have, nothing is read or written.
+struct Operands {
+  const Matrix& out;
+  const Matrix& preactivation;
+  const Matrix& residual;
+  const float* bias;
+};
+
+// What one warp does with its 16 rows of each wgmma's result.
+class Epilogue {
+ public:
+  __device__ __forceinline__ Epilogue(SharedStorage& shared, const Problem& problem,
+                                      const Operands& operands, u32 rank)
+      : problem_(problem),
+        operands_(operands),
+        rank_(rank),
+        warp_((threadIdx.x - kWarpgroup) / kWarp),
+        staging_(shared.staging[warp_]),
+        residual_full_(shared.residual_full[warp_]) {}
+
+  // Before a tile's products: fetches of the first pieces of the residual fly meanwhile.
+  __device__ __forceinline__ void begin(const Tile& tile, int first_row) {
+    if constexpr (kFetchesAhead) {
+      const int count = kOutSlots < kCount ? kOutSlots : kCount;
+#pragma unroll
+      for (int p = 0; p < count; ++p) prefetch(tile, first_row, p);
+    }
+  }
+
+  __device__ __forceinline__ void finish(const Accumulators& acc, const Tile& tile, int first_row) {
+#pragma unroll
+    for (int p = 0; p < kCount; ++p) {
+      const int i = p / kPieces, j = p % kPieces;
+      if (Config::kSplitK > 1 && owner(i, j) != rank_) continue;
+      const Piece piece = piece_of(tile, first_row, p);
+      unsigned char* staging = staging_[out_slot(p)];
+      if constexpr (Config::kHasResidual) {
+        if constexpr (!kFetchesAhead) prefetch(tile, first_row, p);
+        mbarrier_wait(shared_address(&residual_full_[out_slot(p)]),
+                      residual_parity_ >> out_slot(p) & 1);
+        residual_parity_ ^= 1u << out_slot(p);
+      }
+      if constexpr (!Config::kHasResidual || Config::kSavePreactivation) wait_free(p);
+#pragma unroll
+      for (int c = 0; c < kPieceN / 16; ++c) {
+        float values[8];
+#pragma unroll
+        for (int r = 0; r < 8; ++r) values[r] = acc[i][j * kPieceAccumulators + c * 8 + r];
+        if constexpr (Config::kHasBias) add_bias(values, piece.column + c * 16);
+        if constexpr (Config::kSavePreactivation) {
+          write<Config::Output>(values, staging_[kOutSlots + out_slot(p)], c);
+        }
+#pragma unroll
+        for (float& value : values) value = Activations<kIsExact>::JK_ACTIVATION(value);
+        if constexpr (Config::kHasResidual) add_staged<Config::Output>(values, staging, c);
+        write<Config::Output>(values, staging, c);
+      }
+      // The store before has had this piece's time to read the buffer that this fetch will fill.
+      if (kFetchesAhead && kOutSlots > 1 && p > 0 && p - 1 + kOutSlots < kCount) {
+        prefetch(tile, first_row, p - 1 + kOutSlots);
+      }
+      if constexpr (Config::kSavePreactivation) {
+        send(problem_, operands_.preactivation, staging_[kOutSlots + out_slot(p)], piece);
+      }
+      send(problem_, operands_.out, staging, piece);
+      if (kFetchesAhead && kOutSlots == 1 && p + 1 < kCount) prefetch(tile, first_row, p + 1);
+    }
+  }
+
+  // Staging buffers must outlive the stores' reads.
+  __device__ __forceinline__ void drain() {
+    if (threadIdx.x % kWarp == 0) tma_store_wait_read<0>();
+  }
+
+ private:
+  static constexpr bool kIsExact = kSizeOf<Config::Output> == 4;
+  static constexpr int kCount = kWgmmasM * kPieces;
+  // With a pre-activation each kind of result has half of the buffers.
+  static constexpr int kOutSlots = kStagingSlots / (Config::kSavePreactivation ? 2 : 1);
+  static_assert(kStagingSlots % 2 == 0 || !Config::kSavePreactivation, "halves");
+  // Where pieces of a tile are shared out, their order is not known here: each is fetched when it
+  // is due.
+  static constexpr bool kFetchesAhead = Config::kHasResidual && Config::kSplitK == 1;
+  static __device__ __forceinline__ int out_slot(int p) { return p % kOutSlots; }
+
+  __device__ __forceinline__ Piece piece_of(const Tile& tile, int first_row, int p) const {
+    return {tile.batch,
+            tile.row + first_row + p / kPieces * kWgmmaM + static_cast<int>(warp_ % 4) * kPieceM,
+            tile.column + p % kPieces * kPieceN};
+  }
+
+  __device__ __forceinline__ void prefetch(const Tile& tile, int first_row, int p) {
+    __syncwarp();
+    fetch(problem_, operands_.residual, staging_[out_slot(p)],
+          shared_address(&residual_full_[out_slot(p)]), piece_of(tile, first_row, p));
+  }
+
+  // Waits until the buffers of piece p have been read by the stores that were last made from them:
+  // buffers are used in turn, so all stores but those of the pieces in between. Not so at the start
+  // of a tile where the last one ended out of turn, or where pieces are left out.
+  __device__ __forceinline__ void wait_free(int p) {
+    constexpr int kStores = Config::kSavePreactivation ? 2 : 1;
+    if (threadIdx.x % kWarp == 0) {
+      if ((p == 0 && kCount % kOutSlots != 0) || Config::kSplitK > 1) {
+        tma_store_wait_read<0>();
+      } else {
+        tma_store_wait_read<kStagingSlots - kStores>();
+      }
+    }
+    __syncwarp();
+  }
+
+  // Pieces are worked on by 16 columns. Of those a thread has columns 2q, 2q + 1, 2q + 8 and 2q + 9
+  // (q = lane % 4) of rows lane / 4 and lane / 4 + 8, in the order of wgmma's accumulators:
+  // values[4 (column / 8) + 2 (row / 8) + odd].
+
+  __device__ __forceinline__ void add_bias(float (&values)[8], int column) const {
+    const float* bias = operands_.bias + column + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < 8; r += 4) {
+      const float2 pair = __ldg(reinterpret_cast<const float2*>(bias + r * 2));
+      values[r] += pair.x, values[r + 1] += pair.y, values[r + 2] += pair.x,
+          values[r + 3] += pair.y;
+    }
+  }
+
+  // Where this thread's row of stmatrix begins in a buffer, for 16 columns of 16 bits from 16 c on.
+  static __device__ __forceinline__ u32 matrix_row(unsigned char* staging, int c) {
+    const u32 lane = threadIdx.x % kWarp;
+    return shared_address(staging) + swizzled(lane % 16, c * 32 + lane / 16 * 16);
+  }
+
+  // Where values[r] and values[r + 1] lie in a buffer, of 16 columns of 32 bits from 16 c on.
+  static __device__ __forceinline__ u32 pair(unsigned char* staging, int c, int r) {
+    const u32 lane = threadIdx.x % kWarp;
+    return shared_address(staging) +
+           swizzled(lane / 4 + r % 4 * 4, c * 64 + r / 4 * 32 + lane % 4 * 8);
+  }
+
+  template <typename T>
+  static __device__ __forceinline__ void write(const float (&v)[8], unsigned char* staging, int c) {
+    if constexpr (kSizeOf<T> == 2) {
+      stmatrix_x4(matrix_row(staging, c), T::pack(v[0], v[1]), T::pack(v[2], v[3]),
+                  T::pack(v[4], v[5]), T::pack(v[6], v[7]));
+    } else {
+#pragma unroll
+      for (int r = 0; r < 8; r += 2) store_shared(pair(staging, c, r), v[r], v[r + 1]);
+    }
+  }
+
+  template <typename T>
+  static __device__ __forceinline__ void add_staged(float (&values)[8], unsigned char* staging,
+                                                    int c) {
+    if constexpr (kSizeOf<T> == 2) {
+      u32 packed[4];
+      ldmatrix_x4(matrix_row(staging, c), packed[0], packed[1], packed[2], packed[3]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        values[i * 2] += T::low(packed[i]);
+        values[i * 2 + 1] += T::high(packed[i]);
+      }
+    } else {
+#pragma unroll
+      for (int r = 0; r < 8; r += 2) {
+        float low, high;
+        load_shared(pair(staging, c, r), low, high);
+        values[r] += low, values[r + 1] += high;
+      }
+    }
+  }
+
+  const Problem& problem_;
+  const Operands& operands_;
+  u32 rank_;
+  u32 warp_;
+  unsigned char (*staging_)[kStagingBytes];
+  u64* residual_full_;
+  u32 residual_parity_ = 0;
+};
+
+__device__ __forceinline__ void consume(SharedStorage& shared, const Problem& problem,
+                                        const Operands& operands, Schedule schedule, u32 rank) {
+  const int consumer = threadIdx.x / kWarpgroup - 1;
+  const int first_row = Config::kPingPong ? 0 : consumer * kConsumerM;
+  const int k_iters = schedule.k_end() - schedule.k_begin();
+  Epilogue epilogue(shared, problem, operands, rank);
+  Place place;
+  u32 turn = consumer == 0 ? 1 : 0;  // The first consumer need not wait for its first turn.
+  if (Config::kPingPong && consumer == 1) {
+    schedule.advance();
+    place.skip(k_iters);
+  }
+  Accumulators acc;
+  while (schedule.has_tile()) {
+    const Tile tile = schedule.tile();
+    epilogue.begin(tile, first_row);
+    if constexpr (Config::kPingPong) {
+      // Also keeps the parities apart: no slot is waited for more than a round ahead.
+      mbarrier_wait(shared_address(&shared.turn[consumer]), turn);
+      turn ^= 1;
+    }
+    multiply(shared, acc, place, k_iters, first_row, [&] {
+      if (Config::kPingPong && threadIdx.x % kWarpgroup == 0) {
+        mbarrier_arrive(shared_address(&shared.turn[consumer ^ 1]));
+      }
+    });
+    if constexpr (Config::kPingPong) place.skip(k_iters);
+    if constexpr (Config::kSplitK > 1) reduce(shared, acc, rank);
+    epilogue.finish(acc, tile, first_row);
+    schedule.advance();
+    if constexpr (Config::kPingPong) schedule.advance();
+  }
+  epilogue.drain();
+}
+
+// ---- Kernel ------------------------------------------------------------------------------------
+
+__global__ __launch_bounds__(kThreads, 1) void gemm(const __grid_constant__ TensorMap lhs,
+                                                    const __grid_constant__ TensorMap rhs,
+                                                    const __grid_constant__ Matrix out,
+                                                    const __grid_constant__ Matrix preactivation,
+                                                    const __grid_constant__ Matrix residual,
+                                                    const float* bias,
+                                                    const __grid_constant__ Problem problem) {
+  extern __shared__ unsigned char dynamic_smem[];
+  // The same offset in every block of a cluster, as multicast needs.
+  const u32 misalignment = shared_address(dynamic_smem) % 1024;
+  SharedStorage& shared =
+      *reinterpret_cast<SharedStorage*>(dynamic_smem + (1024 - misalignment) % 1024);
+  const u32 rank = kClusterBlocks > 1 ? cluster_rank() : 0;
+  const Schedule schedule(problem, rank);
+  const int warpgroup = threadIdx.x / kWarpgroup;
+
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&lhs);
+    prefetch_tensor_map(&rhs);
+    prefetch(out);
+    constexpr int kReleases = kConsumersOfTile * kWarpgroup / kWarp * kSharers;
+    for (int i = 0; i < Config::kStages; ++i) {
+      mbarrier_init(shared_address(&shared.full[i]), 1);
+      mbarrier_init(shared_address(&shared.empty[i]), kReleases);
+    }
+    for (int i = 0; Config::kPingPong && i < 2; ++i)
+      mbarrier_init(shared_address(&shared.turn[i]), 1);
+    for (int i = 0; Config::kHasResidual && i < kConsumerWarps * kStagingSlots; ++i) {
+      mbarrier_init(shared_address(&shared.residual_full[0][i]), 1);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  if constexpr (kClusterBlocks > 1) {
+    // No block may write to its peers, or arrive at their barriers, before those exist
+    // (fence_mbarrier_init).
+    cluster_arrive_relaxed();
+    cluster_wait();
+  }
+
+  if (warpgroup == 0) {
+    if constexpr (Config::kConsumers > 1) setmaxnreg_dec<kProducerRegisters>();
+    if (threadIdx.x == 0) produce(shared, &lhs, &rhs, schedule, rank);
+    if constexpr (Config::kSplitK > 1) {
+      __syncwarp();
+      cluster_arrive();  // The barrier of `reduce`: it counts every thread.
+      cluster_wait();
+    }
+  } else {
+    if constexpr (Config::kConsumers > 1) setmaxnreg_inc<kConsumerRegisters>();
+    const Operands operands{out, preactivation, residual, bias};
+    consume(shared, problem, operands, schedule, rank);
+  }
+
+  if constexpr (kClusterBlocks > 1) {
+    // A peer may still read our shared memory, write to it or arrive at its barriers.
+    __syncwarp();
+    cluster_arrive_relaxed();
+    cluster_wait();
+  }
+}
+
+}  // namespace jaxkernels

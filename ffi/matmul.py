@@ -1,0 +1,533 @@
+"""Matrix product on Hopper tensor cores, with its epilogue, in CUDA C++ (gemm.cu says how it works).
+
+Operands lie in memory as "mk" or "km" and "kn" or "nk" and are read as they are. The Tensor Memory Accelerator
+takes rows that are whole 16-byte units: an operand with other rows is padded by XLA first, a result with other
+rows is stored, and a residual loaded, by ordinary instructions. Sizes need no multiple of anything else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import itertools
+import math
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxkernels.ffi import compiler, custom_call, launcher, wgmma
+from jaxkernels.specs import MatmulSpec
+
+__all__ = ["VERSION", "Config", "compile_gemm", "estimate", "run", "search_space", "shortlist", "unsupported"]
+
+VERSION = 1
+
+_Axis = Literal["m", "n"]
+_INPUTS = {jnp.dtype(jnp.bfloat16): "BFloat16", jnp.dtype(jnp.float16): "Float16"}
+_OUTPUTS = _INPUTS | {jnp.dtype(jnp.float32): "Float32"}
+_PRESETS = (
+    lax.DotAlgorithmPreset.DEFAULT,
+    lax.DotAlgorithmPreset.BF16_BF16_F32,
+    lax.DotAlgorithmPreset.F16_F16_F32,
+)
+
+# As in gemm.cu.
+_SWIZZLE_BYTES = 128
+_ATOM = _SWIZZLE_BYTES // 2
+_WGMMA_M = 64
+_WARPGROUP = 128
+_STAGING_BYTES = 16 * _SWIZZLE_BYTES
+_ALIGNMENT_BYTES = 1008
+#: Accumulators of one thread: of its 232 registers these leave enough for addresses and an epilogue.
+_MAX_ACCUMULATORS = 192
+#: The bytes that rows must be multiples of to be TMA operands.
+_TMA_BYTES = 16
+#: The bytes of a cache line: rows padded to them are read faster.
+_LINE_BYTES = 128
+#: Rows that a block of pad_rows.cu works on at a time, and blocks that fill an SM.
+_PAD_WARPS = 8
+_PAD_BLOCKS_PER_SM = 8
+#: Blocks of a cluster on every Hopper GPU.
+_MAX_SPLIT = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tiling and schedule.
+
+    Attributes:
+      block_m, block_n: output tile of one CTA.
+      block_k: depth of one pipeline step.
+      num_stages: slots of the operand ring.
+      ping_pong: the two consumers take tiles in turn, instead of sharing one by rows.
+      num_staging: buffers in which each warp stages pieces of the result, 16 rows of 128 bytes.
+      cluster: the dimension along which two neighbouring CTAs form a cluster and multicast the operand
+        they share, or None.
+      split_k: CTAs of a cluster that each multiply a part of k and add up what they have.
+      minor: the tile dimension walked first, in strips of `strip` tiles.
+      strip: see `minor`.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    num_stages: int = 4
+    ping_pong: bool = False
+    num_staging: int = 2
+    cluster: _Axis | None = None
+    split_k: int = 1
+    minor: _Axis = "m"
+    strip: int = 8
+
+    def __post_init__(self) -> None:
+        consumer_m = self.block_m // self.num_consumers_of_tile
+        way_out = f"got {self}."
+        if consumer_m % _WGMMA_M or self.block_m % self.num_consumers_of_tile:
+            raise ValueError(f"matmul[cuda]: block_m must be a multiple of {_WGMMA_M} for each consumer; {way_out}")
+        if self.block_n % 32 or not 0 < self.block_n <= 256:
+            raise ValueError(f"matmul[cuda]: block_n must be a multiple of 32 up to 256; {way_out}")
+        if self.block_k % _ATOM or self.block_k <= 0:
+            raise ValueError(f"matmul[cuda]: block_k must be a multiple of {_ATOM}; {way_out}")
+        if self.num_accumulators > _MAX_ACCUMULATORS:
+            raise ValueError(
+                f"matmul[cuda]: a consumer's tile must leave each thread {_MAX_ACCUMULATORS} accumulators; {way_out}"
+            )
+        if self.num_stages < 1 or self.strip < 1 or not 1 <= self.split_k <= _MAX_SPLIT:
+            raise ValueError(
+                f"matmul[cuda]: num_stages and strip must be positive, split_k from 1 to {_MAX_SPLIT}; {way_out}"
+            )
+        if self.num_staging not in (2, 4):
+            raise ValueError(f"matmul[cuda]: num_staging must be 2 or 4; {way_out}")
+        if self.split_k > 1 and 4 * self.block_m * self.block_n > self.ring_bytes:
+            raise ValueError(f"matmul[cuda]: the partial sums of split_k must fit into the ring; {way_out}")
+        if self.split_k > 1 and (self.cluster or self.ping_pong):
+            raise ValueError(f"matmul[cuda]: split_k excludes multicast clusters and ping_pong; {way_out}")
+
+    @property
+    def num_consumers(self) -> int:
+        """Warpgroups that multiply; a tile of 64 rows cannot be shared."""
+        return 2 if self.ping_pong or self.block_m > _WGMMA_M else 1
+
+    @property
+    def num_consumers_of_tile(self) -> int:
+        return 1 if self.ping_pong else self.num_consumers
+
+    @property
+    def num_accumulators(self) -> int:
+        """Of one thread."""
+        return self.block_m // self.num_consumers_of_tile * self.block_n // _WARPGROUP
+
+    @property
+    def ring_bytes(self) -> int:
+        """The slots; of an rhs with n contiguous, whole atoms."""
+        return 2 * (self.block_m + self.block_n + -self.block_n % _ATOM) * self.block_k * self.num_stages
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory: ring, staging buffers and barriers, with room to align them."""
+        warps = 4 * self.num_consumers
+        barriers = 8 * (2 * self.num_stages + 2 + self.num_staging * warps)
+        storage = self.ring_bytes + warps * self.num_staging * _STAGING_BYTES + barriers
+        return storage + -storage % 1024 + _ALIGNMENT_BYTES
+
+    def grid_of_tiles(self, m: int, n: int) -> tuple[int, int]:
+        """Tiles of a cluster along m and n."""
+        paired = lambda axis: 2 if self.cluster == axis else 1
+        return -(-m // (self.block_m * paired("m"))), -(-n // (self.block_n * paired("n")))
+
+
+#: The default is one of these until the model is trusted with the whole space (measured: docs/cuda-gemm.md).
+_CANDIDATES = (
+    Config(256, 192, num_stages=3, cluster="n"),
+    Config(128, 256, num_stages=4, cluster="m"),
+    Config(128, 256, num_stages=4),
+    Config(128, 160, num_stages=4),
+    Config(128, 128, num_stages=6),
+    Config(128, 128, num_stages=5, num_staging=4, split_k=2),
+    Config(128, 128, num_stages=5, num_staging=4, split_k=4),
+    Config(64, 128, 128, num_stages=4),
+    Config(64, 128, 128, num_stages=4, split_k=2),
+    Config(64, 128, 128, num_stages=4, split_k=4),
+    Config(64, 64, 128, num_stages=6),
+    Config(64, 64, num_stages=8),
+)
+
+# Of an H200, fitted to 156 times of 14 shapes: FLOP/s, and bytes/s from L2 and through shared memory, of one SM;
+# seconds that a launch, storing a tile of 128 x 256, getting what was asked for, and adding up a split product take.
+_FLOPS_PER_SM = 7.05e12
+_L2_BYTES_PER_SM = 3.4e11
+_SMEM_BYTES_PER_SM = 1.0e12
+_LAUNCH_SECONDS = 2.1e-6
+_STORE_SECONDS = 1.6e-6
+_LOAD_SECONDS = 1.3e-6
+_REDUCTION_SECONDS = 2.0e-6
+
+# The search space. Tiles: block_m, block_n, block_k, ping_pong.
+_TILES = (
+    (128, 256, 64, False),
+    (256, 192, 64, False),
+    (256, 128, 64, False),
+    (128, 192, 64, False),
+    (128, 160, 64, False),
+    (128, 128, 64, False),
+    (128, 128, 128, False),
+    (64, 256, 64, False),
+    (64, 128, 128, False),
+    (64, 128, 64, False),
+    (64, 64, 128, False),
+    (64, 64, 64, False),
+    (128, 64, 128, False),
+    (128, 192, 64, True),
+    (128, 128, 64, True),
+)
+_STRIPS = (8, 4, 16)
+_SPLITS = (2, 4, 8)
+_MAX_STAGES = 8
+_MIN_SPLIT_STEPS = 4
+#: From this many waves of 128 x 256 tiles the last one costs little, and smaller tiles read too much.
+_MANY_WAVES = 6
+_MAX_EPILOGUE_ACCUMULATORS = 128
+
+
+def unsupported(spec: MatmulSpec) -> str | None:
+    if not spec.target.is_hopper:
+        return f"needs a GPU of compute capability 9.0 (Hopper), the target is {spec.target}"
+    dtypes = (spec.lhs.dtype, spec.rhs.dtype)
+    mixed = set(dtypes) == {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)} and not spec.fused
+    if not mixed and (dtypes[0] != dtypes[1] or dtypes[0] not in _INPUTS):
+        return (
+            "takes two bfloat16 or two float16 operands, or bfloat16 and float32 without epilogue, "
+            f"not {dtypes[0]} and {dtypes[1]}"
+        )
+    if spec.out_dtype not in _OUTPUTS:
+        return f"returns bfloat16, float16 or float32, not {spec.out_dtype}"
+    if mixed and spec.precision not in (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2):
+        return f"keeps 16 bits of a float32 operand, the precision asked for is {spec.precision}"
+    if isinstance(spec.precision, lax.DotAlgorithmPreset) and spec.precision not in _PRESETS:
+        return f"accumulates 16-bit products in float32, the precision asked for is {spec.precision.name}"
+    if isinstance(spec.precision, lax.DotAlgorithm):
+        return f"accumulates 16-bit products in float32, the precision asked for is {spec.precision}"
+    sizes = (spec.gemm.batch, spec.gemm.m, spec.gemm.n, spec.gemm.k)
+    if not all(size is None or isinstance(size, int) for size in sizes):
+        return "needs static shapes"
+    if 0 in sizes:
+        return "has no work in an empty product"
+    return _missing()
+
+
+@functools.cache
+def _missing() -> str | None:
+    """What this installation lacks to run CUDA kernels, or None."""
+    try:
+        compiler.nvrtc_version()
+    except ImportError as e:
+        return f"needs NVRTC: {e}"
+    if launcher.has_cuda() and (status := launcher.status()).library is None:
+        return f"needs the launcher of the CUDA kernels: {status}"
+    return None
+
+
+def shortlist(spec: MatmulSpec) -> tuple[Config, ...]:
+    return _CANDIDATES
+
+
+def search_space(spec: MatmulSpec) -> Iterator[Config]:
+    """Yields the tiles and schedules worth measuring.
+
+    - Tiles: `_TILES` that are not needlessly large (half of the tile has work), with many waves none under 128 x 192.
+      192 accumulators a thread leave registers for a bare store by TMA, and for a residual, only.
+    - The deepest ring of up to 8 slots that fits beside two staging buffers; also beside four, where 3 slots stay and
+      a tile has as many pieces or tiles are few.
+    - Clusters where there are two tiles to share an operand.
+    - Split k where all parts of all tiles run at once, each of at least 4 steps.
+    - Strips of several widths, or in the other direction, where tiles make more than one wave and the strip is
+      narrower than the result.
+    """
+    g = spec.gemm
+    num_tiles = lambda block_m, block_n: (g.batch or 1) * -(-g.m // block_m) * -(-g.n // block_n)
+    many = min(g.m, g.n) > _WGMMA_M and num_tiles(128, 256) >= _MANY_WAVES * spec.target.num_sms
+    plain = _has_tma_rows(spec) and spec.bias is None and spec.activation is None and not spec.save_preactivation
+    for block_m, block_n, block_k, ping_pong in _TILES:
+        too_large = block_m >= 2 * max(g.m, _WGMMA_M) or block_n >= 2 * max(g.n, _ATOM)
+        too_small = many and block_m * block_n < 128 * 192
+        needlessly_deep = block_k > _ATOM and g.k <= 2 * _ATOM
+        tile = Config(block_m, block_n, block_k, num_stages=1, ping_pong=ping_pong)
+        would_spill = tile.num_accumulators > _MAX_EPILOGUE_ACCUMULATORS and not plain
+        if too_large or too_small or needlessly_deep or would_spill:
+            continue
+        m_iters, n_iters, k_iters = -(-g.m // block_m), -(-g.n // block_n), -(-g.k // block_k)
+        tiles = num_tiles(block_m, block_n)
+        sides: tuple[tuple[_Axis, int], ...] = (("m", m_iters), ("n", n_iters))
+        pairs: list[_Axis | None] = [None, *(axis for axis, iters in sides if iters > 1)]
+        walks: list[tuple[_Axis, int]] = [("m", _STRIPS[0])]
+        if tiles > spec.target.num_sms:
+            widths = {"m": _STRIPS, "n": _STRIPS[:1]}
+            walks.extend((axis, strip) for axis, iters in sides for strip in widths[axis] if strip < iters)
+        for num_staging in (2, 4) if block_n > 192 or tiles < spec.target.num_sms else (2,):
+            num_stages = _num_stages(spec, dataclasses.replace(tile, num_staging=num_staging))
+            if num_stages < (2 if num_staging == 2 else 3):
+                continue
+            config = dataclasses.replace(tile, num_stages=num_stages, num_staging=num_staging)
+            for cluster, (minor, strip) in itertools.product(pairs, dict.fromkeys(walks)):
+                yield dataclasses.replace(config, cluster=cluster, minor=minor, strip=strip)
+            splits = [
+                split for split in _SPLITS
+                if not ping_pong and tiles * split <= spec.target.num_sms and k_iters >= _MIN_SPLIT_STEPS * split
+                and 4 * block_m * block_n <= 2 * (block_m + block_n) * block_k * num_stages
+            ]  # fmt: skip
+            for split in splits:
+                yield dataclasses.replace(config, split_k=split)
+
+
+def _num_stages(spec: MatmulSpec, tile: Config) -> int:
+    """Slots that fit into shared memory, as far as they are of use."""
+    fits = lambda num_stages: dataclasses.replace(tile, num_stages=num_stages).smem_bytes <= spec.target.smem_bytes
+    return max((num_stages for num_stages in range(1, _MAX_STAGES + 1) if fits(num_stages)), default=0)
+
+
+def estimate(spec: MatmulSpec, config: Config) -> float:
+    """Waves of tiles, each step of which is bound by the tensor cores, by L2 or by the loads that are under way.
+
+    A cluster reads the operand it shares once. What goes through shared memory costs a little beside the products:
+    power, which they lack.
+    """
+    g = spec.gemm
+    paired_m, paired_n = (2 if config.cluster == axis else 1 for axis in ("m", "n"))
+    m_tiles, n_tiles = config.grid_of_tiles(g.m, g.n)
+    blocks = _cluster_blocks(config)
+    waves = -(-(g.batch or 1) * m_tiles * n_tiles // (spec.target.num_sms // blocks))
+    flops = 2 * config.block_m * config.block_n * config.block_k
+    smem_bytes = 2 * (config.block_m + config.block_n) * config.block_k
+    l2_bytes = 2 * (config.block_m / paired_n + config.block_n / paired_m) * config.block_k
+    step = max(
+        flops / _FLOPS_PER_SM + smem_bytes / _SMEM_BYTES_PER_SM,
+        l2_bytes / _L2_BYTES_PER_SM,
+        _LOAD_SECONDS / max(config.num_stages - 1, 1),
+    )
+    steps = -(-g.k // (config.block_k * config.split_k)) * step
+    store = _STORE_SECONDS * config.block_m * config.block_n / (128 * 256)
+    reduction = _REDUCTION_SECONDS if config.split_k > 1 else 0.0
+    # The stores of one consumer hide behind the products of the other.
+    per_wave, at_end = (steps, store) if config.ping_pong else (steps + store, 0.0)
+    return _LAUNCH_SECONDS + waves * per_wave + at_end + reduction
+
+
+def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilogue: jax.Array) -> Any:
+    """Returns the product, or [out] / [out, preactivation] when the spec has an epilogue."""
+    if lhs.dtype != rhs.dtype:
+        return _run_mixed(spec, config, lhs, rhs)
+    g = spec.gemm
+    if config.split_k > 1 and config.split_k * config.block_k > g.k:
+        raise ValueError(
+            f"matmul[cuda]: every part of split_k={config.split_k} must have {config.block_k} of k; got k={g.k}. "
+            "Use a smaller split_k."
+        )
+    lhs, rhs = (_pad_rows(spec, x) for x in spec.fold(lhs, rhs))
+    # One batch dimension, always: of one product, it is 1.
+    lead = (g.batch or 1,)
+    operands = [lhs.reshape(*lead, *lhs.shape[-2:]), rhs.reshape(*lead, *rhs.shape[-2:])]
+    extras = list(epilogue)
+    num_results = 2 if spec.save_preactivation else 1
+    # Of what there is not, the result takes the place: the kernel does not look at it.
+    first_result = 2 + (spec.bias is not None) + (spec.residual is not None)
+    bias = residual = first_result
+    if spec.bias is not None:
+        bias = len(operands)
+        _, n_tiles = config.grid_of_tiles(g.m, g.n)
+        columns = n_tiles * config.block_n * (2 if config.cluster == "n" else 1)
+        # The columns beyond n are dropped with the tile's, but the last tiles read all of theirs.
+        operands.append(jnp.pad(extras.pop(0).astype(jnp.float32), (0, columns - g.n)))
+    if spec.residual is not None:
+        residual = len(operands)
+        operands.append(extras.pop(0).astype(spec.out_dtype).reshape(*lead, g.m, g.n))
+
+    compiled = compile_gemm(spec, config)
+    has_tma_rows = _has_tma_rows(spec)
+    itemsize = spec.out_dtype.itemsize
+    span = 128 if config.block_n * itemsize % 128 == 0 else 64
+    tile = lambda buffer, box: custom_call.TensorMap(
+        buffer, box=(1, *box), swizzle="128B", l2_promotion=_l2_promotion(operands[buffer])
+    )
+    piece = lambda buffer: custom_call.TensorMap(buffer, box=(1, 16, span // itemsize), swizzle=f"{span}B")
+    matrix = lambda buffer: piece(buffer) if has_tma_rows else custom_call.Pointer(buffer)
+    out = jax.ShapeDtypeStruct((*lead, g.m, g.n), spec.out_dtype)
+    outs = custom_call.launch(
+        compiled.cubin,
+        compiled.name,
+        operands,
+        [out] * num_results,
+        parameters=[
+            tile(0, _box(g.lhs_layout, config.block_m, config, shared=config.cluster == "n")),
+            tile(1, _box(g.rhs_layout, config.block_n, config, shared=config.cluster == "m")),
+            matrix(first_result),
+            matrix(first_result + num_results - 1),
+            matrix(residual),
+            custom_call.Pointer(bias),
+            _problem(spec, config),
+        ],
+        grid=(_num_blocks(spec, config),),
+        block=((config.num_consumers + 1) * _WARPGROUP,),
+        cluster=(_cluster_blocks(config),),
+        smem_bytes=config.smem_bytes,
+        target=spec.target,
+    )
+    outs = [spec.unfold(x) for x in outs]
+    return outs if spec.fused else outs[0]
+
+
+def compile_gemm(spec: MatmulSpec, config: Config) -> compiler.CompiledKernel:
+    """Compiles the kernel that serves the spec: sizes are not part of it."""
+    g = spec.gemm
+    return _compile(
+        config,
+        input=_INPUTS[spec.lhs.dtype],
+        output=_OUTPUTS[spec.out_dtype],
+        lhs_is_k_major=g.lhs_layout == "mk",
+        rhs_is_k_major=g.rhs_layout == "nk",
+        has_bias=spec.bias is not None,
+        has_residual=spec.residual is not None,
+        save_preactivation=spec.save_preactivation,
+        has_tma_rows=_has_tma_rows(spec),
+        activation=spec.activation or "none",
+    )
+
+
+def _compile(config: Config, **choices: Any) -> compiler.CompiledKernel:
+    # How tiles are walked is a matter of parameters: kernels that differ in nothing else are one.
+    config = dataclasses.replace(config, minor="m", strip=1)
+    # One at a time: threads that lower the same kernel need not compile it twice, and the log of NVRTC 13.0 lacks
+    # ptxas' account of a kernel that is compiled while another is.
+    with _compiling:
+        return _compile_cached(config, tuple(sorted(choices.items())))
+
+
+_compiling = threading.Lock()
+
+
+@functools.lru_cache(maxsize=512)
+def _compile_cached(config: Config, choices: tuple[tuple[str, Any], ...]) -> compiler.CompiledKernel:
+    defines: dict[str, Any] = dict(
+        block_m=config.block_m,
+        block_n=config.block_n,
+        block_k=config.block_k,
+        num_stages=config.num_stages,
+        num_consumers=config.num_consumers,
+        ping_pong=config.ping_pong,
+        num_staging=config.num_staging,
+        cluster_m=2 if config.cluster == "m" else 1,
+        cluster_n=2 if config.cluster == "n" else 1,
+        split_k=config.split_k,
+        smem_bytes=config.smem_bytes,
+        **dict(choices),
+    )
+    limit = os.environ.get("JAXKERNELS_MAX_WAIT_CYCLES")
+    if limit is not None:
+        defines["max_cycles"] = limit
+    sources = importlib.resources.files("jaxkernels.ffi")
+    return compiler.compile_kernel(
+        (sources / "gemm.cu").read_text(),
+        "jaxkernels::gemm",
+        filename="gemm.cu",
+        headers={"ptx.cuh": (sources / "ptx.cuh").read_text(), "wgmma.cuh": wgmma.header((config.block_n,))},
+        defines={f"JK_{name.upper()}": value for name, value in defines.items()},
+        strict=limit is None,  # Watching the clock takes registers.
+    )
+
+
+def _run_mixed(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Multiplies a float32 by a bfloat16 operand as two bfloat16 products: the high and the low 8 bits.
+
+    That costs what one TF32 product costs and keeps 16 bits of the significand to TF32's 11. It is how the
+    float32 cotangent of a bfloat16 product with a float32 result meets the operands again.
+    """
+    bfloat16 = jnp.dtype(jnp.bfloat16)
+    type16 = lambda array: dataclasses.replace(array, dtype=bfloat16)
+    spec16 = dataclasses.replace(
+        spec, lhs=type16(spec.lhs), rhs=type16(spec.rhs), out_dtype=jnp.dtype(jnp.float32), precision=None
+    )
+
+    def halves(x: jax.Array) -> tuple[jax.Array, ...]:
+        if x.dtype == bfloat16:
+            return (x,)
+        # reduce_precision, as XLA may drop a conversion to bfloat16 and back.
+        high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        return high.astype(bfloat16), (x - high).astype(bfloat16)
+
+    parts = [run(spec16, config, a, b) for a, b in itertools.product(halves(lhs), halves(rhs))]
+    return (parts[0] + parts[1]).astype(spec.out_dtype)
+
+
+def _pad_rows(spec: MatmulSpec, x: jax.Array) -> jax.Array:
+    """Pads rows that are not whole 16-byte units, to whole cache lines; usually there is nothing to do."""
+    *lead, size = x.shape
+    if size * x.dtype.itemsize % _TMA_BYTES == 0:
+        return x
+    stride = -(-size * x.dtype.itemsize // _LINE_BYTES) * _LINE_BYTES // x.dtype.itemsize
+    rows = math.prod(lead)
+    compiled = _compile_pad()
+    (padded,) = custom_call.launch(
+        compiled.cubin,
+        compiled.name,
+        [x],
+        [jax.ShapeDtypeStruct((*lead, stride), x.dtype)],
+        parameters=[custom_call.Pointer(0), custom_call.Pointer(1), np.int32(rows), np.int32(size), np.int32(stride)],
+        grid=(min(-(-rows // _PAD_WARPS), _PAD_BLOCKS_PER_SM * spec.target.num_sms),),
+        block=(32 * _PAD_WARPS,),
+        target=spec.target,
+    )
+    return padded
+
+
+@functools.cache
+def _compile_pad() -> compiler.CompiledKernel:
+    with _compiling:
+        source = (importlib.resources.files("jaxkernels.ffi") / "pad_rows.cu").read_text()
+        return compiler.compile_kernel(source, "jaxkernels::pad_rows", filename="pad_rows.cu", strict=True)
+
+
+def _l2_promotion(x: jax.Array) -> Literal["128B", "256B"]:
+    """What is fetched into L2 at once: of rows that are not whole lines, 256 bytes are too much (1000^3: 187 TFLOP/s to
+    209, H200, 2026-11-21)."""
+    return "128B" if x.shape[-1] * x.dtype.itemsize % _LINE_BYTES else "256B"
+
+
+def _box(layout: str, block: int, config: Config, *, shared: bool) -> tuple[int, int]:
+    """What one copy loads of an operand's block: all, or this CTA's part, of the rows that a swizzle span is wide."""
+    if layout[1] == "k":
+        return block // (2 if shared else 1), _ATOM
+    shares_rows = shared and -(-block // _ATOM) % 2
+    return config.block_k // (2 if shares_rows else 1), _ATOM
+
+
+def _has_tma_rows(spec: MatmulSpec) -> bool:
+    """Whether the result's rows are whole 16-byte units."""
+    return spec.gemm.n * spec.out_dtype.itemsize % _TMA_BYTES == 0
+
+
+def _cluster_blocks(config: Config) -> int:
+    return (2 if config.cluster else 1) * config.split_k
+
+
+def _num_blocks(spec: MatmulSpec, config: Config) -> int:
+    g = spec.gemm
+    groups = (g.batch or 1) * math.prod(config.grid_of_tiles(g.m, g.n))
+    blocks = _cluster_blocks(config)
+    if config.split_k == 1:
+        groups = min(groups, spec.target.num_sms // blocks)
+    return groups * blocks
+
+
+def _problem(spec: MatmulSpec, config: Config) -> np.generic:
+    """The kernel's `Problem`."""
+    g = spec.gemm
+    m_tiles, n_tiles = config.grid_of_tiles(g.m, g.n)
+    k_iters = -(-g.k // config.block_k)
+    fields = [g.m, g.n, g.batch or 1, m_tiles, n_tiles, k_iters, config.strip, config.minor == "n"]
+    return np.array(fields, np.int32).view(f"V{4 * len(fields)}")[0]

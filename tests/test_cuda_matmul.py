@@ -1,0 +1,297 @@
+"""The CUDA matmul kernel: what it refuses, that every config compiles without spills, and on a GPU its results."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numerics import assert_accurate
+
+from jaxkernels import dispatch, ffi, hardware
+from jaxkernels.bench.cases import random_array
+from jaxkernels.ffi import matmul
+from jaxkernels.specs import ArrayType, MatmulSpec
+from jaxkernels.xla import matmul as xla_matmul
+
+Config = matmul.Config
+H200 = hardware.lookup("NVIDIA H200")
+LAYOUTS = ("mk.kn", "mk.nk", "km.kn", "km.nk")
+
+#: One of each kind of schedule.
+SCHEDULES = {
+    "cooperative": Config(),
+    "tall": Config(block_m=256, block_n=128),
+    "largest": Config(block_m=256, block_n=192, num_stages=3),
+    "one consumer": Config(block_m=64, block_n=128, block_k=128),
+    "ping-pong": Config(block_n=128, ping_pong=True),
+    "ping-pong, 64 rows": Config(block_m=64, ping_pong=True),
+    "cluster along m": Config(cluster="m"),
+    "cluster along n": Config(cluster="n"),
+    "pieces of 64 bytes": Config(block_n=160),
+    "pieces of 64 bytes in a cluster": Config(block_n=160, cluster="m"),
+    "odd boxes in a cluster": Config(block_m=256, block_n=192, num_stages=3, cluster="m"),
+    "ping-pong in a cluster": Config(block_n=128, ping_pong=True, cluster="n"),
+    "split k": Config(block_n=128, split_k=2),
+    "split k by 8": Config(block_m=64, block_n=128, split_k=8),
+}
+
+
+def make_spec(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    layouts: str = "mk.kn",
+    batch: int | None = None,
+    dtypes: tuple[str, str] = ("bfloat16", "bfloat16"),
+    out_dtype: str | None = None,
+    bias: bool = False,
+    residual: bool = False,
+    **epilogue: Any,
+) -> MatmulSpec:
+    lhs_layout, rhs_layout = layouts.split(".")
+    sizes = dict(m=m, n=n, k=k)
+    lead = () if batch is None else (batch,)
+    array = lambda dtype, *shape: ArrayType((*lead, *shape), jnp.dtype(dtype))
+    contracting = (len(lead) + lhs_layout.index("k"),), (len(lead) + rhs_layout.index("k"),)
+    return MatmulSpec(
+        lhs=array(dtypes[0], *(sizes[axis] for axis in lhs_layout)),
+        rhs=array(dtypes[1], *(sizes[axis] for axis in rhs_layout)),
+        dimension_numbers=(contracting, (tuple(range(len(lead))),) * 2),
+        out_dtype=jnp.dtype(out_dtype or dtypes[0]),
+        target=H200,
+        bias=ArrayType((n,), jnp.dtype("bfloat16")) if bias else None,
+        residual=array(out_dtype or dtypes[0], m, n) if residual else None,
+        **epilogue,
+    )
+
+
+def types_of(spec: MatmulSpec) -> list[ArrayType]:
+    return [array for array in (spec.lhs, spec.rhs, spec.bias, spec.residual) if array is not None]
+
+
+def lower(spec: MatmulSpec, config: Config) -> str:
+    operands = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types_of(spec)]
+    run = jax.jit(lambda *operands: matmul.run(spec, config, *operands))
+    return run.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("config", SCHEDULES.values(), ids=SCHEDULES)
+def test_schedules_compile_without_spills(config: Config, layouts: str) -> None:
+    report = matmul.compile_gemm(make_spec(512, 512, 512, layouts=layouts), config).report
+    assert report is not None
+    assert (report.spill_store_bytes, report.spill_load_bytes, report.stack_bytes) == (0, 0, 0)
+
+
+#: What a kernel can be asked to do beside the product; each names one kernel of a schedule.
+EPILOGUES: list[dict[str, Any]] = [
+    dict(n=512, bias=True, activation="gelu"),
+    dict(n=512, bias=True, activation="gelu", save_preactivation=True),
+    dict(n=512, bias=True, activation="gelu_erf", residual=True, save_preactivation=True),
+    dict(n=512, bias=True, residual=True),
+    dict(n=512, activation="silu"),
+    dict(n=512, out_dtype="float32"),
+    dict(n=512, out_dtype="float32", bias=True, activation="gelu_erf", residual=True),
+    dict(n=511),
+    dict(n=511, bias=True, activation="relu", residual=True),
+]
+
+
+@pytest.mark.parametrize("options", EPILOGUES, ids=lambda options: "-".join(options))
+def test_the_search_space_compiles_without_spills(options: dict[str, Any]) -> None:
+    """`compile_gemm` is strict: it raises where registers spill or ptxas gives up on the tensor cores' pipeline."""
+    for m, k in ((4096, 4096), (256, 8192)):
+        spec = make_spec(m, **(options | dict(n=4096 - 512 + options["n"])), k=k)
+        kernels = {}
+        for config in matmul.search_space(spec):
+            kernels.setdefault(dataclasses.replace(config, strip=1, minor="m"), config)
+        for config in list(kernels)[::6]:
+            matmul.compile_gemm(spec, config)
+
+
+def test_defaults_compile_and_lower() -> None:
+    for m, n, k in ((1, 1, 1), (16, 4096, 4096), (1024, 1024, 1024), (4095, 4097, 4093), (8192, 8192, 8192)):
+        for layouts in LAYOUTS:
+            spec = make_spec(m, n, k, layouts=layouts, bias=True, activation="gelu", save_preactivation=True)
+            assert f"@{ffi.TARGET}" in lower(spec, dispatch.default_config("matmul", "cuda", spec))
+
+
+def test_kernels_are_shared_by_shapes_and_tile_orders() -> None:
+    first = matmul.compile_gemm(make_spec(512, 512, 512), Config())
+    assert matmul.compile_gemm(make_spec(1024, 4096, 72, batch=3), Config(strip=3, minor="n")) is first
+
+
+def test_only_rows_that_tma_cannot_take_are_padded() -> None:
+    count = lambda spec: lower(spec, Config()).count(f"@{ffi.TARGET}")
+    assert count(make_spec(70, 72, 80)) == 1
+    assert count(make_spec(70, 72, 81, layouts="km.kn")) == 2  # km: rows of 70 elements.
+    assert count(make_spec(72, 72, 81, layouts="km.kn")) == 1  # No row is as long as k.
+    assert count(make_spec(72, 72, 81)) == 2
+    assert count(make_spec(72, 71, 81)) == 3
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        (dict(block_m=96), "block_m must be a multiple of 64 for each consumer"),
+        (dict(block_n=176), "block_n must be a multiple of 32 up to 256"),
+        (dict(block_k=32), "block_k must be a multiple of 64"),
+        (dict(block_m=256), "a consumer's tile must leave each thread 192 accumulators"),
+        (dict(num_stages=0), "num_stages and strip must be positive, split_k from 1 to 8"),
+        (dict(split_k=16), "num_stages and strip must be positive, split_k from 1 to 8"),
+        (dict(split_k=2, cluster="m"), "split_k excludes multicast clusters and ping_pong"),
+        (dict(num_staging=3), "num_staging must be 2 or 4"),
+        (dict(split_k=2, num_stages=2), "the partial sums of split_k must fit into the ring"),
+    ],
+    ids=str,
+)
+def test_config_refuses_what_cannot_run(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(f'matmul[cuda]: {message}; got Config(')}"):
+        Config(**knobs)
+
+
+_TAKES = "takes two bfloat16 or two float16 operands, or bfloat16 and float32 without epilogue, not"
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (make_spec(8, 8, 8, dtypes=("float32", "float32")), f"{_TAKES} float32 and float32"),
+        (make_spec(8, 8, 8, dtypes=("float32", "bfloat16"), activation="relu"), f"{_TAKES} float32 and bfloat16"),
+        (make_spec(8, 8, 8, out_dtype="float64"), "returns bfloat16, float16 or float32, not float64"),
+        (make_spec(8, 0, 8), "has no work in an empty product"),
+        (dataclasses.replace(make_spec(8, 8, 8), precision=jax.lax.DotAlgorithmPreset.F32_F32_F32),
+         "accumulates 16-bit products in float32, the precision asked for is F32_F32_F32"),
+        (dataclasses.replace(make_spec(8, 8, 8), target=hardware.lookup("NVIDIA A100-SXM4-80GB")),
+         "needs a GPU of compute capability 9.0 (Hopper), the target is NVIDIA A100-SXM4-80GB "
+         "(compute capability 8.0)"),
+    ],
+    ids=["float32", "mixed with epilogue", "float64", "empty", "precision", "Ampere"],
+)  # fmt: skip
+def test_refusals(spec: MatmulSpec, reason: str) -> None:
+    assert matmul.unsupported(spec) == reason
+
+
+def test_the_model_prefers_tiles_that_fill_the_machine() -> None:
+    tile = lambda *sizes: dataclasses.astuple(dispatch.default_config("matmul", "cuda", make_spec(*sizes)))[:2]
+    assert tile(4096, 4096, 4096) == (128, 256)
+    assert tile(1024, 1024, 1024) == (64, 128)
+    assert tile(64, 4096, 4096)[0] == 64
+
+
+# On a GPU.
+
+
+def check(spec: MatmulSpec, config: Config, *, runs: int = 3) -> None:
+    """Runs the kernel and holds it to the error rule, and to the same bits in every run."""
+    spec = dataclasses.replace(spec, target=hardware.chip_of(jax.devices()[0]))
+    rng = np.random.default_rng(0)
+    operands = [random_array(rng, array.shape, array.dtype) for array in types_of(spec)]
+    on_device = [jnp.asarray(x) for x in operands]
+    product = jax.jit(lambda *operands: matmul.run(spec, config, *operands))
+    named = lambda results: {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(results))}
+    outs = named(product(*on_device))
+    for _ in range(runs - 1):
+        again = named(product(*on_device))
+        assert all(again[name].tobytes() == outs[name].tobytes() for name in outs)
+    with jax.default_device(jax.devices("cpu")[0]):
+        plain = xla_matmul.run(spec, xla_matmul.Config(), *map(jnp.asarray, operands))
+        with jax.enable_x64(True):
+            wide = dataclasses.replace(spec, out_dtype=jnp.dtype(jnp.float64))
+            exact = xla_matmul.run(wide, xla_matmul.Config(), *(jnp.asarray(x.astype(np.float64)) for x in operands))
+    assert_accurate(outs, named(plain), named(exact))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("config", SCHEDULES.values(), ids=SCHEDULES)
+def test_schedules(config: Config, layouts: str) -> None:
+    check(make_spec(1000, 1112, 1160, layouts=layouts), config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_number_of_stages(num_stages: int) -> None:
+    check(make_spec(300, 520, 712), Config(num_stages=num_stages))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("minor", ["m", "n"])
+@pytest.mark.parametrize("strip", [1, 3])
+@pytest.mark.parametrize("cluster", [None, "m", "n"])
+def test_tile_orders(minor: Any, strip: int, cluster: Any) -> None:
+    check(make_spec(2000, 2300, 136), Config(block_n=128, minor=minor, strip=strip, cluster=cluster))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1), (5, 7, 3), (63, 65, 129), (1, 300, 70), (300, 1, 70), (129, 257, 1)], ids=str
+)
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_ragged_sizes(sizes: tuple[int, int, int], layouts: str) -> None:
+    check(make_spec(*sizes, layouts=layouts), Config())
+    check(make_spec(*sizes, layouts=layouts, batch=3), Config(block_n=128, ping_pong=True, cluster="m"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("block_n", [96, 128, 160])
+def test_rows_that_begin_anywhere(block_n: int, out_dtype: str) -> None:
+    """Odd rows of 16-bit results begin in the middle of a 4-byte word, every other one."""
+    for n in (95, 257, 259):
+        spec = make_spec(300, n, 200, batch=2, out_dtype=out_dtype, residual=True)
+        check(spec, Config(block_n=block_n, num_stages=3), runs=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dtypes(dtype: str, out_dtype: str) -> None:
+    for n in (136, 137):
+        check(make_spec(72, n, 136, dtypes=(dtype, dtype), out_dtype=out_dtype), Config())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", "gelu_erf"])
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("n", [1000, 1001, 1002])
+def test_epilogues(activation: str | None, out_dtype: str, n: int) -> None:
+    options = dict(layouts="mk.kn", out_dtype=out_dtype, bias=True, activation=activation)
+    for residual, batch in itertools.product((False, True), (None, 2)):
+        spec = make_spec(
+            600, n, 200, residual=residual, batch=batch, save_preactivation=activation is not None, **options
+        )
+        for config in (Config(block_n=128), Config(block_n=128, ping_pong=True), Config(block_n=128, split_k=2)):
+            check(spec, config, runs=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_staging", [2, 4])
+def test_number_of_staging_buffers(num_staging: int) -> None:
+    config = Config(num_stages=3, num_staging=num_staging)
+    check(make_spec(2000, 2000, 200), config)
+    check(make_spec(2000, 2000, 200, residual=True), config)
+
+
+@pytest.mark.gpu
+def test_padding_is_not_read() -> None:
+    """NaNs beyond an operand's rows never reach the result."""
+    whole = np.full((136, 200), np.nan, np.float32).astype(jnp.bfloat16)
+    whole[:, :135] = random_array(np.random.default_rng(0), (136, 135), "bfloat16")
+    spec = make_spec(136, 135, 135)
+    out = matmul.run(spec, Config(), jnp.asarray(whole)[:, :135], jnp.asarray(whole)[:135, :135])
+    assert not np.isnan(np.asarray(out, np.float32)).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [SCHEDULES["cluster along m"], SCHEDULES["cluster along n"]], ids=["m", "n"])
+def test_a_cluster_ends_together(config: Config) -> None:
+    """A block that leaves while its neighbour still releases slots to it breaks the context, now and then."""
+    check(make_spec(64, 28672, 4096), config, runs=200)
