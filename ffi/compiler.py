@@ -25,6 +25,10 @@ from jaxkernels.folders import cache_root
 
 __all__ = ["CompileError", "CompiledKernel", "Report", "compile_kernel", "nvrtc_version"]
 
+#: Cycles after which a wait for a barrier traps (tma.cuh), in kernels compiled while it is set: a kernel that waits for
+#: ever then fails. Watching the clock takes registers, so `strict` is not held to.
+_MAX_WAIT_VARIABLE = "JAXKERNELS_MAX_WAIT_CYCLES"
+
 #: Part of every cache key: entries of another layout, or compiled with other fixed options, are not found.
 _CACHE_FORMAT = 2
 
@@ -108,7 +112,7 @@ def compile_kernel(
         they are with JAX's CUDA packages.
       kernel: the `__global__` function: "copy", or an instance of a template, "gemm<128, 256>".
       filename: what the source is called in messages.
-      headers: text of what the source includes, by name. The engine's own (tma.cuh) are found without.
+      headers: text of what the source includes, by name. The engine's own (tma.cuh, ptx.cuh) are found without.
       defines: macros; True and False become 1 and 0.
       options: further options of NVRTC.
       arch: the architecture of the code.
@@ -119,11 +123,15 @@ def compile_kernel(
       CompileError: the source does not compile, or `strict` refuses the result.
       ImportError: NVRTC is not installed.
     """
+    defines = dict(defines or {})
+    if (limit := _max_wait_cycles()) is not None:
+        defines["JK_MAX_WAIT_CYCLES"] = f"{limit}ll"
+        strict = False
     options = (
         f"--gpu-architecture={arch}",
         "--std=c++17",
         "--ptxas-options=-v",
-        *(f"--define-macro={name}={_macro(value)}" for name, value in sorted((defines or {}).items())),
+        *(f"--define-macro={name}={_macro(value)}" for name, value in sorted(defines.items())),
         *options,
     )
     headers = _with_own_headers(source, headers or {})
@@ -136,6 +144,17 @@ def compile_kernel(
     if strict:
         _refuse_slow(filename, compiled)
     return compiled
+
+
+def _max_wait_cycles() -> int | None:
+    text = os.environ.get(_MAX_WAIT_VARIABLE)
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise ValueError(
+            f"compile[nvrtc]: {_MAX_WAIT_VARIABLE} must be a number of cycles; got {text!r}. Unset it to wait for ever."
+        )
+    return int(text)
 
 
 def nvrtc_version() -> tuple[int, int]:

@@ -31,6 +31,8 @@
 
 namespace jaxkernels {
 
+using namespace tma;
+
 struct Config {
   using Input = JK_INPUT;
   using Output = JK_OUTPUT;
@@ -122,21 +124,20 @@ struct Operand {
   static_assert(kBytes % 1024 == 0, "what follows begins on a period of the swizzle");
   static_assert(kPartRows % 8 == 0, "parts begin on a period of the swizzle");
 
-  static __device__ __forceinline__ void load(u32 slot, const TensorMap* map, u32 full, int row,
-                                              int k, int batch, u32 rank) {
+  static __device__ __forceinline__ void load(unsigned char* slot, const TensorMap* map, u64* full,
+                                              int row, int k, int batch, u32 rank) {
     constexpr u16 kEveryone = (1 << kSharedBy) - 1;
     const u32 first_box = kSharesBoxes ? rank * kLoads : 0;
     const u32 first_row = kSharesBoxes ? 0 : rank * kPartRows;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const u32 smem = slot + (first_box + i) * kBoxBytes + first_row * kSwizzleBytes;
-      const int across = (first_box + i) * kAtom;
-      const int x = kIsKMajor ? k + across : row + across;
-      const int y = (kIsKMajor ? row : k) + first_row;
+      unsigned char* to = slot + (first_box + i) * kBoxBytes + first_row * kSwizzleBytes;
+      const int across = (first_box + i) * kAtom, along = first_row;
+      const int from[3] = {(kIsKMajor ? k : row) + across, (kIsKMajor ? row : k) + along, batch};
       if constexpr (kSharedBy > 1) {
-        tma_load_multicast_3d(smem, map, full, x, y, batch, kEveryone);
+        cp_async_bulk_tensor_multicast(to, map, full, from, kEveryone);
       } else {
-        tma_load_3d(smem, map, full, x, y, batch);
+        cp_async_bulk_tensor_load(to, map, full, from);
       }
     }
   }
@@ -186,6 +187,7 @@ static_assert(Config::kBlockN % kPieceN == 0 && Config::kBlockN <= 256,
               "whole pieces, one wgmma wide");
 static_assert(Config::kBlockK % kAtom == 0, "whole atoms of k");
 static_assert(!Config::kPingPong || Config::kConsumers == 2, "two take turns");
+static_assert(Config::kClusterM == 1 || Config::kClusterN == 1, "a cluster is a line");
 static_assert(Config::kSplitK == 1 || (kSharers == 1 && !Config::kPingPong),
               "a cluster does one thing");
 
@@ -281,16 +283,23 @@ __device__ __forceinline__ void produce(SharedStorage& shared, const TensorMap* 
   for (; schedule.has_tile(); schedule.advance()) {
     const Tile tile = schedule.tile();
     for (int k = schedule.k_begin(); k < schedule.k_end(); ++k) {
-      const u32 full = shared_address(&shared.full[place.slot()]);
+      u64* full = &shared.full[place.slot()];
+      unsigned char* slot = shared.ring[place.slot()];
       // The first round finds every slot free: its wait is for the phase before the first.
-      mbarrier_wait(shared_address(&shared.empty[place.slot()]), place.parity() ^ 1);
+      mbarrier_wait_parity(&shared.empty[place.slot()], place.parity() ^ 1);
       mbarrier_arrive_expect_tx(full, kSlotBytes);
-      const u32 slot = shared_address(shared.ring[place.slot()]);
       const int k_element = k * Config::kBlockK;
       Lhs::load(slot, lhs, full, tile.row, k_element, tile.batch, Config::kClusterN > 1 ? part : 0);
       Rhs::load(slot + Lhs::kBytes, rhs, full, tile.column, k_element, tile.batch,
                 Config::kClusterM > 1 ? part : 0);
       place.next();
+    }
+  }
+  if constexpr (kSharers > 1) {
+    // A peer's last releases are on their way to barriers that must not go before they arrive.
+    // Nothing else is: consumers have waited for all that a peer loads for this block.
+    for (int i = 0; i < Config::kStages; ++i, place.next()) {
+      mbarrier_wait_parity(&shared.empty[place.slot()], place.parity() ^ 1);
     }
   }
 }
@@ -301,12 +310,11 @@ using Accumulators = float[kWgmmasM][kAccumulators];
 
 // Gives a slot back to every producer that writes to it, one arrival from each warp.
 __device__ __forceinline__ void release(SharedStorage& shared, int slot) {
-  const u32 empty = shared_address(&shared.empty[slot]);
   const u32 lane = threadIdx.x % kWarp;
   if constexpr (kSharers > 1) {
-    if (lane < kSharers) mbarrier_arrive_cluster(map_shared(empty, lane));
+    if (lane < kSharers) mbarrier_arrive_cluster_relaxed(&shared.empty[slot], lane);
   } else {
-    if (lane == 0) mbarrier_arrive(empty);
+    if (lane == 0) mbarrier_arrive(&shared.empty[slot]);
   }
 }
 
@@ -320,7 +328,7 @@ __device__ __forceinline__ void multiply(SharedStorage& shared, Accumulators& ac
                                          int k_iters, int first_row, Issued issued) {
   int previous = 0;
   for (int k = 0; k < k_iters; ++k) {
-    mbarrier_wait(shared_address(&shared.full[place.slot()]), place.parity());
+    mbarrier_wait_parity(&shared.full[place.slot()], place.parity());
     const u32 slot = shared_address(shared.ring[place.slot()]);
     const u64 rhs = Rhs::descriptor(slot + Lhs::kBytes, 0);
     wgmma_fence();
@@ -366,23 +374,23 @@ __device__ __forceinline__ void reduce(SharedStorage& shared, Accumulators& acc,
       Config::kSplitK == 1 || kWgmmasM * kAccumulators * 4 * Config::kConsumers * kWarpgroup <=
                                   Config::kStages * kSlotBytes,
       "the partial sums fit into the ring");
-  const u32 mine = shared_address(shared.ring) + (threadIdx.x - kWarpgroup) * 16;
-  constexpr u32 kStride = Config::kConsumers * kWarpgroup * 16;
-  named_barrier_sync<1, Config::kConsumers *
-                            kWarpgroup>();  // The other consumers' products have read the ring.
+  constexpr u32 kThreadsOfTile = Config::kConsumers * kWarpgroup;
+  constexpr u32 kStride = kThreadsOfTile * 16;
+  unsigned char* const mine = shared.ring[0] + (threadIdx.x - kWarpgroup) * 16;
+  // The other consumers' products have read the ring.
+  named_barrier_sync<1, kThreadsOfTile>();
 #pragma unroll
   for (int i = 0; i < kWgmmasM; ++i) {
 #pragma unroll
     for (int r = 0; r < kAccumulators; r += 4) {
-      store_shared(mine + (i * kAccumulators + r) / 4 * kStride,
+      store_shared(shared_address(mine) + (i * kAccumulators + r) / 4 * kStride,
                    make_float4(acc[i][r], acc[i][r + 1], acc[i][r + 2], acc[i][r + 3]));
     }
   }
-  cluster_arrive();
-  cluster_wait();
+  barrier_cluster();
   u32 parts[Config::kSplitK];
 #pragma unroll
-  for (u32 peer = 0; peer < Config::kSplitK; ++peer) parts[peer] = map_shared(mine, peer);
+  for (u32 peer = 0; peer < Config::kSplitK; ++peer) parts[peer] = mapa(mine, peer);
 #pragma unroll
   for (int p = 0; p < kWgmmasM * kPieces; ++p) {
     const int i = p / kPieces, j = p % kPieces;
@@ -458,8 +466,9 @@ __device__ __forceinline__ void send(const Problem&, const TensorMap& matrix,
   fence_proxy_async();
   __syncwarp();
   if (threadIdx.x % kWarp == 0) {
-    tma_store_3d(&matrix, shared_address(staging), piece.column, piece.row, piece.batch);
-    tma_store_commit();
+    const int to[3] = {piece.column, piece.row, piece.batch};
+    cp_async_bulk_tensor_store(&matrix, staging, to);
+    cp_async_bulk_commit_group();
   }
 }
 
@@ -492,21 +501,22 @@ __device__ __forceinline__ void send(const Problem& problem, const Address& matr
   __syncwarp();
 }
 
-__device__ __forceinline__ void prefetch(const TensorMap& matrix) { prefetch_tensor_map(&matrix); }
+__device__ __forceinline__ void prefetch(const TensorMap& matrix) { prefetch_tensormap(&matrix); }
 __device__ __forceinline__ void prefetch(const Address&) {}
 
 // Begins to fetch a piece, for which the barrier then waits.
 __device__ __forceinline__ void fetch(const Problem&, const TensorMap& matrix,
-                                      unsigned char* staging, u32 full, const Piece& piece) {
+                                      unsigned char* staging, u64* full, const Piece& piece) {
   if (threadIdx.x % kWarp == 0) {
-    tma_store_wait_read<0>();
-    mbarrier_arrive_expect_tx(full, kStagingBytes);
-    tma_load_3d(shared_address(staging), &matrix, full, piece.column, piece.row, piece.batch);
+    const int from[3] = {piece.column, piece.row, piece.batch};
+    cp_async_bulk_wait_group_read<0>();
+    mbarrier_arrive_expect_tx(full, kPieceM * kPieceBytes);
+    cp_async_bulk_tensor_load(staging, &matrix, full, from);
   }
 }
 
 __device__ __forceinline__ void fetch(const Problem& problem, const Address& matrix,
-                                      unsigned char* staging, u32 full, const Piece& piece) {
+                                      unsigned char* staging, u64* full, const Piece& piece) {
   for_each_row(problem, matrix, staging, piece,
                [&](u32& word, int column, int end, const unsigned char* from) {
                  if (column >= end) return;
@@ -559,8 +569,7 @@ class Epilogue {
       unsigned char* staging = staging_[out_slot(p)];
       if constexpr (Config::kHasResidual) {
         if constexpr (!kFetchesAhead) prefetch(tile, first_row, p);
-        mbarrier_wait(shared_address(&residual_full_[out_slot(p)]),
-                      residual_parity_ >> out_slot(p) & 1);
+        mbarrier_wait_parity(&residual_full_[out_slot(p)], residual_parity_ >> out_slot(p) & 1);
         residual_parity_ ^= 1u << out_slot(p);
       }
       if constexpr (!Config::kHasResidual || Config::kSavePreactivation) wait_free(p);
@@ -592,7 +601,7 @@ class Epilogue {
 
   // Staging buffers must outlive the stores' reads.
   __device__ __forceinline__ void drain() {
-    if (threadIdx.x % kWarp == 0) tma_store_wait_read<0>();
+    if (threadIdx.x % kWarp == 0) cp_async_bulk_wait_group_read<0>();
   }
 
  private:
@@ -614,8 +623,8 @@ class Epilogue {
 
   __device__ __forceinline__ void prefetch(const Tile& tile, int first_row, int p) {
     __syncwarp();
-    fetch(problem_, operands_.residual, staging_[out_slot(p)],
-          shared_address(&residual_full_[out_slot(p)]), piece_of(tile, first_row, p));
+    fetch(problem_, operands_.residual, staging_[out_slot(p)], &residual_full_[out_slot(p)],
+          piece_of(tile, first_row, p));
   }
 
   // Waits until the buffers of piece p have been read by the stores that were last made from them:
@@ -625,9 +634,9 @@ class Epilogue {
     constexpr int kStores = Config::kSavePreactivation ? 2 : 1;
     if (threadIdx.x % kWarp == 0) {
       if ((p == 0 && kCount % kOutSlots != 0) || Config::kSplitK > 1) {
-        tma_store_wait_read<0>();
+        cp_async_bulk_wait_group_read<0>();
       } else {
-        tma_store_wait_read<kStagingSlots - kStores>();
+        cp_async_bulk_wait_group_read<kStagingSlots - kStores>();
       }
     }
     __syncwarp();
@@ -719,12 +728,12 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const Problem& pr
     epilogue.begin(tile, first_row);
     if constexpr (Config::kPingPong) {
       // Also keeps the parities apart: no slot is waited for more than a round ahead.
-      mbarrier_wait(shared_address(&shared.turn[consumer]), turn);
+      mbarrier_wait_parity(&shared.turn[consumer], turn);
       turn ^= 1;
     }
     multiply(shared, acc, place, k_iters, first_row, [&] {
       if (Config::kPingPong && threadIdx.x % kWarpgroup == 0) {
-        mbarrier_arrive(shared_address(&shared.turn[consumer ^ 1]));
+        mbarrier_arrive(&shared.turn[consumer ^ 1]);
       }
     });
     if constexpr (Config::kPingPong) place.skip(k_iters);
@@ -750,23 +759,22 @@ __global__ __launch_bounds__(kThreads, 1) void gemm(const __grid_constant__ Tens
   const u32 misalignment = shared_address(dynamic_smem) % 1024;
   SharedStorage& shared =
       *reinterpret_cast<SharedStorage*>(dynamic_smem + (1024 - misalignment) % 1024);
-  const u32 rank = kClusterBlocks > 1 ? cluster_rank() : 0;
+  const u32 rank = kClusterBlocks > 1 ? cluster_ctarank() : 0;
   const Schedule schedule(problem, rank);
   const int warpgroup = threadIdx.x / kWarpgroup;
 
   if (threadIdx.x == 0) {
-    prefetch_tensor_map(&lhs);
-    prefetch_tensor_map(&rhs);
+    prefetch_tensormap(&lhs);
+    prefetch_tensormap(&rhs);
     prefetch(out);
     constexpr int kReleases = kConsumersOfTile * kWarpgroup / kWarp * kSharers;
     for (int i = 0; i < Config::kStages; ++i) {
-      mbarrier_init(shared_address(&shared.full[i]), 1);
-      mbarrier_init(shared_address(&shared.empty[i]), kReleases);
+      mbarrier_init(&shared.full[i], 1);
+      mbarrier_init(&shared.empty[i], kReleases);
     }
-    for (int i = 0; Config::kPingPong && i < 2; ++i)
-      mbarrier_init(shared_address(&shared.turn[i]), 1);
+    for (int i = 0; Config::kPingPong && i < 2; ++i) mbarrier_init(&shared.turn[i], 1);
     for (int i = 0; Config::kHasResidual && i < kConsumerWarps * kStagingSlots; ++i) {
-      mbarrier_init(shared_address(&shared.residual_full[0][i]), 1);
+      mbarrier_init(&shared.residual_full[0][i], 1);
     }
     fence_mbarrier_init();
   }
@@ -774,8 +782,8 @@ __global__ __launch_bounds__(kThreads, 1) void gemm(const __grid_constant__ Tens
   if constexpr (kClusterBlocks > 1) {
     // No block may write to its peers, or arrive at their barriers, before those exist
     // (fence_mbarrier_init).
-    cluster_arrive_relaxed();
-    cluster_wait();
+    barrier_cluster_arrive_relaxed();
+    barrier_cluster_wait();
   }
 
   if (warpgroup == 0) {
@@ -783,8 +791,7 @@ __global__ __launch_bounds__(kThreads, 1) void gemm(const __grid_constant__ Tens
     if (threadIdx.x == 0) produce(shared, &lhs, &rhs, schedule, rank);
     if constexpr (Config::kSplitK > 1) {
       __syncwarp();
-      cluster_arrive();  // The barrier of `reduce`: it counts every thread.
-      cluster_wait();
+      barrier_cluster();  // That of `reduce`: it counts every thread.
     }
   } else {
     if constexpr (Config::kConsumers > 1) setmaxnreg_inc<kConsumerRegisters>();
@@ -792,11 +799,11 @@ __global__ __launch_bounds__(kThreads, 1) void gemm(const __grid_constant__ Tens
     consume(shared, problem, operands, schedule, rank);
   }
 
-  if constexpr (kClusterBlocks > 1) {
-    // A peer may still read our shared memory, write to it or arrive at its barriers.
+  if constexpr (Config::kSplitK > 1) {
+    // A peer may still read our shared memory.
     __syncwarp();
-    cluster_arrive_relaxed();
-    cluster_wait();
+    barrier_cluster_arrive_relaxed();
+    barrier_cluster_wait();
   }
 }
 

@@ -12,8 +12,6 @@ import functools
 import importlib.resources
 import itertools
 import math
-import os
-import threading
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -105,7 +103,9 @@ class Config:
             )
         if self.num_staging not in (2, 4):
             raise ValueError(f"matmul[cuda]: num_staging must be 2 or 4; {way_out}")
-        if self.split_k > 1 and 4 * self.block_m * self.block_n > self.ring_bytes:
+        # The kernel's ring has no less than whole slots of both blocks.
+        ring_bytes = 2 * (self.block_m + self.block_n) * self.block_k * self.num_stages
+        if self.split_k > 1 and 4 * self.block_m * self.block_n > ring_bytes:
             raise ValueError(f"matmul[cuda]: the partial sums of split_k must fit into the ring; {way_out}")
         if self.split_k > 1 and (self.cluster or self.ping_pong):
             raise ValueError(f"matmul[cuda]: split_k excludes multicast clusters and ping_pong; {way_out}")
@@ -402,13 +402,7 @@ def compile_gemm(spec: MatmulSpec, config: Config) -> compiler.CompiledKernel:
 def _compile(config: Config, **choices: Any) -> compiler.CompiledKernel:
     # How tiles are walked is a matter of parameters: kernels that differ in nothing else are one.
     config = dataclasses.replace(config, minor="m", strip=1)
-    # One at a time: threads that lower the same kernel need not compile it twice, and the log of NVRTC 13.0 lacks
-    # ptxas' account of a kernel that is compiled while another is.
-    with _compiling:
-        return _compile_cached(config, tuple(sorted(choices.items())))
-
-
-_compiling = threading.Lock()
+    return _compile_cached(config, tuple(sorted(choices.items())))
 
 
 @functools.lru_cache(maxsize=512)
@@ -427,17 +421,14 @@ def _compile_cached(config: Config, choices: tuple[tuple[str, Any], ...]) -> com
         smem_bytes=config.smem_bytes,
         **dict(choices),
     )
-    limit = os.environ.get("JAXKERNELS_MAX_WAIT_CYCLES")
-    if limit is not None:
-        defines["max_cycles"] = limit
     sources = importlib.resources.files("jaxkernels.ffi")
     return compiler.compile_kernel(
         (sources / "gemm.cu").read_text(),
         "jaxkernels::gemm",
         filename="gemm.cu",
-        headers={"ptx.cuh": (sources / "ptx.cuh").read_text(), "wgmma.cuh": wgmma.header((config.block_n,))},
+        headers={"wgmma.cuh": wgmma.header((config.block_n,))},
         defines={f"JK_{name.upper()}": value for name, value in defines.items()},
-        strict=limit is None,  # Watching the clock takes registers.
+        strict=True,
     )
 
 
@@ -487,9 +478,8 @@ def _pad_rows(spec: MatmulSpec, x: jax.Array) -> jax.Array:
 
 @functools.cache
 def _compile_pad() -> compiler.CompiledKernel:
-    with _compiling:
-        source = (importlib.resources.files("jaxkernels.ffi") / "pad_rows.cu").read_text()
-        return compiler.compile_kernel(source, "jaxkernels::pad_rows", filename="pad_rows.cu", strict=True)
+    source = (importlib.resources.files("jaxkernels.ffi") / "pad_rows.cu").read_text()
+    return compiler.compile_kernel(source, "jaxkernels::pad_rows", filename="pad_rows.cu", strict=True)
 
 
 def _l2_promotion(x: jax.Array) -> Literal["128B", "256B"]:

@@ -48,6 +48,11 @@ __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+__device__ __forceinline__ void mbarrier_arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
 // One arrival; the phase also waits for so many bytes. A box counts whole, also what of it lies
 // outside the tensor.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes) {
@@ -57,17 +62,34 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(u64* barrier, u32 byte
       : "memory");
 }
 
-// Returns once the phase of this parity is over: the first phase has parity 0.
-__device__ __forceinline__ void mbarrier_wait_parity(u64* barrier, u32 parity) {
+// Whether the phase of this parity is over; suspends the thread for a while before it says no.
+__device__ __forceinline__ bool mbarrier_try_wait_parity(u64* barrier, u32 parity) {
+  u32 done;
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
-      "wait:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra wait;\n"
-      "}" ::"r"(shared_address(barrier)),
-      "r"(parity)
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
       : "memory");
+  return done != 0;
+}
+
+// Returns once the phase of this parity is over: the first phase has parity 0, and a new barrier
+// takes the phase before it, of parity 1, for over. Compiled with JAXKERNELS_MAX_WAIT_CYCLES set, a
+// wait that lasts longer traps: a deadlock then fails and does not hang.
+__device__ __forceinline__ void mbarrier_wait_parity(u64* barrier, u32 parity) {
+#ifdef JK_MAX_WAIT_CYCLES
+  const long long begin = clock64();
+  while (!mbarrier_try_wait_parity(barrier, parity)) {
+    if (clock64() - begin > JK_MAX_WAIT_CYCLES) __trap();
+  }
+#else
+  while (!mbarrier_try_wait_parity(barrier, parity)) {
+  }
+#endif
 }
 
 // ---- Proxies: PTX ISA, memory consistency model -------------------------------------------------
@@ -82,16 +104,44 @@ __device__ __forceinline__ void fence_proxy_async() {
 
 __device__ __forceinline__ u32 cluster_ctarank() {
   u32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
 
-// Every thread of the cluster meets here; all threads of a warp arrive together.
+// Every thread of every block of the cluster arrives and waits, all threads of a warp together.
+// What it wrote before it arrived is known to the others after they waited.
+__device__ __forceinline__ void barrier_cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+// The same, but its writes need not be known: costs no fence.
+__device__ __forceinline__ void barrier_cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 __device__ __forceinline__ void barrier_cluster() {
+  barrier_cluster_arrive();
+  barrier_cluster_wait();
+}
+
+// The address, in the cluster's window, of what lies where `p` does in the shared memory of block
+// `rank`.
+__device__ __forceinline__ u32 mapa(const void* p, u32 rank) {
+  u32 mapped;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(shared_address(p)), "r"(rank));
+  return mapped;
+}
+
+// Arrives at the barrier where `barrier` lies, of block `rank`. That does not make this thread's
+// writes known there: a release at the cluster's scope costs a fence of the whole GPU's scope.
+__device__ __forceinline__ void mbarrier_arrive_cluster_relaxed(u64* barrier, u32 rank) {
   asm volatile(
-      "barrier.cluster.arrive.release.aligned;\n"
-      "barrier.cluster.wait.acquire.aligned;" ::
-          : "memory");
+      "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(mapa(barrier, rank))
+      : "memory");
 }
 
 // ---- Tensor copies ------------------------------------------------------------------------------
