@@ -449,7 +449,8 @@ def _run_mixed(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array)
             return (x,)
         # reduce_precision, as XLA may drop a conversion to bfloat16 and back.
         high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-        return high.astype(bfloat16), (x - high).astype(bfloat16)
+        low = jnp.where(jnp.isfinite(high), x - high, 0)  # Not NaN beside an infinity.
+        return high.astype(bfloat16), low.astype(bfloat16)
 
     parts = [run(spec16, config, a, b) for a, b in itertools.product(halves(lhs), halves(rhs))]
     return (parts[0] + parts[1]).astype(spec.out_dtype)

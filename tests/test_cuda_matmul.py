@@ -149,6 +149,7 @@ def test_only_rows_that_tma_cannot_take_are_padded() -> None:
         (dict(split_k=2, cluster="m"), "split_k excludes multicast clusters and ping_pong"),
         (dict(num_staging=3), "num_staging must be 2 or 4"),
         (dict(split_k=2, num_stages=2), "the partial sums of split_k must fit into the ring"),
+        (dict(block_n=160, split_k=2, num_stages=2), "the partial sums of split_k must fit into the ring"),
     ],
     ids=str,
 )
@@ -186,27 +187,36 @@ def test_the_model_prefers_tiles_that_fill_the_machine() -> None:
     assert tile(64, 4096, 4096)[0] == 64
 
 
+def random_operands(spec: MatmulSpec) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [random_array(rng, array.shape, array.dtype) for array in types_of(spec)]
+
+
+def assert_right(spec: MatmulSpec, operands: list[np.ndarray], results: Any) -> None:
+    """Holds what the kernel returned to the error rule."""
+    named = lambda results: {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(results))}
+    with jax.default_device(jax.devices("cpu")[0]):
+        plain = xla_matmul.run(spec, xla_matmul.Config(), *map(jnp.asarray, operands))
+        with jax.enable_x64(True):
+            wide = dataclasses.replace(spec, out_dtype=jnp.dtype(jnp.float64))
+            exact = xla_matmul.run(wide, xla_matmul.Config(), *(jnp.asarray(x.astype(np.float64)) for x in operands))
+    assert_accurate(named(results), named(plain), named(exact))
+
+
 # On a GPU.
 
 
 def check(spec: MatmulSpec, config: Config, *, runs: int = 3) -> None:
     """Runs the kernel and holds it to the error rule, and to the same bits in every run."""
     spec = dataclasses.replace(spec, target=hardware.chip_of(jax.devices()[0]))
-    rng = np.random.default_rng(0)
-    operands = [random_array(rng, array.shape, array.dtype) for array in types_of(spec)]
+    operands = random_operands(spec)
     on_device = [jnp.asarray(x) for x in operands]
     product = jax.jit(lambda *operands: matmul.run(spec, config, *operands))
-    named = lambda results: {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(results))}
-    outs = named(product(*on_device))
+    outs = jax.tree.map(np.asarray, product(*on_device))
+    bits = lambda results: [np.asarray(x).tobytes() for x in jax.tree.leaves(results)]
     for _ in range(runs - 1):
-        again = named(product(*on_device))
-        assert all(again[name].tobytes() == outs[name].tobytes() for name in outs)
-    with jax.default_device(jax.devices("cpu")[0]):
-        plain = xla_matmul.run(spec, xla_matmul.Config(), *map(jnp.asarray, operands))
-        with jax.enable_x64(True):
-            wide = dataclasses.replace(spec, out_dtype=jnp.dtype(jnp.float64))
-            exact = xla_matmul.run(wide, xla_matmul.Config(), *(jnp.asarray(x.astype(np.float64)) for x in operands))
-    assert_accurate(outs, named(plain), named(exact))
+        assert bits(product(*on_device)) == bits(outs)
+    assert_right(spec, operands, outs)
 
 
 @pytest.mark.gpu
@@ -248,6 +258,16 @@ def test_rows_that_begin_anywhere(block_n: int, out_dtype: str) -> None:
     for n in (95, 257, 259):
         spec = make_spec(300, n, 200, batch=2, out_dtype=out_dtype, residual=True)
         check(spec, Config(block_n=block_n, num_stages=3), runs=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("block_n", [96, 160])
+def test_residuals_in_narrow_pieces(block_n: int, save: bool) -> None:
+    activation = "relu" if save else None
+    spec = make_spec(300, 1000, 200, batch=2, residual=True, activation=activation, save_preactivation=save)
+    for num_staging in (2, 4):
+        check(spec, Config(block_n=block_n, num_stages=3, num_staging=num_staging), runs=2)
 
 
 @pytest.mark.gpu

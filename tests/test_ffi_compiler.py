@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import pathlib
 import re
@@ -265,6 +266,45 @@ def python(script: str) -> subprocess.Popen[str]:
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [ROOT, *sys.path]))},
     )
+
+
+def test_threads_that_compile_at_once_each_get_their_account():
+    def registers(count):
+        report = ffi.compile_kernel(TWO_KERNELS, f"sum<{count}>").report
+        assert report is not None
+        return report.registers
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        used = list(pool.map(registers, range(1, 17)))
+    assert len(set(used)) > 1
+    assert used == sorted(used)
+
+
+WAITS = """
+#include "tma.cuh"
+__global__ void waits(int* p) {
+  __shared__ tma::u64 full;
+  tma::mbarrier_wait_parity(&full, 0);
+#ifdef JK_MAX_WAIT_CYCLES
+  static_assert(JK_MAX_WAIT_CYCLES == 3000000000, "");
+  *p = 1;
+#endif
+}
+"""
+
+
+def test_waits_that_trap_are_compiled_apart_and_not_held_to_strict(cache, monkeypatch):
+    plain = ffi.compile_kernel(WAITS, "waits", strict=True)
+    monkeypatch.setenv("JAXKERNELS_MAX_WAIT_CYCLES", "3000000000")
+    assert ffi.compile_kernel(WAITS, "waits", strict=True).cubin != plain.cubin
+    assert len(list(cache.iterdir())) == 2
+    assert ffi.compile_kernel(TWO_KERNELS, "sum<256>", strict=True).report.spill_store_bytes > 0
+    monkeypatch.setenv("JAXKERNELS_MAX_WAIT_CYCLES", "3e9")
+    message = (
+        "compile[nvrtc]: JAXKERNELS_MAX_WAIT_CYCLES must be a number of cycles; got '3e9'. Unset it to wait for ever."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        ffi.compile_kernel(WAITS, "waits")
 
 
 def test_a_cache_that_cannot_be_written_warns_and_compiles(tmp_path, monkeypatch):

@@ -1,0 +1,279 @@
+// Runs a CUDA kernel of warps, clusters and asynchronous copies on a CPU, to see whether it can
+// wait for ever, reuse a buffer too early or leave too early: the headers beside this file stand in
+// for those of the engine.
+//
+// Every CUDA thread is a fiber; blocks of one cluster run together, clusters one after the other.
+// What the hardware does by itself (copies, products, arrivals at another block) is done as late as
+// the program allows, or at a random moment before. Registers, proxies and time are not modelled.
+
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+struct Extent {
+  unsigned x;
+};
+inline Extent threadIdx, blockIdx, gridDim, blockDim;
+
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+template <typename T>
+T __ldg(const T* p) {
+  return *p;
+}
+inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
+using std::min;
+
+namespace emulator {
+
+// Arrivals of a known number of threads.
+struct Barrier {
+  int arrived = 0, phase = 0;
+  void arrive(int count) {
+    if (++arrived == count) arrived = 0, ++phase;
+  }
+};
+
+struct Mbarrier {
+  int count = 0, pending = 0, bytes = 0, phase = 0;
+  void settle() {
+    if (pending == 0 && bytes == 0) ++phase, pending = count;
+  }
+};
+
+struct Warp {
+  Barrier barrier;
+  uint32_t exchanged[32][5];
+};
+
+constexpr size_t kSmemBytes = 256 * 1024;
+constexpr size_t kDynamicSmem = 1040;  // Aligned to 16 bytes and to no more.
+
+struct Block {
+  alignas(1024) unsigned char smem[kSmemBytes];
+  int alive = 0;
+  std::map<int, Barrier> barriers;  // 0 is __syncthreads.
+  std::map<uint32_t, Mbarrier> mbarriers;
+  std::vector<Warp> warps;
+};
+
+struct Thread {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  Block* block;
+  unsigned block_idx, index;
+  bool done = false;
+  const char* waits_for = "";
+  int cluster_phase = 0;
+  // Products: groups that were committed, the last one open.
+  std::deque<std::vector<std::function<void()>>> products{1};
+  // Stores: of each committed group, how many have not read their tile.
+  std::deque<std::shared_ptr<int>> stores;
+  std::shared_ptr<int> open_stores = std::make_shared<int>(0);
+};
+
+// What the hardware has been asked to do.
+struct Operation {
+  std::function<void()> run;
+};
+
+struct Cluster {
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<std::unique_ptr<Thread>> threads;
+  Barrier barrier;
+  std::vector<Operation> operations;
+  std::mt19937 random;
+  uint64_t events = 0;
+  ucontext_t scheduler;
+  std::string error;
+};
+
+inline Cluster* cluster;
+inline Thread* thread;
+inline std::function<void()> kernel;
+
+// Fibers cannot throw past their end: the scheduler gives up in their place.
+inline void fail(const std::string& what) {
+  if (cluster->error.empty()) {
+    cluster->error = "block " + std::to_string(thread->block_idx) + " thread " +
+                     std::to_string(thread->index) + ": " + what;
+  }
+}
+
+template <typename Condition>
+void wait_until(const char* what, Condition is_true) {
+  while (!is_true()) {
+    thread->waits_for = what;
+    swapcontext(&thread->context, &cluster->scheduler);
+  }
+  ++cluster->events;
+}
+
+inline void meet(Barrier& barrier, int count, const char* what) {
+  const int phase = barrier.phase;
+  barrier.arrive(count);
+  wait_until(what, [&] { return barrier.phase != phase; });
+}
+
+inline Warp& warp() { return thread->block->warps[thread->index / 32]; }
+inline void sync_warp() { meet(warp().barrier, 32, "its warp"); }
+
+inline uint32_t rank() {
+  for (uint32_t i = 0;; ++i) {
+    if (cluster->blocks[i].get() == thread->block) return i;
+  }
+}
+
+inline unsigned char* shared_memory() { return thread->block->smem + kDynamicSmem; }
+
+// Addresses of shared memory count from the block's first byte. Those in a cluster's window have
+// the rank, plus one, on top.
+constexpr int kRankShift = 24;
+inline uint32_t address_of(const void* p) {
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(p) - thread->block->smem);
+}
+inline unsigned char* at_address(uint32_t address) {
+  Block& block =
+      address >> kRankShift ? *cluster->blocks[(address >> kRankShift) - 1] : *thread->block;
+  return block.smem + (address & ((1u << kRankShift) - 1));
+}
+
+inline void later(std::function<void()> run) { cluster->operations.push_back({std::move(run)}); }
+
+inline void need_alive(const Block& block, const char* what) {
+  if (block.alive == 0) fail(std::string(what) + " of a block that has left");
+}
+
+inline void run_fiber() {
+  kernel();
+  thread->done = true;
+  --thread->block->alive;
+  ++cluster->events;
+  swapcontext(&thread->context, &cluster->scheduler);
+}
+
+inline void run_operations() {
+  auto waiting = std::move(cluster->operations);
+  cluster->operations.clear();
+  std::shuffle(waiting.begin(), waiting.end(), cluster->random);
+  for (Operation& operation : waiting) {
+    if (cluster->random() % 4 == 0) {
+      operation.run();
+      ++cluster->events;
+    } else {
+      cluster->operations.push_back(std::move(operation));
+    }
+  }
+}
+
+// Runs the blocks of one cluster to their end; returns what went wrong.
+inline std::string run_cluster(unsigned first_block, int num_blocks, unsigned num_threads,
+                               unsigned seed) {
+  Cluster here;
+  cluster = &here;
+  here.random.seed(seed);
+  constexpr size_t kStack = 64 * 1024;
+  for (int b = 0; b < num_blocks; ++b) {
+    auto block = std::make_unique<Block>();
+    std::memset(block->smem, 0xff, kSmemBytes);
+    block->alive = num_threads;
+    block->warps.resize(num_threads / 32);
+    for (unsigned t = 0; t < num_threads; ++t) {
+      auto fiber = std::make_unique<Thread>();
+      fiber->stack = std::make_unique_for_overwrite<char[]>(kStack);
+      fiber->block = block.get();
+      fiber->block_idx = first_block + b;
+      fiber->index = t;
+      getcontext(&fiber->context);
+      fiber->context.uc_stack.ss_sp = fiber->stack.get();
+      fiber->context.uc_stack.ss_size = kStack;
+      fiber->context.uc_link = nullptr;
+      makecontext(&fiber->context, run_fiber, 0);
+      here.threads.push_back(std::move(fiber));
+    }
+    here.blocks.push_back(std::move(block));
+  }
+  // Some blocks and warps are slow: they are passed over most times.
+  struct Turn {
+    size_t warp;
+    unsigned one_in;
+  };
+  std::vector<Turn> turns;
+  unsigned block_one_in = 1;
+  for (size_t w = 0; w < here.threads.size() / 32; ++w) {
+    if (w % (num_threads / 32) == 0) block_one_in = here.random() % 2 ? 1 : 64;
+    turns.push_back({w, block_one_in << here.random() % 2});
+  }
+  constexpr int kManyRounds = 2000;
+  int idle_rounds = 0;
+  while (here.error.empty()) {
+    bool all_done = true;
+    const uint64_t events = here.events;
+    std::shuffle(turns.begin(), turns.end(), here.random);
+    for (const Turn& turn : turns) {
+      const bool is_passed_over = here.random() % turn.one_in != 0;
+      for (size_t lane = 0; lane < 32; ++lane) {
+        thread = here.threads[turn.warp * 32 + lane].get();
+        if (thread->done) continue;
+        all_done = false;
+        if (is_passed_over) break;
+        threadIdx.x = thread->index;
+        blockIdx.x = thread->block_idx;
+        swapcontext(&here.scheduler, &thread->context);
+      }
+    }
+    const bool idle = here.operations.empty();
+    run_operations();
+    if (all_done && here.operations.empty()) break;
+    // Nothing under way, and everyone had a turn: nothing will come.
+    idle_rounds = here.events == events && idle ? idle_rounds + 1 : 0;
+    if (idle_rounds == kManyRounds) {
+      for (const auto& fiber : here.threads) {
+        thread = fiber.get();
+        if (!thread->done) fail(std::string("waits for ever for ") + thread->waits_for);
+      }
+    }
+  }
+  return here.error;
+}
+
+}  // namespace emulator
+
+inline void __syncthreads() {
+  emulator::meet(emulator::thread->block->barriers[0], blockDim.x, "its block");
+}
+inline void __syncwarp() { emulator::sync_warp(); }
+inline uint32_t __shfl_down_sync(uint32_t, uint32_t value, int delta) {
+  using namespace emulator;
+  const uint32_t lane = thread->index % 32;
+  warp().exchanged[lane][0] = value;
+  sync_warp();
+  const uint32_t result = warp().exchanged[lane + delta < 32 ? lane + delta : lane][0];
+  sync_warp();
+  return result;
+}

@@ -1,0 +1,102 @@
+// ffi/ptx.cuh for the emulator: the same functions.
+
+#pragma once
+
+#include "tma.cuh"
+
+namespace jaxkernels {
+
+using tma::u16;
+using tma::u32;
+using tma::u64;
+
+template <int kBarrier, int kThreads>
+void named_barrier_sync() {
+  emulator::meet(emulator::thread->block->barriers[kBarrier], kThreads, "a named barrier");
+}
+
+template <int kRegisters>
+void setmaxnreg_inc() {}
+template <int kRegisters>
+void setmaxnreg_dec() {}
+
+// Calls move(address, register) for each of the four matrices' words that this lane holds.
+template <typename Move>
+void for_each_matrix(u32 address, u32 (&registers)[4], Move move) {
+  auto& exchanged = emulator::warp().exchanged;
+  const u32 lane = threadIdx.x % 32;
+  exchanged[lane][0] = address;
+  emulator::sync_warp();
+  for (u32 i = 0; i < 4; ++i) move(exchanged[8 * i + lane / 4][0] + lane % 4 * 4, registers[i]);
+  emulator::sync_warp();
+}
+inline void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  u32 registers[4] = {a, b, c, d};
+  for_each_matrix(address, registers,
+                  [](u32 to, u32& word) { std::memcpy(emulator::at_address(to), &word, 4); });
+}
+inline void ldmatrix_x4(u32 address, u32& a, u32& b, u32& c, u32& d) {
+  u32 registers[4];
+  for_each_matrix(address, registers,
+                  [](u32 from, u32& word) { std::memcpy(&word, emulator::at_address(from), 4); });
+  a = registers[0], b = registers[1], c = registers[2], d = registers[3];
+}
+inline void store_shared(u32 address, float a, float b) {
+  const float2 v{a, b};
+  std::memcpy(emulator::at_address(address), &v, sizeof(v));
+}
+inline void load_shared(u32 address, float& a, float& b) {
+  float2 v;
+  std::memcpy(&v, emulator::at_address(address), sizeof(v));
+  a = v.x, b = v.y;
+}
+inline void store_shared(u32 address, float4 v) {
+  std::memcpy(emulator::at_address(address), &v, sizeof(v));
+}
+inline float4 load_cluster(u32 address) {
+  float4 v;
+  std::memcpy(&v, emulator::at_address(address), sizeof(v));
+  return v;
+}
+
+template <typename Format>
+struct Packed {
+  static u32 pack(float low, float high) {
+    return Format::narrow(low) | static_cast<u32>(Format::narrow(high)) << 16;
+  }
+  static float low(u32 packed) { return Format::wide(packed & 0xffffu); }
+  static float high(u32 packed) { return Format::wide(packed >> 16); }
+};
+struct BFloat16 : Packed<BFloat16> {
+  static u16 narrow(float x) {  // To nearest, ties to even; a NaN's upper half stays one.
+    const u32 bits = std::bit_cast<u32>(x);
+    return (x != x ? bits : bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  }
+  static float wide(u32 bits) { return __uint_as_float(bits << 16); }
+};
+struct Float16 : Packed<Float16> {
+  static u16 narrow(float x) { return std::bit_cast<u16>(static_cast<_Float16>(x)); }
+  static float wide(u32 bits) { return std::bit_cast<_Float16>(static_cast<u16>(bits)); }
+};
+struct Float32 {};
+
+inline void wgmma_fence() {}
+inline void wgmma_commit() { emulator::thread->products.emplace_back(); }
+template <int kPending>
+void wgmma_wait() {
+  auto& products = emulator::thread->products;
+  while (products.size() > kPending + 1) {  // The last group is open.
+    for (auto& product : products.front()) product();
+    products.pop_front();
+  }
+  emulator::sync_warp();
+}
+template <int kCount>
+void pin(float (&)[kCount]) {}
+
+inline u64 matrix_descriptor(u32 address, u32 leading, u32 stride) {
+  return (1ull << 62) | (static_cast<u64>(stride >> 4) << 32) |
+         (static_cast<u64>(leading >> 4) << 16) | ((address & 0x3ffff) >> 4);
+}
+
+}  // namespace jaxkernels

@@ -1,0 +1,167 @@
+// ffi/tma.cuh for the emulator: the same functions, as the GEMM uses them (tensors of rank 3).
+
+#pragma once
+
+#include "emulator.h"
+
+namespace tma {
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+// Innermost dimension first.
+struct TensorMap {
+  unsigned char* data;
+  long long sizes[3];
+  int box[3];
+  int swizzle_bytes;
+  int element_bytes;
+};
+
+inline u32 shared_address(const void* p) { return emulator::address_of(p); }
+
+inline emulator::Mbarrier& mbarrier(emulator::Block& block, u32 address) {
+  if (!block.mbarriers.contains(address)) emulator::fail("a barrier must be initialised");
+  return block.mbarriers[address];
+}
+inline emulator::Mbarrier& mbarrier(const u64* barrier) {
+  return mbarrier(*emulator::thread->block, shared_address(barrier));
+}
+inline void mbarrier_init(u64* barrier, u32 arrivals) {
+  const int count = static_cast<int>(arrivals);
+  emulator::thread->block->mbarriers[shared_address(barrier)] = {.count = count, .pending = count};
+}
+inline void fence_mbarrier_init() {}
+inline void mbarrier_arrive(u64* barrier) {
+  --mbarrier(barrier).pending;
+  mbarrier(barrier).settle();
+}
+inline void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes) {
+  mbarrier(barrier).bytes += static_cast<int>(bytes);
+  mbarrier_arrive(barrier);
+}
+inline void mbarrier_wait_parity(u64* barrier, u32 parity) {
+  emulator::wait_until("an mbarrier",
+                       [&] { return (mbarrier(barrier).phase & 1) != static_cast<int>(parity); });
+}
+inline void mbarrier_arrive_cluster_relaxed(u64* barrier, u32 rank) {
+  const u32 address = shared_address(barrier);
+  emulator::Block* block = emulator::cluster->blocks[rank].get();
+  emulator::later([=] {
+    emulator::need_alive(*block, "an arrival at a barrier");
+    --mbarrier(*block, address).pending;
+    mbarrier(*block, address).settle();
+  });
+}
+
+inline void fence_proxy_async() {}
+
+inline u32 cluster_ctarank() { return emulator::rank(); }
+inline void barrier_cluster_arrive() {
+  emulator::thread->cluster_phase = emulator::cluster->barrier.phase;
+  emulator::cluster->barrier.arrive(static_cast<int>(emulator::cluster->threads.size()));
+}
+inline void barrier_cluster_arrive_relaxed() { barrier_cluster_arrive(); }
+inline void barrier_cluster_wait() {
+  emulator::wait_until("its cluster", [] {
+    return emulator::cluster->barrier.phase != emulator::thread->cluster_phase;
+  });
+}
+inline void barrier_cluster() {
+  barrier_cluster_arrive();
+  barrier_cluster_wait();
+}
+inline u32 mapa(const void* p, u32 rank) {
+  return shared_address(p) | (rank + 1) << emulator::kRankShift;
+}
+
+inline void prefetch_tensormap(const TensorMap*) {}
+
+// Where the swizzle puts a byte of shared memory.
+inline u32 permuted(u32 address, int swizzle_bytes) {
+  return address ^ ((address >> 7) % (swizzle_bytes / 16) * 16);
+}
+
+// Calls move(address in shared memory, address in the tensor or null outside) for each element.
+template <typename Move>
+void for_each_element(const TensorMap& map, u32 tile, const int (&at)[3], Move move) {
+  const int size = map.element_bytes;
+  if (tile % 128 != 0) emulator::fail("a tile must begin on 128 bytes");
+  if (at[0] * size % 16 != 0) emulator::fail("a box must begin on 16 bytes");
+  u32 place = tile;
+  for (int z = 0; z < map.box[2]; ++z) {
+    for (int y = 0; y < map.box[1]; ++y) {
+      for (int x = 0; x < map.box[0]; ++x, place += size) {
+        const long long i[3] = {at[0] + x, at[1] + y, at[2] + z};
+        bool inside = true;
+        for (int d = 0; d < 3; ++d) inside = inside && 0 <= i[d] && i[d] < map.sizes[d];
+        unsigned char* element =
+            map.data + ((i[2] * map.sizes[1] + i[1]) * map.sizes[0] + i[0]) * size;
+        move(permuted(place, map.swizzle_bytes), inside ? element : nullptr);
+      }
+    }
+  }
+}
+
+inline void load(void* tile, const TensorMap* map, u64* full, const int (&at)[3], u16 ranks) {
+  const u32 to = shared_address(tile), barrier = shared_address(full);
+  const int x = at[0], y = at[1], z = at[2];
+  for (u32 rank = 0; rank < emulator::cluster->blocks.size(); ++rank) {
+    if (!(ranks >> rank & 1)) continue;
+    emulator::Block* block = emulator::cluster->blocks[rank].get();
+    // From now on nobody may count on what is there.
+    for_each_element(*map, to, {x, y, z}, [&](u32 place, unsigned char*) {
+      std::memset(block->smem + place, 0xff, map->element_bytes);
+    });
+    emulator::later([=] {
+      emulator::need_alive(*block, "a copy into the memory");
+      int bytes = 0;
+      for_each_element(*map, to, {x, y, z}, [&](u32 place, unsigned char* element) {
+        bytes += map->element_bytes;
+        if (element) std::memcpy(block->smem + place, element, map->element_bytes);
+        if (!element) std::memset(block->smem + place, 0, map->element_bytes);
+      });
+      mbarrier(*block, barrier).bytes -= bytes;
+      mbarrier(*block, barrier).settle();
+    });
+  }
+}
+inline void cp_async_bulk_tensor_load(void* tile, const TensorMap* map, u64* full,
+                                      const int (&at)[3]) {
+  load(tile, map, full, at, 1 << cluster_ctarank());
+}
+inline void cp_async_bulk_tensor_multicast(void* tile, const TensorMap* map, u64* full,
+                                           const int (&at)[3], u16 blocks) {
+  load(tile, map, full, at, blocks);
+}
+
+inline void cp_async_bulk_tensor_store(const TensorMap* map, const void* tile, const int (&at)[3]) {
+  const u32 from = shared_address(tile);
+  const int x = at[0], y = at[1], z = at[2];
+  emulator::Block* block = emulator::thread->block;
+  auto open = emulator::thread->open_stores;
+  ++*open;
+  if (x < 0 || y < 0 || z < 0) emulator::fail("a store must not begin before the tensor");
+  emulator::later([=] {
+    emulator::need_alive(*block, "a store from the memory");
+    for_each_element(*map, from, {x, y, z}, [&](u32 place, unsigned char* element) {
+      if (element) std::memcpy(element, block->smem + place, map->element_bytes);
+    });
+    --*open;
+  });
+}
+inline void cp_async_bulk_commit_group() {
+  emulator::thread->stores.push_back(emulator::thread->open_stores);
+  emulator::thread->open_stores = std::make_shared<int>(0);
+}
+template <int kGroups>
+void cp_async_bulk_wait_group_read() {
+  auto& stores = emulator::thread->stores;
+  while (stores.size() > kGroups) {
+    emulator::wait_until("its stores", [&] { return *stores.front() == 0; });
+    stores.pop_front();
+  }
+}
+
+}  // namespace tma

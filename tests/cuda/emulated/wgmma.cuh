@@ -1,0 +1,48 @@
+// "wgmma.cuh" for the emulator. A product is computed when it is waited for, by each thread for the
+// elements it holds.
+
+#pragma once
+
+#include "ptx.cuh"
+
+namespace jaxkernels {
+
+// Element (i, k) of a matrix with the 128-byte swizzle (PTX ISA, "Matrix descriptor").
+template <typename T, bool kIsTransposed>
+float element(u64 descriptor, u32 i, u32 k) {
+  const auto field = [&](int bit) { return static_cast<u32>(descriptor >> bit & 0x3fff) << 4; };
+  const u32 leading = field(16), stride = field(32);
+  const u32 offset = kIsTransposed ? i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * 2
+                                   : i / 8 * stride + i % 8 * 128 + k * 2;
+  u16 bits;
+  std::memcpy(&bits, emulator::at_address(tma::permuted(field(0) + offset, 128)), 2);
+  return T::wide(bits);
+}
+
+template <typename T, int kN, bool kLhsIsTransposed, bool kRhsIsTransposed>
+struct Wgmma {
+  static void run(float (&acc)[kN / 2], u64 lhs, u64 rhs, int accumulate) {
+    float* const out = acc;
+    emulator::thread->products.back().push_back([=] {
+      const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+      float a[2][16];
+      for (u32 half = 0; half < 2; ++half) {
+        for (u32 k = 0; k < 16; ++k) {
+          a[half][k] = element<T, kLhsIsTransposed>(lhs, warp * 16 + lane / 4 + half * 8, k);
+        }
+      }
+      for (u32 column = 0; column < kN / 4; ++column) {  // Two of each eight are this thread's.
+        const u32 n = column / 2 * 8 + lane % 4 * 2 + column % 2;
+        float b[16];
+        for (u32 k = 0; k < 16; ++k) b[k] = element<T, kRhsIsTransposed>(rhs, n, k);
+        for (u32 half = 0; half < 2; ++half) {
+          float& sum = out[column / 2 * 4 + half * 2 + column % 2];
+          if (!accumulate) sum = 0.0f;
+          for (u32 k = 0; k < 16; ++k) sum += a[half][k] * b[k];
+        }
+      }
+    });
+  }
+};
+
+}  // namespace jaxkernels

@@ -1,0 +1,219 @@
+"""The CUDA matmul kernel on an emulator of warps, clusters and asynchronous copies (tests/cuda/emulated): it neither
+waits for ever nor reads, overwrites or leaves too early, and its indices are right."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import hashlib
+import itertools
+import pathlib
+import shutil
+import subprocess
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_cuda_matmul import LAYOUTS, SCHEDULES, assert_right, make_spec, random_operands
+
+from jaxkernels.ffi import custom_call, matmul
+from jaxkernels.specs import MatmulSpec
+
+Config = matmul.Config
+
+ROOT = pathlib.Path(__file__).parent.parent
+EMULATED = ROOT / "tests" / "cuda" / "emulated"
+DYNAMIC_SMEM = "extern __shared__ unsigned char dynamic_smem[];"
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+class Map(ctypes.Structure):
+    """A tensor map of emulated/tma.cuh, innermost dimension first."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("sizes", ctypes.c_longlong * 3),
+        ("box", ctypes.c_int * 3),
+        ("swizzle_bytes", ctypes.c_int),
+        ("element_bytes", ctypes.c_int),
+    )
+
+
+class Emulator:
+    """Takes the place of the compiler and of the launch."""
+
+    def __init__(self, folder: pathlib.Path):
+        self._folder = folder
+        self.seed = 0
+        #: What to change in the kernel's text.
+        self.edits: dict[str, str] = {}
+
+    def compile(self, config: Config, choices: tuple[tuple[str, Any], ...]) -> Any:
+        """In place of matmul._compile_cached."""
+        return matmul._compile_cached.__wrapped__(config, choices)
+
+    def compile_kernel(self, source: str, name: str, *, defines: dict[str, Any], **_: Any) -> Any:
+        for old, new in {
+            DYNAMIC_SMEM: "unsigned char* dynamic_smem = emulator::shared_memory();",
+            **self.edits,
+        }.items():
+            assert source.count(old) == 1, old
+            source = source.replace(old, new)
+        macros = [f"-D{macro}={int(v) if isinstance(v, bool) else v}" for macro, v in sorted(defines.items())]
+        stem = self._folder / hashlib.sha256("".join([source, *macros]).encode()).hexdigest()[:16]
+        library = stem.with_suffix(".so")
+        if not library.exists():
+            text = stem.with_suffix(".cu")
+            text.write_text(source)
+            command = ["g++", "-std=c++20", "-O1", "-fno-strict-aliasing", "-shared", "-fPIC"]
+            command += ["-fno-gnu-unique", "-I", str(EMULATED)]  # Each library has an emulator of its own.
+            command += [f'-DGEMM_SOURCE="{text}"', *macros, str(EMULATED / "gemm.cc"), "-o", str(library)]
+            subprocess.run(command, check=True)
+        return dataclasses.make_dataclass("Compiled", ["cubin", "name"])(str(library), name)
+
+    def launch(
+        self, cubin: str, name: str, operands: Any, results: Any, *, parameters: Any, grid: Any, block: Any,
+        cluster: Any, **_: Any,
+    ) -> list[jnp.ndarray]:  # fmt: skip
+        """In place of custom_call.launch."""
+        outs = [np.empty(x.shape, x.dtype) for x in results]
+        for out in outs:
+            out.view(np.uint8)[...] = 0xFF
+        buffers = [*(np.asarray(x) for x in operands), *outs]
+        *matrices, bias, problem = parameters
+        maps = (Map * len(matrices))(*(self._map(buffers[p.buffer], p) for p in matrices))
+        bias_data = buffers[bias.buffer].ctypes.data_as(ctypes.c_void_p)
+        run = ctypes.CDLL(cubin).run_gemm
+        run.restype = ctypes.c_char_p
+        error = run(maps, bias_data, problem.tobytes(), grid[0], block[0], cluster[0], self.seed)
+        if error:
+            raise RuntimeError(error.decode())
+        return [jnp.asarray(out) for out in outs]
+
+    def _map(self, buffer: np.ndarray, parameter: custom_call.Parameter) -> Map:
+        if isinstance(parameter, custom_call.Pointer):
+            return Map(data=buffer.ctypes.data)
+        assert isinstance(parameter, custom_call.TensorMap)
+        assert buffer.shape[-1] * buffer.itemsize % 16 == 0
+        triple = lambda values: (ctypes.c_int * 3)(*values[::-1])
+        sizes = (ctypes.c_longlong * 3)(*buffer.shape[::-1])
+        span = int(parameter.swizzle.removesuffix("B"))
+        return Map(buffer.ctypes.data, sizes, triple(parameter.box), span, buffer.itemsize)
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture
+def emulator(libraries: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Emulator:
+    emulator = Emulator(libraries)
+    monkeypatch.setattr(matmul, "_compile_cached", matmul._compile_cached.__wrapped__)
+    monkeypatch.setattr(matmul.compiler, "compile_kernel", emulator.compile_kernel)
+    monkeypatch.setattr(matmul.custom_call, "launch", emulator.launch)
+
+    def pad_rows(spec: MatmulSpec, x: jnp.ndarray) -> jnp.ndarray:
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 8)])
+
+    monkeypatch.setattr(matmul, "_pad_rows", pad_rows)
+    return emulator
+
+
+def check(spec: MatmulSpec, config: Config) -> None:
+    """Runs the kernel on a chip of few SMs, so that blocks work on several tiles each, and checks the result."""
+    blocks = (2 if config.cluster else 1) * config.split_k
+    spec = dataclasses.replace(spec, target=dataclasses.replace(spec.target, num_sms=blocks))
+    operands = random_operands(spec)
+    assert_right(spec, operands, matmul.run(spec, config, *map(jnp.asarray, operands)))
+
+
+@pytest.mark.parametrize(("name", "layouts"), list(zip(SCHEDULES, itertools.cycle(LAYOUTS))))
+def test_schedules(name: str, layouts: str, emulator: Emulator) -> None:
+    config = SCHEDULES[name]
+    k = 136 + (config.split_k - 1) * config.block_k
+    check(make_spec(config.block_m + 72, config.block_n + 40, k, layouts=layouts), config)
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "options"),
+    [
+        (Config(64, 96), (130, 200), dict(residual=True)),
+        (Config(64, 96, ping_pong=True), (200, 200), dict(residual=True, save_preactivation=True, activation="relu")),
+        (Config(64, 128, num_staging=4), (130, 264), dict(residual=True, save_preactivation=True, activation="relu")),
+        (Config(64, 96), (130, 201), dict(residual=True, bias=True)),
+        (Config(64, 64), (130, 131), dict(residual=True, out_dtype="float32", bias=True, activation="gelu_erf")),
+        (Config(64, 64, split_k=2), (70, 136), dict(residual=True, save_preactivation=True, activation="relu")),
+        (Config(64, 64, cluster="n", num_staging=4), (130, 264), dict(residual=True, bias=True, out_dtype="float32")),
+    ],
+    ids=["narrow", "narrow-ping-pong-saved", "saved", "odd", "odd-float32", "split-saved", "cluster"],
+)
+def test_epilogues(config: Config, shape: tuple[int, int], options: dict[str, Any], emulator: Emulator) -> None:
+    check(make_spec(*shape, 136, batch=2, **options), config)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_short_rings(num_stages: int, emulator: Emulator) -> None:
+    for config in (Config(64, 64, num_stages=num_stages), Config(64, 64, num_stages=num_stages, ping_pong=True)):
+        check(make_spec(200, 136, 200), config)
+
+
+@pytest.mark.parametrize("minor", ["m", "n"])
+def test_tile_orders(minor: Any, emulator: Emulator) -> None:
+    for strip in (1, 3):
+        check(make_spec(300, 270, 24, batch=2), Config(64, 64, num_stages=3, minor=minor, strip=strip))
+
+
+def test_infinities_of_a_float32_operand_stay_infinities(emulator: Emulator) -> None:
+    spec = make_spec(72, 64, 80, dtypes=("float32", "bfloat16"), out_dtype="float32")
+    lhs = np.ones((72, 80), np.float32)
+    lhs[3, 5], lhs[7, 2] = np.inf, np.nan
+    out = np.asarray(matmul.run(spec, Config(64, 64), jnp.asarray(lhs), jnp.ones((80, 64), jnp.bfloat16)))
+    assert np.isposinf(out[3]).all()
+    assert np.isnan(out[7]).all()
+    assert np.isfinite(np.delete(out, [3, 7], axis=0)).all()
+
+
+#: Bugs: changes to the kernel's text, and what is then found; None for wrong results.
+_NARROW = Config(64, 96, num_stages=3)
+_CLUSTER = Config(64, 96, num_stages=3, cluster="m")
+_WAITS_FOR_READS = "cp_async_bulk_wait_group_read<0>();"
+PLANTED: dict[str, tuple[Config, dict[str, str], str | None]] = {
+    "residual of the wrong size": (
+        _NARROW, {"expect_tx(full, kPieceM * kPieceBytes)": "expect_tx(full, kStagingBytes)"},
+        "waits for ever for an mbarrier",
+    ),
+    "slot released while it is read": (
+        _NARROW, {"Config::kStages > 1 ? 1 : 0": "0", "wgmma_wait<kInFlight>": "wgmma_wait<1>"}, None
+    ),
+    "buffer filled while it is stored": (
+        _NARROW, {f"{_WAITS_FOR_READS}\n    mbarrier_arrive": "mbarrier_arrive"}, None
+    ),
+    "block leaves before its buffers are stored": (
+        _NARROW, {f"{_WAITS_FOR_READS}\n  }}\n\n private": ";\n  }\n\n private"},
+        "a store from the memory of a block that has left",
+    ),
+    "block leaves before its peer's releases arrive": (
+        _CLUSTER, {"i < Config::kStages; ++i, place.next()": "i < 0; ++i, place.next()"},
+        "an arrival at a barrier of a block that has left",
+    ),
+    "cluster begins before its barriers are there": (
+        _CLUSTER, {"barrier_cluster_wait();\n  }\n\n  if (warpgroup": "}\n\n  if (warpgroup"}, "must be initialised"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "edits", "message"), PLANTED.values(), ids=PLANTED.keys())
+def test_planted_bugs_are_found(config: Config, edits: dict[str, str], message: str | None, emulator: Emulator) -> None:
+    emulator.edits = edits
+
+    def try_orders() -> None:
+        for emulator.seed in range(8):
+            check(make_spec(300, 200, 520, residual=True), config)
+
+    with pytest.raises(AssertionError if message is None else RuntimeError, match=message):
+        try_orders()
+    emulator.edits = {}
+    try_orders()
