@@ -278,7 +278,6 @@ class Place {
 
 __device__ __forceinline__ void produce(SharedStorage& shared, const TensorMap* lhs,
                                         const TensorMap* rhs, Schedule schedule, u32 rank) {
-  const u32 part = kSharers > 1 ? rank : 0;
   Place place;
   for (; schedule.has_tile(); schedule.advance()) {
     const Tile tile = schedule.tile();
@@ -289,15 +288,16 @@ __device__ __forceinline__ void produce(SharedStorage& shared, const TensorMap* 
       mbarrier_wait_parity(&shared.empty[place.slot()], place.parity() ^ 1);
       mbarrier_arrive_expect_tx(full, kSlotBytes);
       const int k_element = k * Config::kBlockK;
-      Lhs::load(slot, lhs, full, tile.row, k_element, tile.batch, Config::kClusterN > 1 ? part : 0);
+      Lhs::load(slot, lhs, full, tile.row, k_element, tile.batch, Config::kClusterN > 1 ? rank : 0);
       Rhs::load(slot + Lhs::kBytes, rhs, full, tile.column, k_element, tile.batch,
-                Config::kClusterM > 1 ? part : 0);
+                Config::kClusterM > 1 ? rank : 0);
       place.next();
     }
   }
   if constexpr (kSharers > 1) {
     // A peer's last releases are on their way to barriers that must not go before they arrive.
     // Nothing else is: consumers have waited for all that a peer loads for this block.
+#pragma unroll 1
     for (int i = 0; i < Config::kStages; ++i, place.next()) {
       mbarrier_wait_parity(&shared.empty[place.slot()], place.parity() ^ 1);
     }

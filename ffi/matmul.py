@@ -1,8 +1,8 @@
 """Matrix product on Hopper tensor cores, with its epilogue, in CUDA C++ (gemm.cu says how it works).
 
 Operands lie in memory as "mk" or "km" and "kn" or "nk" and are read as they are. The Tensor Memory Accelerator
-takes rows that are whole 16-byte units: an operand with other rows is padded by XLA first, a result with other
-rows is stored, and a residual loaded, by ordinary instructions. Sizes need no multiple of anything else.
+takes rows that are whole 16-byte units: an operand with other rows is padded first (pad_rows.cu), a result with
+other rows is stored, and a residual loaded, by ordinary instructions. Sizes need no multiple of anything else.
 """
 
 from __future__ import annotations

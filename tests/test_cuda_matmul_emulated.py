@@ -10,7 +10,7 @@ import itertools
 import pathlib
 import shutil
 import subprocess
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +41,11 @@ class Map(ctypes.Structure):
     )
 
 
+class Compiled(NamedTuple):
+    cubin: str
+    name: str
+
+
 class Emulator:
     """Takes the place of the compiler and of the launch."""
 
@@ -50,15 +55,10 @@ class Emulator:
         #: What to change in the kernel's text.
         self.edits: dict[str, str] = {}
 
-    def compile(self, config: Config, choices: tuple[tuple[str, Any], ...]) -> Any:
-        """In place of matmul._compile_cached."""
-        return matmul._compile_cached.__wrapped__(config, choices)
-
     def compile_kernel(self, source: str, name: str, *, defines: dict[str, Any], **_: Any) -> Any:
-        for old, new in {
-            DYNAMIC_SMEM: "unsigned char* dynamic_smem = emulator::shared_memory();",
-            **self.edits,
-        }.items():
+        """In place of compiler.compile_kernel."""
+        memory = {DYNAMIC_SMEM: "unsigned char* dynamic_smem = emulator::shared_memory();"}
+        for old, new in (memory | self.edits).items():
             assert source.count(old) == 1, old
             source = source.replace(old, new)
         macros = [f"-D{macro}={int(v) if isinstance(v, bool) else v}" for macro, v in sorted(defines.items())]
@@ -71,7 +71,7 @@ class Emulator:
             command += ["-fno-gnu-unique", "-I", str(EMULATED)]  # Each library has an emulator of its own.
             command += [f'-DGEMM_SOURCE="{text}"', *macros, str(EMULATED / "gemm.cc"), "-o", str(library)]
             subprocess.run(command, check=True)
-        return dataclasses.make_dataclass("Compiled", ["cubin", "name"])(str(library), name)
+        return Compiled(str(library), name)
 
     def launch(
         self, cubin: str, name: str, operands: Any, results: Any, *, parameters: Any, grid: Any, block: Any,

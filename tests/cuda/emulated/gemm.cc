@@ -1,7 +1,7 @@
 // ffi/gemm.cu on the emulator. GEMM_SOURCE is a copy of it whose dynamic shared memory is the
 // emulator's.
 
-#include "emulator.h"
+#include "emulator.cuh"
 #include GEMM_SOURCE
 
 namespace {

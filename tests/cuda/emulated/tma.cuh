@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "emulator.h"
+#include "emulator.cuh"
 
 namespace tma {
 

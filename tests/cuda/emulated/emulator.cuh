@@ -4,7 +4,8 @@
 //
 // Every CUDA thread is a fiber; blocks of one cluster run together, clusters one after the other.
 // What the hardware does by itself (copies, products, arrivals at another block) is done as late as
-// the program allows, or at a random moment before. Registers, proxies and time are not modelled.
+// the program allows, or at a random moment before, and blocks run at random speeds. Registers,
+// proxies (fence.proxy.async) and time are not modelled.
 
 #pragma once
 
@@ -20,7 +21,6 @@
 #include <map>
 #include <memory>
 #include <random>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -97,16 +97,11 @@ struct Thread {
   std::shared_ptr<int> open_stores = std::make_shared<int>(0);
 };
 
-// What the hardware has been asked to do.
-struct Operation {
-  std::function<void()> run;
-};
-
 struct Cluster {
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<std::unique_ptr<Thread>> threads;
   Barrier barrier;
-  std::vector<Operation> operations;
+  std::vector<std::function<void()>> operations;  // What the hardware has been asked to do.
   std::mt19937 random;
   uint64_t events = 0;
   ucontext_t scheduler;
@@ -163,7 +158,7 @@ inline unsigned char* at_address(uint32_t address) {
   return block.smem + (address & ((1u << kRankShift) - 1));
 }
 
-inline void later(std::function<void()> run) { cluster->operations.push_back({std::move(run)}); }
+inline void later(std::function<void()> run) { cluster->operations.push_back(std::move(run)); }
 
 inline void need_alive(const Block& block, const char* what) {
   if (block.alive == 0) fail(std::string(what) + " of a block that has left");
@@ -181,9 +176,9 @@ inline void run_operations() {
   auto waiting = std::move(cluster->operations);
   cluster->operations.clear();
   std::shuffle(waiting.begin(), waiting.end(), cluster->random);
-  for (Operation& operation : waiting) {
+  for (auto& operation : waiting) {
     if (cluster->random() % 4 == 0) {
-      operation.run();
+      operation();
       ++cluster->events;
     } else {
       cluster->operations.push_back(std::move(operation));
