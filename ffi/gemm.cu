@@ -142,16 +142,15 @@ struct Operand {
     }
   }
 
-  // Of rows from `row` on (a multiple of 64) and all of k.
-  static __device__ __forceinline__ u64 descriptor(u32 slot, int row) {
-    const u32 offset = kIsKMajor ? row * kSwizzleBytes : row / kAtom * kBoxBytes;
-    return matrix_descriptor(slot + offset, kIsKMajor ? 0 : kBoxBytes, 8 * kSwizzleBytes);
+  // The descriptor of a block, and what to add to it for the rows from `row` on (a multiple of 64)
+  // and the `step`-th 16 of k.
+  static __device__ __forceinline__ u32 descriptor(u32 address) {
+    return descriptor_low(address, kIsKMajor ? 0 : kBoxBytes);
   }
-
-  // What to add to a descriptor for the `step`-th 16 of k.
-  static constexpr __device__ u64 advance(int step) {
+  static constexpr __device__ u32 advance(int row, int step) {
     constexpr int kStepsInBox = kIsKMajor ? kAtom / kWgmmaK : Config::kBlockK / kWgmmaK;
-    return (step / kStepsInBox * kBoxBytes + step % kStepsInBox * kStepBytes) >> 4;
+    const u32 across = kIsKMajor ? row * kSwizzleBytes : row / kAtom * kBoxBytes;
+    return (across + step / kStepsInBox * kBoxBytes + step % kStepsInBox * kStepBytes) >> 4;
   }
 };
 
@@ -199,8 +198,7 @@ struct SharedStorage {
   u64 turn[2];
   u64 residual_full[kConsumerWarps][kStagingSlots];
 };
-// Dynamic shared memory is aligned to 16 bytes only: the host asks for 1008 bytes more.
-static_assert(sizeof(SharedStorage) + 1008 <= JK_SMEM_BYTES, "what the host gives is enough");
+static_assert(sizeof(SharedStorage) <= JK_SMEM_BYTES, "what the host gives is enough");
 
 // ---- Where the work is -------------------------------------------------------------------------
 
@@ -326,19 +324,21 @@ constexpr int kInFlight = Config::kStages > 1 ? 1 : 0;
 template <typename Issued>
 __device__ __forceinline__ void multiply(SharedStorage& shared, Accumulators& acc, Place& place,
                                          int k_iters, int first_row, Issued issued) {
+  const u32 first_lhs = Lhs::descriptor(shared_address(shared.ring)) + Lhs::advance(first_row, 0);
+  const u32 first_rhs = Rhs::descriptor(shared_address(shared.ring) + Lhs::kBytes);
   int previous = 0;
   for (int k = 0; k < k_iters; ++k) {
     mbarrier_wait_parity(&shared.full[place.slot()], place.parity());
-    const u32 slot = shared_address(shared.ring[place.slot()]);
-    const u64 rhs = Rhs::descriptor(slot + Lhs::kBytes, 0);
+    const u32 lhs = first_lhs + place.slot() * (kSlotBytes >> 4);
+    const u32 rhs = first_rhs + place.slot() * (kSlotBytes >> 4);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Config::kBlockK / kWgmmaK; ++step) {
 #pragma unroll
       for (int i = 0; i < kWgmmasM; ++i) {
-        const u64 lhs = Lhs::descriptor(slot, first_row + i * kWgmmaM);
         Wgmma<Config::Input, Config::kBlockN, !Config::kLhsIsKMajor, !Config::kRhsIsKMajor>::run(
-            acc[i], lhs + Lhs::advance(step), rhs + Rhs::advance(step), k > 0 || step > 0);
+            acc[i], lhs + Lhs::advance(i * kWgmmaM, step), rhs + Rhs::advance(0, step),
+            k > 0 || step > 0);
       }
     }
     wgmma_commit();
@@ -712,7 +712,7 @@ class Epilogue {
 
 __device__ __forceinline__ void consume(SharedStorage& shared, const Problem& problem,
                                         const Operands& operands, Schedule schedule, u32 rank) {
-  const int consumer = threadIdx.x / kWarpgroup - 1;
+  const int consumer = uniform(threadIdx.x / kWarpgroup) - 1;
   const int first_row = Config::kPingPong ? 0 : consumer * kConsumerM;
   const int k_iters = schedule.k_end() - schedule.k_begin();
   Epilogue epilogue(shared, problem, operands, rank);
@@ -754,11 +754,8 @@ __global__ __launch_bounds__(kThreads, 1) void gemm(const __grid_constant__ Tens
                                                     const __grid_constant__ Matrix residual,
                                                     const float* bias,
                                                     const __grid_constant__ Problem problem) {
-  extern __shared__ unsigned char dynamic_smem[];
-  // The same offset in every block of a cluster, as multicast needs.
-  const u32 misalignment = shared_address(dynamic_smem) % 1024;
-  SharedStorage& shared =
-      *reinterpret_cast<SharedStorage*>(dynamic_smem + (1024 - misalignment) % 1024);
+  extern __shared__ __align__(1024) unsigned char dynamic_smem[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(dynamic_smem);
   const u32 rank = kClusterBlocks > 1 ? cluster_ctarank() : 0;
   const Schedule schedule(problem, rank);
   const int warpgroup = threadIdx.x / kWarpgroup;

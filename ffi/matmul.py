@@ -42,7 +42,6 @@ _ATOM = _SWIZZLE_BYTES // 2
 _WGMMA_M = 64
 _WARPGROUP = 128
 _STAGING_BYTES = 16 * _SWIZZLE_BYTES
-_ALIGNMENT_BYTES = 1008
 #: Accumulators of one thread: of its 232 registers these leave enough for addresses and an epilogue.
 _MAX_ACCUMULATORS = 192
 #: The bytes that rows must be multiples of to be TMA operands.
@@ -131,11 +130,11 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory: ring, staging buffers and barriers, with room to align them."""
+        """Dynamic shared memory: ring, staging buffers and barriers."""
         warps = 4 * self.num_consumers
         barriers = 8 * (2 * self.num_stages + 2 + self.num_staging * warps)
         storage = self.ring_bytes + warps * self.num_staging * _STAGING_BYTES + barriers
-        return storage + -storage % 1024 + _ALIGNMENT_BYTES
+        return storage + -storage % 1024
 
     def grid_of_tiles(self, m: int, n: int) -> tuple[int, int]:
         """Tiles of a cluster along m and n."""

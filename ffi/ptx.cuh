@@ -138,13 +138,19 @@ __device__ __forceinline__ void pin(float (&registers)[kCount]) {
 // A matrix in shared memory with the 128-byte swizzle, as wgmma addresses it (section "Matrix
 // descriptor"): it lies in atoms of 8 rows of 128 bytes, 1024 bytes each and aligned to as many.
 //
-//   K-major:   rows are m or n, 64 elements of k wide. The next 8 rows follow `stride` bytes later.
-//   MN-major:  rows are k, 64 elements of m or n wide. The next 8 of k follow `stride` bytes later,
-//              the next 64 of m or n `leading` bytes later.
-__device__ __forceinline__ u64 matrix_descriptor(u32 address, u32 leading, u32 stride) {
-  constexpr u64 kSwizzle128B = 1;
-  return (kSwizzle128B << 62) | (static_cast<u64>(stride >> 4) << 32) |
-         (static_cast<u64>(leading >> 4) << 16) | ((address & 0x3ffff) >> 4);
+//   K-major:   rows are m or n, 64 elements of k wide. The next 8 rows are the next atom.
+//   MN-major:  rows are k, 64 elements of m or n wide. The next 8 of k are the next atom, the next 64
+//              of m or n lie `leading` bytes later.
+//
+// Of the descriptor's 64 bits the upper half is the same for all of these. The lower half is moved
+// by adding to it 1/16 of the bytes.
+constexpr u32 kDescriptorHigh = 1u << 30 | 1024 >> 4;
+__device__ __forceinline__ u32 descriptor_low(u32 address, u32 leading) {
+  return leading >> 4 << 16 | (address & 0x3ffff) >> 4;
 }
+
+// The same value in every thread of a warp, and known as such to the compiler: what is computed
+// from it is computed once for the warp.
+__device__ __forceinline__ u32 uniform(u32 value) { return __shfl_sync(0xffffffffu, value, 0); }
 
 }  // namespace jaxkernels

@@ -16,7 +16,8 @@ def header(columns: Sequence[int]) -> str:
     """Text of "wgmma.cuh": `wgmma<T, n, lhs_is_transposed, rhs_is_transposed>(acc, lhs, rhs, accumulate)` for each n.
 
     One call multiplies a 64 x 16 by a 16 x n matrix of 16-bit floats, both in shared memory, into float32 registers
-    (PTX ISA, wgmma.mma_async). Transposed means that the contracted dimension is not the contiguous one.
+    (PTX ISA, wgmma.mma_async). Transposed means that the contracted dimension is not the contiguous one. Matrices are
+    given by the lower halves of their descriptors (ptx.cuh): additions to them are then of 32 bits.
 
     Args:
       columns: the values of n, multiples of 8 from 8 to 256.
@@ -35,20 +36,24 @@ def _function(name: str, ptx: str, n: int) -> str:
     count = n // 2  # Accumulators of one thread: 64 n / 128.
     accumulators = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(acc[{i}])' for i in range(count))
-    lhs, rhs, accumulate, lhs_trans, rhs_trans = range(count, count + 5)
+    lhs, rhs, accumulate, lhs_trans, rhs_trans, high = range(count, count + 6)
     return f"""template <bool kLhsIsTransposed, bool kRhsIsTransposed>
 struct Wgmma<{name}, {n}, kLhsIsTransposed, kRhsIsTransposed> {{
   // acc = lhs * rhs + (accumulate ? acc : 0)
-  static __device__ __forceinline__ void run(float (&acc)[{count}], u64 lhs, u64 rhs, int accumulate) {{
+  static __device__ __forceinline__ void run(float (&acc)[{count}], u32 lhs, u32 rhs, int accumulate) {{
     asm volatile(
         "{{\\n"
         ".reg .pred accumulate;\\n"
+        ".reg .b64 lhs, rhs;\\n"
         "setp.ne.b32 accumulate, %{accumulate}, 0;\\n"
+        "mov.b64 lhs, {{%{lhs}, %{high}}};\\n"
+        "mov.b64 rhs, {{%{rhs}, %{high}}};\\n"
         "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ptx}.{ptx} {{{accumulators}}}, "
-        "%{lhs}, %{rhs}, accumulate, 1, 1, %{lhs_trans}, %{rhs_trans};\\n"
+        "lhs, rhs, accumulate, 1, 1, %{lhs_trans}, %{rhs_trans};\\n"
         "}}\\n"
         : {outputs}
-        : "l"(lhs), "l"(rhs), "r"(accumulate), "n"(int(kLhsIsTransposed)), "n"(int(kRhsIsTransposed)));
+        : "r"(lhs), "r"(rhs), "r"(accumulate), "n"(int(kLhsIsTransposed)), "n"(int(kRhsIsTransposed)),
+          "n"(kDescriptorHigh));
   }}
 }};
 

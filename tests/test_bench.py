@@ -21,6 +21,7 @@ from errors import raises_exactly
 from matplotlib.image import imread
 from typer.testing import CliRunner, Result
 
+import jaxkernels as jk
 from jaxkernels import cli, dispatch, hardware
 from jaxkernels.bench import accuracy, baselines, lowering, measure, plots, report, results, runner, suites, training
 from jaxkernels.bench import cli as bench_cli
@@ -453,13 +454,14 @@ def test_what_a_worker_refuses_is_refused_as_here(workers):
         workers.start(SMALL, "none")()
 
 
-def test_a_worker_lowers_for_the_chip_it_does_not_have():
+@pytest.mark.parametrize(("name", "target"), [("pallas", "mosaic_gpu"), ("cuda", jk.ffi.TARGET)])
+def test_a_worker_lowers_for_the_chip_it_does_not_have(name, target):
     with Workers(1, H200) as pool:
         problem = Problem(MatmulCase(256, 512, 384))
-        exported = pool.start(problem, "pallas")()
+        exported = pool.start(problem, name)()
     (kernel,) = exported.kernels
-    assert kernel.startswith("matmul: pallas Config(")
-    assert "mosaic_gpu" in exported.program.as_text()
+    assert kernel.startswith(f"matmul: {name} Config(")
+    assert target in exported.program.as_text()
 
 
 def test_chips_that_workers_cannot_know():

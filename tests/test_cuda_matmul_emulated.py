@@ -24,7 +24,7 @@ Config = matmul.Config
 
 ROOT = pathlib.Path(__file__).parent.parent
 EMULATED = ROOT / "tests" / "cuda" / "emulated"
-DYNAMIC_SMEM = "extern __shared__ unsigned char dynamic_smem[];"
+DYNAMIC_SMEM = "extern __shared__ __align__(1024) unsigned char dynamic_smem[];"
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 

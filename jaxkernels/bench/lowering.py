@@ -8,6 +8,7 @@ that has the chip compiles. They touch no GPU, so that they work on while others
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -129,8 +130,10 @@ class Workers:
 
     def __init__(self, count: int, chip: Chip):
         if chip.platform == "cuda":
-            # Lowering would import it too: it makes known what the compiled kernels of Pallas call at run time.
+            # Lowering would do it too: it makes known what the compiled kernels call at run time.
             importlib.import_module("jax.experimental.mosaic.gpu")
+            with contextlib.suppress(RuntimeError):  # Without a GPU or without the launcher: nothing will run.
+                jk.ffi.register()
         self._platform = chip.platform
         self._pool = concurrent.futures.ProcessPoolExecutor(
             count, multiprocessing.get_context("spawn"), _prepare, (chip.name if chip.platform == "cuda" else None,)
@@ -183,7 +186,9 @@ def _prepare(target: str | None) -> None:
 def _export(problem: Problem, backend: str, platform: str) -> Lowered:
     """In a worker: programs as bytes."""
     begin = time.perf_counter()
-    make = lambda f, *xs: export.export(jax.jit(f), platforms=(platform,))(*xs)
+    # What is restored is of the same version.
+    allowed = [export.DisabledSafetyCheck.custom_call(jk.ffi.TARGET)]
+    make = lambda f, *xs: export.export(jax.jit(f), platforms=(platform,), disabled_checks=allowed)(*xs)
     results_of = lambda made: jax.tree.unflatten(made.out_tree, made.out_avals)
     try:
         with dispatch.recording() as choices:

@@ -94,9 +94,11 @@ void wgmma_wait() {
 template <int kCount>
 void pin(float (&)[kCount]) {}
 
-inline u64 matrix_descriptor(u32 address, u32 leading, u32 stride) {
-  return (1ull << 62) | (static_cast<u64>(stride >> 4) << 32) |
-         (static_cast<u64>(leading >> 4) << 16) | ((address & 0x3ffff) >> 4);
+constexpr u32 kDescriptorHigh = 1u << 30 | 1024 >> 4;
+inline u32 descriptor_low(u32 address, u32 leading) {
+  return leading >> 4 << 16 | (address & 0x3ffff) >> 4;
 }
+
+inline u32 uniform(u32 value) { return value; }
 
 }  // namespace jaxkernels

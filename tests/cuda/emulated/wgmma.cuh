@@ -9,7 +9,8 @@ namespace jaxkernels {
 
 // Element (i, k) of a matrix with the 128-byte swizzle (PTX ISA, "Matrix descriptor").
 template <typename T, bool kIsTransposed>
-float element(u64 descriptor, u32 i, u32 k) {
+float element(u32 descriptor_low, u32 i, u32 k) {
+  const u64 descriptor = static_cast<u64>(kDescriptorHigh) << 32 | descriptor_low;
   const auto field = [&](int bit) { return static_cast<u32>(descriptor >> bit & 0x3fff) << 4; };
   const u32 leading = field(16), stride = field(32);
   const u32 offset = kIsTransposed ? i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * 2
@@ -21,7 +22,7 @@ float element(u64 descriptor, u32 i, u32 k) {
 
 template <typename T, int kN, bool kLhsIsTransposed, bool kRhsIsTransposed>
 struct Wgmma {
-  static void run(float (&acc)[kN / 2], u64 lhs, u64 rhs, int accumulate) {
+  static void run(float (&acc)[kN / 2], u32 lhs, u32 rhs, int accumulate) {
     float* const out = acc;
     emulator::thread->products.back().push_back([=] {
       const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
