@@ -15,9 +15,10 @@
 //   |      consumer1      |                    |                     | |                     |
 //   +---------------------+                    +---------------------+ +---------------------+
 //
-// Two blocks may form a cluster along m (or n): their tiles share the rhs (lhs), each loads half of
-// it, and multicast writes it to both. Or a cluster divides k (split K): each block multiplies its
-// part, and the partial sums meet through distributed shared memory, in a fixed order.
+// Neighbouring blocks may form a cluster: those along m share the rhs, those along n the lhs; each
+// loads a part of what it shares, and multicast writes it to all. Or a cluster divides k (split K):
+// each block multiplies its part, and the partial sums meet through distributed shared memory, in a
+// fixed order.
 //
 // Operands lie in memory with either dimension contiguous: wgmma transposes 16-bit types in shared
 // memory. TMA fills what a block reads beyond an array's edge with zeros and drops what it would
@@ -124,18 +125,18 @@ struct Operand {
   static_assert(kBytes % 1024 == 0, "what follows begins on a period of the swizzle");
   static_assert(kPartRows % 8 == 0, "parts begin on a period of the swizzle");
 
+  // Loads the `part`-th part, for the blocks of the cluster in `sharers`.
   static __device__ __forceinline__ void load(unsigned char* slot, const TensorMap* map, u64* full,
-                                              int row, int k, int batch, u32 rank) {
-    constexpr u16 kEveryone = (1 << kSharedBy) - 1;
-    const u32 first_box = kSharesBoxes ? rank * kLoads : 0;
-    const u32 first_row = kSharesBoxes ? 0 : rank * kPartRows;
+                                              int row, int k, int batch, u32 part, u16 sharers) {
+    const u32 first_box = kSharesBoxes ? part * kLoads : 0;
+    const u32 first_row = kSharesBoxes ? 0 : part * kPartRows;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       unsigned char* to = slot + (first_box + i) * kBoxBytes + first_row * kSwizzleBytes;
       const int across = (first_box + i) * kAtom, along = first_row;
       const int from[3] = {(kIsKMajor ? k : row) + across, (kIsKMajor ? row : k) + along, batch};
       if constexpr (kSharedBy > 1) {
-        cp_async_bulk_tensor_multicast(to, map, full, from, kEveryone);
+        cp_async_bulk_tensor_multicast(to, map, full, from, sharers);
       } else {
         cp_async_bulk_tensor_load(to, map, full, from);
       }
@@ -158,8 +159,8 @@ using Lhs = Operand<Config::kBlockM, Config::kLhsIsKMajor, Config::kClusterN>;
 using Rhs = Operand<Config::kBlockN, Config::kRhsIsKMajor, Config::kClusterM>;
 
 constexpr int kClusterBlocks = Config::kClusterM * Config::kClusterN * Config::kSplitK;
-constexpr int kSharers =
-    Config::kClusterM * Config::kClusterN;  // Blocks that fill each other's slots.
+// Blocks that fill one block's slots: its row and its column of the cluster.
+constexpr int kSharers = Config::kClusterM + Config::kClusterN - 1;
 constexpr int kSlotBytes = Lhs::kBytes + Rhs::kBytes;
 constexpr int kConsumersOfTile = Config::kPingPong ? 1 : Config::kConsumers;
 constexpr int kConsumerM = Config::kBlockM / kConsumersOfTile;
@@ -186,7 +187,6 @@ static_assert(Config::kBlockN % kPieceN == 0 && Config::kBlockN <= 256,
               "whole pieces, one wgmma wide");
 static_assert(Config::kBlockK % kAtom == 0, "whole atoms of k");
 static_assert(!Config::kPingPong || Config::kConsumers == 2, "two take turns");
-static_assert(Config::kClusterM == 1 || Config::kClusterN == 1, "a cluster is a line");
 static_assert(Config::kSplitK == 1 || (kSharers == 1 && !Config::kPingPong),
               "a cluster does one thing");
 
@@ -201,6 +201,17 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) <= JK_SMEM_BYTES, "what the host gives is enough");
 
 // ---- Where the work is -------------------------------------------------------------------------
+
+// A block's place in a cluster that shares operands: its rows lie behind each other.
+__device__ __forceinline__ u32 m_rank(u32 rank) { return rank / Config::kClusterN; }
+__device__ __forceinline__ u32 n_rank(u32 rank) { return rank % Config::kClusterN; }
+
+// The blocks of the first column (multicast's bits).
+constexpr __device__ u32 first_column() {
+  u32 blocks = 0;
+  for (int i = 0; i < Config::kClusterM; ++i) blocks |= 1u << i * Config::kClusterN;
+  return blocks;
+}
 
 struct Tile {
   int batch, row, column;
@@ -232,10 +243,10 @@ class Schedule {
     const int minor = strip * problem_.strip + in_strip - major * width;
     if (strip % 2) major = major_tiles - 1 - major;
     const int m = problem_.is_n_minor ? major : minor, n = problem_.is_n_minor ? minor : major;
-    const int m_rank = Config::kClusterM > 1 ? rank_ : 0,
-              n_rank = Config::kClusterN > 1 ? rank_ : 0;
-    return {batch, (m * Config::kClusterM + m_rank) * Config::kBlockM,
-            (n * Config::kClusterN + n_rank) * Config::kBlockN};
+    const int m_in_cluster = kSharers > 1 ? m_rank(rank_) : 0;
+    const int n_in_cluster = kSharers > 1 ? n_rank(rank_) : 0;
+    return {batch, (m * Config::kClusterM + m_in_cluster) * Config::kBlockM,
+            (n * Config::kClusterN + n_in_cluster) * Config::kBlockN};
   }
 
   // The blocks of k that this block multiplies: all, or its part of a split.
@@ -276,6 +287,10 @@ class Place {
 
 __device__ __forceinline__ void produce(SharedStorage& shared, const TensorMap* lhs,
                                         const TensorMap* rhs, Schedule schedule, u32 rank) {
+  const u32 part_of_lhs = kSharers > 1 ? n_rank(rank) : 0;
+  const u32 part_of_rhs = kSharers > 1 ? m_rank(rank) : 0;
+  const u16 lhs_sharers = ((1u << Config::kClusterN) - 1) << part_of_rhs * Config::kClusterN;
+  const u16 rhs_sharers = first_column() << part_of_lhs;
   Place place;
   for (; schedule.has_tile(); schedule.advance()) {
     const Tile tile = schedule.tile();
@@ -286,9 +301,9 @@ __device__ __forceinline__ void produce(SharedStorage& shared, const TensorMap* 
       mbarrier_wait_parity(&shared.empty[place.slot()], place.parity() ^ 1);
       mbarrier_arrive_expect_tx(full, kSlotBytes);
       const int k_element = k * Config::kBlockK;
-      Lhs::load(slot, lhs, full, tile.row, k_element, tile.batch, Config::kClusterN > 1 ? rank : 0);
-      Rhs::load(slot + Lhs::kBytes, rhs, full, tile.column, k_element, tile.batch,
-                Config::kClusterM > 1 ? rank : 0);
+      Lhs::load(slot, lhs, full, tile.row, k_element, tile.batch, part_of_lhs, lhs_sharers);
+      Rhs::load(slot + Lhs::kBytes, rhs, full, tile.column, k_element, tile.batch, part_of_rhs,
+                rhs_sharers);
       place.next();
     }
   }
@@ -307,10 +322,11 @@ __device__ __forceinline__ void produce(SharedStorage& shared, const TensorMap* 
 using Accumulators = float[kWgmmasM][kAccumulators];
 
 // Gives a slot back to every producer that writes to it, one arrival from each warp.
-__device__ __forceinline__ void release(SharedStorage& shared, int slot) {
+__device__ __forceinline__ void release(SharedStorage& shared, int slot, u32 rank) {
   const u32 lane = threadIdx.x % kWarp;
   if constexpr (kSharers > 1) {
-    if (lane < kSharers) mbarrier_arrive_cluster_relaxed(&shared.empty[slot], lane);
+    const bool fills = m_rank(lane) == m_rank(rank) || n_rank(lane) == n_rank(rank);
+    if (lane < kClusterBlocks && fills) mbarrier_arrive_cluster_relaxed(&shared.empty[slot], lane);
   } else {
     if (lane == 0) mbarrier_arrive(&shared.empty[slot]);
   }
@@ -323,39 +339,43 @@ constexpr int kInFlight = Config::kStages > 1 ? 1 : 0;
 // acc = this consumer's rows of lhs times rhs. `issued` is called when all products are under way.
 template <typename Issued>
 __device__ __forceinline__ void multiply(SharedStorage& shared, Accumulators& acc, Place& place,
-                                         int k_iters, int first_row, Issued issued) {
+                                         int k_iters, int first_row, u32 rank, Issued issued) {
   const u32 first_lhs = Lhs::descriptor(shared_address(shared.ring)) + Lhs::advance(first_row, 0);
   const u32 first_rhs = Rhs::descriptor(shared_address(shared.ring) + Lhs::kBytes);
-  int previous = 0;
-  for (int k = 0; k < k_iters; ++k) {
-    mbarrier_wait_parity(&shared.full[place.slot()], place.parity());
-    const u32 lhs = first_lhs + place.slot() * (kSlotBytes >> 4);
-    const u32 rhs = first_rhs + place.slot() * (kSlotBytes >> 4);
-    wgmma_fence();
+  // Round by round, with the slots' numbers known to the compiler; the first round begins, and the
+  // last one ends, anywhere.
+  u32 parity = place.parity();
+  for (int round = -place.slot(); round < k_iters; round += Config::kStages, parity ^= 1) {
 #pragma unroll
-    for (int step = 0; step < Config::kBlockK / kWgmmaK; ++step) {
+    for (int slot = 0; slot < Config::kStages; ++slot) {
+      const int k = round + slot;
+      if (static_cast<u32>(k) >= static_cast<u32>(k_iters)) continue;
+      mbarrier_wait_parity(&shared.full[slot], parity);
+      wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < kWgmmasM; ++i) {
-        Wgmma<Config::Input, Config::kBlockN, !Config::kLhsIsKMajor, !Config::kRhsIsKMajor>::run(
-            acc[i], lhs + Lhs::advance(i * kWgmmaM, step), rhs + Rhs::advance(0, step),
-            k > 0 || step > 0);
+      for (int step = 0; step < Config::kBlockK / kWgmmaK; ++step) {
+#pragma unroll
+        for (int i = 0; i < kWgmmasM; ++i) {
+          Wgmma<Config::Input, Config::kBlockN, !Config::kLhsIsKMajor, !Config::kRhsIsKMajor>::run(
+              acc[i], first_lhs + slot * (kSlotBytes >> 4) + Lhs::advance(i * kWgmmaM, step),
+              first_rhs + slot * (kSlotBytes >> 4) + Rhs::advance(0, step), k > 0 || step > 0);
+        }
+      }
+      wgmma_commit();
+      wgmma_wait<kInFlight>();
+      if (kInFlight == 0) {
+        release(shared, slot, rank);
+      } else if (k > 0) {
+        release(shared, (slot + Config::kStages - 1) % Config::kStages, rank);
       }
     }
-    wgmma_commit();
-    wgmma_wait<kInFlight>();
-    if (kInFlight == 0) {
-      release(shared, place.slot());
-    } else if (k > 0) {
-      release(shared, previous);
-    }
-    previous = place.slot();
-    place.next();
   }
+  place.skip(k_iters);
   issued();
   wgmma_wait<0>();
 #pragma unroll
   for (int i = 0; i < kWgmmasM; ++i) pin(acc[i]);
-  if (kInFlight > 0) release(shared, previous);
+  if (kInFlight > 0) release(shared, (place.slot() + Config::kStages - 1) % Config::kStages, rank);
 }
 
 // ---- Split K: partial sums meet ----------------------------------------------------------------
@@ -731,7 +751,7 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const Problem& pr
       mbarrier_wait_parity(&shared.turn[consumer], turn);
       turn ^= 1;
     }
-    multiply(shared, acc, place, k_iters, first_row, [&] {
+    multiply(shared, acc, place, k_iters, first_row, rank, [&] {
       if (Config::kPingPong && threadIdx.x % kWarpgroup == 0) {
         mbarrier_arrive(&shared.turn[consumer ^ 1]);
       }

@@ -52,7 +52,7 @@ _LINE_BYTES = 128
 _PAD_WARPS = 8
 _PAD_BLOCKS_PER_SM = 8
 #: Blocks of a cluster on every Hopper GPU.
-_MAX_SPLIT = 8
+_MAX_CLUSTER = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Config:
       num_stages: slots of the operand ring.
       ping_pong: the two consumers take tiles in turn, instead of sharing one by rows.
       num_staging: buffers in which each warp stages pieces of the result, 16 rows of 128 bytes.
-      cluster: the dimension along which two neighbouring CTAs form a cluster and multicast the operand
-        they share, or None.
+      cluster_m, cluster_n: CTAs of a cluster along m and n; those along m multicast the rhs to each other, those
+        along n the lhs.
       split_k: CTAs of a cluster that each multiply a part of k and add up what they have.
       minor: the tile dimension walked first, in strips of `strip` tiles.
       strip: see `minor`.
@@ -78,7 +78,8 @@ class Config:
     num_stages: int = 4
     ping_pong: bool = False
     num_staging: int = 2
-    cluster: _Axis | None = None
+    cluster_m: int = 1
+    cluster_n: int = 1
     split_k: int = 1
     minor: _Axis = "m"
     strip: int = 8
@@ -96,9 +97,9 @@ class Config:
             raise ValueError(
                 f"matmul[cuda]: a consumer's tile must leave each thread {_MAX_ACCUMULATORS} accumulators; {way_out}"
             )
-        if self.num_stages < 1 or self.strip < 1 or not 1 <= self.split_k <= _MAX_SPLIT:
+        if self.num_stages < 1 or self.strip < 1 or not 1 <= self.split_k <= _MAX_CLUSTER:
             raise ValueError(
-                f"matmul[cuda]: num_stages and strip must be positive, split_k from 1 to {_MAX_SPLIT}; {way_out}"
+                f"matmul[cuda]: num_stages and strip must be positive, split_k from 1 to {_MAX_CLUSTER}; {way_out}"
             )
         if self.num_staging not in (2, 4):
             raise ValueError(f"matmul[cuda]: num_staging must be 2 or 4; {way_out}")
@@ -106,7 +107,12 @@ class Config:
         ring_bytes = 2 * (self.block_m + self.block_n) * self.block_k * self.num_stages
         if self.split_k > 1 and 4 * self.block_m * self.block_n > ring_bytes:
             raise ValueError(f"matmul[cuda]: the partial sums of split_k must fit into the ring; {way_out}")
-        if self.split_k > 1 and (self.cluster or self.ping_pong):
+        sizes = (1, 2, 4)
+        if self.cluster_m not in sizes or self.cluster_n not in sizes or self.num_sharing > _MAX_CLUSTER:
+            raise ValueError(
+                f"matmul[cuda]: cluster_m and cluster_n must be 1, 2 or 4, and {_MAX_CLUSTER} CTAs at most; {way_out}"
+            )
+        if self.split_k > 1 and (self.num_sharing > 1 or self.ping_pong):
             raise ValueError(f"matmul[cuda]: split_k excludes multicast clusters and ping_pong; {way_out}")
 
     @property
@@ -136,16 +142,20 @@ class Config:
         storage = self.ring_bytes + warps * self.num_staging * _STAGING_BYTES + barriers
         return storage + -storage % 1024
 
+    @property
+    def num_sharing(self) -> int:
+        """CTAs of a cluster that multicasts."""
+        return self.cluster_m * self.cluster_n
+
     def grid_of_tiles(self, m: int, n: int) -> tuple[int, int]:
         """Tiles of a cluster along m and n."""
-        paired = lambda axis: 2 if self.cluster == axis else 1
-        return -(-m // (self.block_m * paired("m"))), -(-n // (self.block_n * paired("n")))
+        return -(-m // (self.block_m * self.cluster_m)), -(-n // (self.block_n * self.cluster_n))
 
 
 #: The default is one of these until the model is trusted with the whole space (measured: docs/cuda-gemm.md).
 _CANDIDATES = (
-    Config(256, 192, num_stages=3, cluster="n"),
-    Config(128, 256, num_stages=4, cluster="m"),
+    Config(256, 192, num_stages=3, cluster_n=2),
+    Config(128, 256, num_stages=4, cluster_m=2),
     Config(128, 256, num_stages=4),
     Config(128, 160, num_stages=4),
     Config(128, 128, num_stages=6),
@@ -186,6 +196,8 @@ _TILES = (
     (128, 192, 64, True),
     (128, 128, 64, True),
 )
+#: cluster_m, cluster_n.
+_CLUSTERS = ((1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2))
 _STRIPS = (8, 4, 16)
 _SPLITS = (2, 4, 8)
 _MAX_STAGES = 8
@@ -244,7 +256,8 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
       192 accumulators a thread leave registers for a bare store by TMA, and for a residual, only.
     - The deepest ring of up to 8 slots that fits beside two staging buffers; also beside four, where 3 slots stay and
       a tile has as many pieces or tiles are few.
-    - Clusters where there are two tiles to share an operand.
+    - Clusters of two where there are tiles to share an operand, of four where tiles make one wave: they leave SMs
+      unused.
     - Split k where all parts of all tiles run at once, each of at least 4 steps.
     - Strips of several widths, or in the other direction, where tiles make more than one wave and the strip is
       narrower than the result.
@@ -264,7 +277,11 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
         m_iters, n_iters, k_iters = -(-g.m // block_m), -(-g.n // block_n), -(-g.k // block_k)
         tiles = num_tiles(block_m, block_n)
         sides: tuple[tuple[_Axis, int], ...] = (("m", m_iters), ("n", n_iters))
-        pairs: list[_Axis | None] = [None, *(axis for axis, iters in sides if iters > 1)]
+        clusters = [
+            (cluster_m, cluster_n) for cluster_m, cluster_n in _CLUSTERS
+            if cluster_m <= m_iters and cluster_n <= n_iters
+            and (cluster_m * cluster_n <= 2 or tiles <= spec.target.num_sms)
+        ]  # fmt: skip
         walks: list[tuple[_Axis, int]] = [("m", _STRIPS[0])]
         if tiles > spec.target.num_sms:
             widths = {"m": _STRIPS, "n": _STRIPS[:1]}
@@ -274,11 +291,11 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
             if num_stages < (2 if num_staging == 2 else 3):
                 continue
             config = dataclasses.replace(tile, num_stages=num_stages, num_staging=num_staging)
-            for cluster, (minor, strip) in itertools.product(pairs, dict.fromkeys(walks)):
-                yield dataclasses.replace(config, cluster=cluster, minor=minor, strip=strip)
+            for (cluster_m, cluster_n), (minor, strip) in itertools.product(clusters, dict.fromkeys(walks)):
+                yield dataclasses.replace(config, cluster_m=cluster_m, cluster_n=cluster_n, minor=minor, strip=strip)
             splits = [
                 split for split in _SPLITS
-                if not ping_pong and tiles * split <= spec.target.num_sms and k_iters >= _MIN_SPLIT_STEPS * split
+                if not ping_pong and tiles <= _num_clusters(spec, split) and k_iters >= _MIN_SPLIT_STEPS * split
                 and 4 * block_m * block_n <= 2 * (block_m + block_n) * block_k * num_stages
             ]  # fmt: skip
             for split in splits:
@@ -298,13 +315,11 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
     power, which they lack.
     """
     g = spec.gemm
-    paired_m, paired_n = (2 if config.cluster == axis else 1 for axis in ("m", "n"))
     m_tiles, n_tiles = config.grid_of_tiles(g.m, g.n)
-    blocks = _cluster_blocks(config)
-    waves = -(-(g.batch or 1) * m_tiles * n_tiles // (spec.target.num_sms // blocks))
+    waves = -(-(g.batch or 1) * m_tiles * n_tiles // _num_clusters(spec, _cluster_blocks(config)))
     flops = 2 * config.block_m * config.block_n * config.block_k
     smem_bytes = 2 * (config.block_m + config.block_n) * config.block_k
-    l2_bytes = 2 * (config.block_m / paired_n + config.block_n / paired_m) * config.block_k
+    l2_bytes = 2 * (config.block_m / config.cluster_n + config.block_n / config.cluster_m) * config.block_k
     step = max(
         flops / _FLOPS_PER_SM + smem_bytes / _SMEM_BYTES_PER_SM,
         l2_bytes / _L2_BYTES_PER_SM,
@@ -340,7 +355,7 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
     if spec.bias is not None:
         bias = len(operands)
         _, n_tiles = config.grid_of_tiles(g.m, g.n)
-        columns = n_tiles * config.block_n * (2 if config.cluster == "n" else 1)
+        columns = n_tiles * config.block_n * config.cluster_n
         # The columns beyond n are dropped with the tile's, but the last tiles read all of theirs.
         operands.append(jnp.pad(extras.pop(0).astype(jnp.float32), (0, columns - g.n)))
     if spec.residual is not None:
@@ -363,8 +378,8 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
         operands,
         [out] * num_results,
         parameters=[
-            tile(0, _box(g.lhs_layout, config.block_m, config, shared=config.cluster == "n")),
-            tile(1, _box(g.rhs_layout, config.block_n, config, shared=config.cluster == "m")),
+            tile(0, _box(g.lhs_layout, config.block_m, config, config.cluster_n)),
+            tile(1, _box(g.rhs_layout, config.block_n, config, config.cluster_m)),
             matrix(first_result),
             matrix(first_result + num_results - 1),
             matrix(residual),
@@ -414,8 +429,8 @@ def _compile_cached(config: Config, choices: tuple[tuple[str, Any], ...]) -> com
         num_consumers=config.num_consumers,
         ping_pong=config.ping_pong,
         num_staging=config.num_staging,
-        cluster_m=2 if config.cluster == "m" else 1,
-        cluster_n=2 if config.cluster == "n" else 1,
+        cluster_m=config.cluster_m,
+        cluster_n=config.cluster_n,
         split_k=config.split_k,
         smem_bytes=config.smem_bytes,
         **dict(choices),
@@ -488,12 +503,12 @@ def _l2_promotion(x: jax.Array) -> Literal["128B", "256B"]:
     return "128B" if x.shape[-1] * x.dtype.itemsize % _LINE_BYTES else "256B"
 
 
-def _box(layout: str, block: int, config: Config, *, shared: bool) -> tuple[int, int]:
+def _box(layout: str, block: int, config: Config, shared_by: int) -> tuple[int, int]:
     """What one copy loads of an operand's block: all, or this CTA's part, of the rows that a swizzle span is wide."""
     if layout[1] == "k":
-        return block // (2 if shared else 1), _ATOM
-    shares_rows = shared and -(-block // _ATOM) % 2
-    return config.block_k // (2 if shares_rows else 1), _ATOM
+        return block // shared_by, _ATOM
+    shares_boxes = -(-block // _ATOM) % shared_by == 0
+    return config.block_k // (1 if shares_boxes else shared_by), _ATOM
 
 
 def _has_tma_rows(spec: MatmulSpec) -> bool:
@@ -502,16 +517,22 @@ def _has_tma_rows(spec: MatmulSpec) -> bool:
 
 
 def _cluster_blocks(config: Config) -> int:
-    return (2 if config.cluster else 1) * config.split_k
+    return config.num_sharing * config.split_k
+
+
+def _num_clusters(spec: MatmulSpec, blocks: int) -> int:
+    """How many clusters the chip holds at once. SMs come in pairs, and pairs in groups that a cluster stays in: of 132
+    SMs clusters of four or eight leave 12 unused (H200, cuOccupancyMaxActiveClusters)."""
+    num_sms = spec.target.num_sms if blocks <= 2 else spec.target.num_sms * 10 // 11
+    return max(num_sms // blocks, 1)
 
 
 def _num_blocks(spec: MatmulSpec, config: Config) -> int:
     g = spec.gemm
     groups = (g.batch or 1) * math.prod(config.grid_of_tiles(g.m, g.n))
-    blocks = _cluster_blocks(config)
     if config.split_k == 1:
-        groups = min(groups, spec.target.num_sms // blocks)
-    return groups * blocks
+        groups = min(groups, _num_clusters(spec, _cluster_blocks(config)))
+    return groups * _cluster_blocks(config)
 
 
 def _problem(spec: MatmulSpec, config: Config) -> np.generic:

@@ -146,7 +146,7 @@ __device__ __forceinline__ void pin(float (&registers)[kCount]) {
 // by adding to it 1/16 of the bytes.
 constexpr u32 kDescriptorHigh = 1u << 30 | 1024 >> 4;
 __device__ __forceinline__ u32 descriptor_low(u32 address, u32 leading) {
-  return leading >> 4 << 16 | (address & 0x3ffff) >> 4;
+  return (leading >> 4 << 16) + (address >> 4);
 }
 
 // The same value in every thread of a warp, and known as such to the compiler: what is computed

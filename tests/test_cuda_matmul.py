@@ -31,12 +31,15 @@ SCHEDULES = {
     "one consumer": Config(block_m=64, block_n=128, block_k=128),
     "ping-pong": Config(block_n=128, ping_pong=True),
     "ping-pong, 64 rows": Config(block_m=64, ping_pong=True),
-    "cluster along m": Config(cluster="m"),
-    "cluster along n": Config(cluster="n"),
+    "cluster along m": Config(cluster_m=2),
+    "cluster along n": Config(cluster_n=2),
     "pieces of 64 bytes": Config(block_n=160),
-    "pieces of 64 bytes in a cluster": Config(block_n=160, cluster="m"),
-    "odd boxes in a cluster": Config(block_m=256, block_n=192, num_stages=3, cluster="m"),
-    "ping-pong in a cluster": Config(block_n=128, ping_pong=True, cluster="n"),
+    "pieces of 64 bytes in a cluster": Config(block_n=160, cluster_m=2),
+    "odd boxes in a cluster": Config(block_m=256, block_n=192, num_stages=3, cluster_m=2),
+    "ping-pong in a cluster": Config(block_n=128, ping_pong=True, cluster_n=2),
+    "cluster of four": Config(block_n=192, cluster_m=2, cluster_n=2),
+    "cluster of four along m": Config(block_m=64, block_n=160, block_k=128, num_stages=3, cluster_m=4),
+    "ping-pong in a cluster of four along n": Config(block_m=64, block_n=96, ping_pong=True, cluster_n=4),
     "split k": Config(block_n=128, split_k=2),
     "split k by 8": Config(block_m=64, block_n=128, split_k=8),
 }
@@ -146,7 +149,7 @@ def test_only_rows_that_tma_cannot_take_are_padded() -> None:
         (dict(block_m=256), "a consumer's tile must leave each thread 192 accumulators"),
         (dict(num_stages=0), "num_stages and strip must be positive, split_k from 1 to 8"),
         (dict(split_k=16), "num_stages and strip must be positive, split_k from 1 to 8"),
-        (dict(split_k=2, cluster="m"), "split_k excludes multicast clusters and ping_pong"),
+        (dict(split_k=2, cluster_m=2), "split_k excludes multicast clusters and ping_pong"),
         (dict(num_staging=3), "num_staging must be 2 or 4"),
         (dict(split_k=2, num_stages=2), "the partial sums of split_k must fit into the ring"),
         (dict(block_n=160, split_k=2, num_stages=2), "the partial sums of split_k must fit into the ring"),
@@ -235,9 +238,11 @@ def test_number_of_stages(num_stages: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("minor", ["m", "n"])
 @pytest.mark.parametrize("strip", [1, 3])
-@pytest.mark.parametrize("cluster", [None, "m", "n"])
-def test_tile_orders(minor: Any, strip: int, cluster: Any) -> None:
-    check(make_spec(2000, 2300, 136), Config(block_n=128, minor=minor, strip=strip, cluster=cluster))
+@pytest.mark.parametrize("cluster", [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)], ids=str)
+def test_tile_orders(minor: Any, strip: int, cluster: tuple[int, int]) -> None:
+    cluster_m, cluster_n = cluster
+    config = Config(block_n=128, minor=minor, strip=strip, cluster_m=cluster_m, cluster_n=cluster_n)
+    check(make_spec(2000, 2300, 136), config)
 
 
 @pytest.mark.gpu
@@ -247,7 +252,7 @@ def test_tile_orders(minor: Any, strip: int, cluster: Any) -> None:
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_ragged_sizes(sizes: tuple[int, int, int], layouts: str) -> None:
     check(make_spec(*sizes, layouts=layouts), Config())
-    check(make_spec(*sizes, layouts=layouts, batch=3), Config(block_n=128, ping_pong=True, cluster="m"))
+    check(make_spec(*sizes, layouts=layouts, batch=3), Config(block_n=128, ping_pong=True, cluster_m=2))
 
 
 @pytest.mark.gpu
@@ -311,7 +316,9 @@ def test_padding_is_not_read() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [SCHEDULES["cluster along m"], SCHEDULES["cluster along n"]], ids=["m", "n"])
+@pytest.mark.parametrize(
+    "config", [Config(cluster_m=2), Config(cluster_n=2), Config(cluster_m=2, cluster_n=2)], ids=str
+)
 def test_a_cluster_ends_together(config: Config) -> None:
     """A block that leaves while its neighbour still releases slots to it breaks the context, now and then."""
     check(make_spec(64, 28672, 4096), config, runs=200)

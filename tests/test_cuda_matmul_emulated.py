@@ -124,7 +124,7 @@ def emulator(libraries: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Emulat
 
 def check(spec: MatmulSpec, config: Config) -> None:
     """Runs the kernel on a chip of few SMs, so that blocks work on several tiles each, and checks the result."""
-    blocks = (2 if config.cluster else 1) * config.split_k
+    blocks = config.num_sharing * config.split_k
     spec = dataclasses.replace(spec, target=dataclasses.replace(spec.target, num_sms=blocks))
     operands = random_operands(spec)
     assert_right(spec, operands, matmul.run(spec, config, *map(jnp.asarray, operands)))
@@ -146,7 +146,7 @@ def test_schedules(name: str, layouts: str, emulator: Emulator) -> None:
         (Config(64, 96), (130, 201), dict(residual=True, bias=True)),
         (Config(64, 64), (130, 131), dict(residual=True, out_dtype="float32", bias=True, activation="gelu_erf")),
         (Config(64, 64, split_k=2), (70, 136), dict(residual=True, save_preactivation=True, activation="relu")),
-        (Config(64, 64, cluster="n", num_staging=4), (130, 264), dict(residual=True, bias=True, out_dtype="float32")),
+        (Config(64, 64, cluster_n=2, num_staging=4), (130, 264), dict(residual=True, bias=True, out_dtype="float32")),
     ],
     ids=["narrow", "narrow-ping-pong-saved", "saved", "odd", "odd-float32", "split-saved", "cluster"],
 )
@@ -178,7 +178,7 @@ def test_infinities_of_a_float32_operand_stay_infinities(emulator: Emulator) -> 
 
 #: Bugs: changes to the kernel's text, and what is then found; None for wrong results.
 _NARROW = Config(64, 96, num_stages=3)
-_CLUSTER = Config(64, 96, num_stages=3, cluster="m")
+_CLUSTER = Config(64, 96, num_stages=3, cluster_m=2)
 _WAITS_FOR_READS = "cp_async_bulk_wait_group_read<0>();"
 PLANTED: dict[str, tuple[Config, dict[str, str], str | None]] = {
     "residual of the wrong size": (
