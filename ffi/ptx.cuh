@@ -143,10 +143,11 @@ __device__ __forceinline__ void pin(float (&registers)[kCount]) {
 //              of m or n lie `leading` bytes later.
 //
 // Of the descriptor's 64 bits the upper half is the same for all of these. The lower half is moved
-// by adding to it 1/16 of the bytes.
+// by adding to it 1/16 of the bytes. Above an address' 18 bits stands the block's rank in its
+// cluster.
 constexpr u32 kDescriptorHigh = 1u << 30 | 1024 >> 4;
 __device__ __forceinline__ u32 descriptor_low(u32 address, u32 leading) {
-  return (leading >> 4 << 16) + (address >> 4);
+  return (leading >> 4 << 16) + (address % (1 << 18) >> 4);
 }
 
 // The same value in every thread of a warp, and known as such to the compiler: what is computed

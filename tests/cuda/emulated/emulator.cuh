@@ -146,16 +146,16 @@ inline uint32_t rank() {
 
 inline unsigned char* shared_memory() { return thread->block->smem + kDynamicSmem; }
 
-// Addresses of shared memory count from the block's first byte. Those in a cluster's window have
-// the rank, plus one, on top.
+// Addresses of shared memory count from the block's first byte, with its rank in the cluster on top.
 constexpr int kRankShift = 24;
-inline uint32_t address_of(const void* p) {
+inline uint32_t offset_of(const void* p) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(p) - thread->block->smem);
 }
+inline uint32_t address_of(const void* p, uint32_t rank) {
+  return rank << kRankShift | offset_of(p);
+}
 inline unsigned char* at_address(uint32_t address) {
-  Block& block =
-      address >> kRankShift ? *cluster->blocks[(address >> kRankShift) - 1] : *thread->block;
-  return block.smem + (address & ((1u << kRankShift) - 1));
+  return cluster->blocks[address >> kRankShift]->smem + (address & ((1u << kRankShift) - 1));
 }
 
 inline void later(std::function<void()> run) { cluster->operations.push_back(std::move(run)); }

@@ -96,7 +96,7 @@ void pin(float (&)[kCount]) {}
 
 constexpr u32 kDescriptorHigh = 1u << 30 | 1024 >> 4;
 inline u32 descriptor_low(u32 address, u32 leading) {
-  return (leading >> 4 << 16) + (address >> 4);
+  return (leading >> 4 << 16) + (address % (1 << 18) >> 4);
 }
 
 inline u32 uniform(u32 value) { return value; }

@@ -19,18 +19,18 @@ struct TensorMap {
   int element_bytes;
 };
 
-inline u32 shared_address(const void* p) { return emulator::address_of(p); }
+inline u32 shared_address(const void* p) { return emulator::address_of(p, emulator::rank()); }
 
 inline emulator::Mbarrier& mbarrier(emulator::Block& block, u32 address) {
   if (!block.mbarriers.contains(address)) emulator::fail("a barrier must be initialised");
   return block.mbarriers[address];
 }
 inline emulator::Mbarrier& mbarrier(const u64* barrier) {
-  return mbarrier(*emulator::thread->block, shared_address(barrier));
+  return mbarrier(*emulator::thread->block, emulator::offset_of(barrier));
 }
 inline void mbarrier_init(u64* barrier, u32 arrivals) {
   const int count = static_cast<int>(arrivals);
-  emulator::thread->block->mbarriers[shared_address(barrier)] = {.count = count, .pending = count};
+  emulator::thread->block->mbarriers[emulator::offset_of(barrier)] = {.count = count, .pending = count};
 }
 inline void fence_mbarrier_init() {}
 inline void mbarrier_arrive(u64* barrier) {
@@ -46,7 +46,7 @@ inline void mbarrier_wait_parity(u64* barrier, u32 parity) {
                        [&] { return (mbarrier(barrier).phase & 1) != static_cast<int>(parity); });
 }
 inline void mbarrier_arrive_cluster_relaxed(u64* barrier, u32 rank) {
-  const u32 address = shared_address(barrier);
+  const u32 address = emulator::offset_of(barrier);
   emulator::Block* block = emulator::cluster->blocks[rank].get();
   emulator::later([=] {
     emulator::need_alive(*block, "an arrival at a barrier");
@@ -73,7 +73,7 @@ inline void barrier_cluster() {
   barrier_cluster_wait();
 }
 inline u32 mapa(const void* p, u32 rank) {
-  return shared_address(p) | (rank + 1) << emulator::kRankShift;
+  return emulator::address_of(p, rank);
 }
 
 inline void prefetch_tensormap(const TensorMap*) {}
@@ -105,7 +105,7 @@ void for_each_element(const TensorMap& map, u32 tile, const int (&at)[3], Move m
 }
 
 inline void load(void* tile, const TensorMap* map, u64* full, const int (&at)[3], u16 ranks) {
-  const u32 to = shared_address(tile), barrier = shared_address(full);
+  const u32 to = emulator::offset_of(tile), barrier = emulator::offset_of(full);
   const int x = at[0], y = at[1], z = at[2];
   for (u32 rank = 0; rank < emulator::cluster->blocks.size(); ++rank) {
     if (!(ranks >> rank & 1)) continue;
@@ -137,7 +137,7 @@ inline void cp_async_bulk_tensor_multicast(void* tile, const TensorMap* map, u64
 }
 
 inline void cp_async_bulk_tensor_store(const TensorMap* map, const void* tile, const int (&at)[3]) {
-  const u32 from = shared_address(tile);
+  const u32 from = emulator::offset_of(tile);
   const int x = at[0], y = at[1], z = at[2];
   emulator::Block* block = emulator::thread->block;
   auto open = emulator::thread->open_stores;

@@ -16,7 +16,7 @@ float element(u32 descriptor_low, u32 i, u32 k) {
   const u32 offset = kIsTransposed ? i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * 2
                                    : i / 8 * stride + i % 8 * 128 + k * 2;
   u16 bits;
-  std::memcpy(&bits, emulator::at_address(tma::permuted(field(0) + offset, 128)), 2);
+  std::memcpy(&bits, emulator::thread->block->smem + tma::permuted(field(0) + offset, 128), 2);
   return T::wide(bits);
 }
 
