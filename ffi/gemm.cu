@@ -805,7 +805,9 @@ __global__ __launch_bounds__(kThreads, 1) void gemm(const __grid_constant__ Tens
 
   if (warpgroup == 0) {
     if constexpr (Config::kConsumers > 1) setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x == 0) produce(shared, &lhs, &rhs, schedule, rank);
+    if (uniform(threadIdx.x / kWarp) == 0 && elect_one()) {
+      produce(shared, &lhs, &rhs, schedule, rank);
+    }
     if constexpr (Config::kSplitK > 1) {
       __syncwarp();
       barrier_cluster();  // That of `reduce`: it counts every thread.

@@ -109,6 +109,20 @@ struct Float16 {
 
 struct Float32 {};
 
+// True in one thread of a whole warp; ptxas then knows that what is behind it runs once, which
+// `threadIdx.x == 0` does not tell it: it would make a loop over threads of each copy.
+__device__ __forceinline__ bool elect_one() {
+  u32 is_elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred is_elected;\n"
+      "elect.sync _|is_elected, 0xffffffff;\n"
+      "selp.b32 %0, 1, 0, is_elected;\n"
+      "}\n"
+      : "=r"(is_elected));
+  return is_elected;
+}
+
 // ---- wgmma (section "wgmma.mma_async") ---------------------------------------------------------
 
 // The products themselves, one function a shape and type, are written by wgmma.py ("wgmma.cuh").

@@ -100,5 +100,6 @@ inline u32 descriptor_low(u32 address, u32 leading) {
 }
 
 inline u32 uniform(u32 value) { return value; }
+inline bool elect_one() { return threadIdx.x % 32 == 0; }
 
 }  // namespace jaxkernels
