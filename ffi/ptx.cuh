@@ -153,7 +153,8 @@ __device__ __forceinline__ void pin(float (&registers)[kCount]) {
 // descriptor"): it lies in atoms of 8 rows of 128 bytes, 1024 bytes each and aligned to as many.
 //
 //   K-major:   rows are m or n, 64 elements of k wide. The next 8 rows are the next atom.
-//   MN-major:  rows are k, 64 elements of m or n wide. The next 8 of k are the next atom, the next 64
+//   MN-major:  rows are k, 64 elements of m or n wide. The next 8 of k are the next atom, the next
+//   64
 //              of m or n lie `leading` bytes later.
 //
 // Of the descriptor's 64 bits the upper half is the same for all of these. The lower half is moved

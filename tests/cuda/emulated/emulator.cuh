@@ -146,7 +146,8 @@ inline uint32_t rank() {
 
 inline unsigned char* shared_memory() { return thread->block->smem + kDynamicSmem; }
 
-// Addresses of shared memory count from the block's first byte, with its rank in the cluster on top.
+// Addresses of shared memory count from the block's first byte, with its rank in the cluster on
+// top.
 constexpr int kRankShift = 24;
 inline uint32_t offset_of(const void* p) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(p) - thread->block->smem);

@@ -30,7 +30,8 @@ inline emulator::Mbarrier& mbarrier(const u64* barrier) {
 }
 inline void mbarrier_init(u64* barrier, u32 arrivals) {
   const int count = static_cast<int>(arrivals);
-  emulator::thread->block->mbarriers[emulator::offset_of(barrier)] = {.count = count, .pending = count};
+  emulator::thread->block->mbarriers[emulator::offset_of(barrier)] = {.count = count,
+                                                                      .pending = count};
 }
 inline void fence_mbarrier_init() {}
 inline void mbarrier_arrive(u64* barrier) {
@@ -72,9 +73,7 @@ inline void barrier_cluster() {
   barrier_cluster_arrive();
   barrier_cluster_wait();
 }
-inline u32 mapa(const void* p, u32 rank) {
-  return emulator::address_of(p, rank);
-}
+inline u32 mapa(const void* p, u32 rank) { return emulator::address_of(p, rank); }
 
 inline void prefetch_tensormap(const TensorMap*) {}
 
