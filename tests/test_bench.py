@@ -762,6 +762,22 @@ def refusal(*args: object) -> str:
     return result.stderr
 
 
+@pytest.mark.parametrize(("ending", "exit_code"), [(KeyboardInterrupt(), 0), (RuntimeError("gone"), 1)], ids=repr)
+def test_a_run_that_ends_early_keeps_its_rows(ending, exit_code, tmp_path, monkeypatch):
+    whole = runner.run
+
+    def run(*arguments):
+        yield next(whole(*arguments))
+        raise ending
+
+    monkeypatch.setattr(runner, "run", run)
+    monkeypatch.setattr(bench_cli, "_SAVE_SECONDS", 0.0)
+    path = tmp_path / "a.json"
+    result = invoke("bench", "gemm", "--shapes", "32x48x40:float32", "--regime", "burst", "--json", path)
+    assert result.exit_code == exit_code, result.output
+    assert [row.shape for row in results.load(path).rows] == ["32x48x40 nn"]
+
+
 def test_report_writes_tables_and_checks_them(documents):
     assert refusal("report", "--check") == "error: report: out of date: README.md. Run `jaxkernels report`.\n"
     assert "old" in (documents / "README.md").read_text()

@@ -101,11 +101,10 @@ def bench(
     old = None if compare is None else results_lib.load(compare)
     settings = _settings(op, regime, backend, baseline)
     work = _work(op, suite or [], shapes or [], rows, settings, console)
-    results = _run(op, work, settings, console)
+    results = _run(op, work, settings, console, json)
     _summary(results, console)
     _phases(results, console)
     if json is not None:
-        results_lib.save(results, json)
         console.print(f"written to {json}")
     if plot is not None:
         from jaxkernels.bench import plots
@@ -188,26 +187,39 @@ def _work(
     return [(suite.name, problem) for suite in selected for problem in suite.problems[:: step(suite)]] + own
 
 
-def _run(op: Op, work: list[tuple[str, Any]], settings: Settings, console: Console) -> Results:
-    """Measures, showing each row as it comes; an interrupt keeps the rows so far."""
+#: A run that ends otherwise than by itself or an interrupt loses no more than this of its JSON.
+_SAVE_SECONDS = 20.0
+
+
+def _run(
+    op: Op, work: list[tuple[str, Any]], settings: Settings, console: Console, json: pathlib.Path | None
+) -> Results:
+    """Measures, showing and now and then saving the rows as they come; an interrupt keeps the rows so far."""
     from jaxkernels.bench import results as results_lib
     from jaxkernels.bench import runner, training
 
     run = training.run if op == "train" else runner.run
     rows: list[Row] = []
-    begin = time.perf_counter()
+    begin = saved = time.perf_counter()
     with settings.telemetry, console.status("starting") as spinner:
         where = results_lib.environment(settings.device, settings.telemetry, sys.argv[1:])
         console.print(f"{where['device']}, driver {where['driver']}, jax {where['versions']['jax']}, {where['clock']}")
         if settings.telemetry.reason is not None:
             console.print(f"clocks, power and temperature are not sampled: {settings.telemetry.reason}")
+        so_far = lambda: results_lib.Results(where | dict(seconds=time.perf_counter() - begin), tuple(rows))
         try:
             for row in run(work, settings, spinner.update):
                 rows.append(row)
                 _show(row, settings, console)
+                if json is not None and time.perf_counter() - saved > _SAVE_SECONDS:
+                    results_lib.save(so_far(), json)
+                    saved = time.perf_counter()
         except KeyboardInterrupt:
             console.print(f"interrupted after {len(rows)} rows")
-    return results_lib.Results(where | dict(seconds=time.perf_counter() - begin), tuple(rows))
+    results = so_far()
+    if json is not None:
+        results_lib.save(results, json)
+    return results
 
 
 #: Columns of the live table: problem and side, time, speed, share of peak, ratio; the rest is as wide as it is.

@@ -212,10 +212,12 @@ def _commit() -> str | None:
 
 
 def save(results: Results, path: pathlib.Path) -> None:
-    """Writes JSON; times in seconds."""
+    """Writes JSON, the whole of it or nothing; times in seconds."""
     values = dict(schema=SCHEMA, environment=results.environment, rows=[dataclasses.asdict(r) for r in results.rows])
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_rounded(values), indent=1) + "\n")
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(_rounded(values), indent=1) + "\n")
+    part.replace(path)
 
 
 def _rounded(value: Any) -> Any:
