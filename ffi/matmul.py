@@ -18,8 +18,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from jaxkernels import halfprecision
 from jaxkernels.ffi import compiler, custom_call, launcher, wgmma
 from jaxkernels.specs import MatmulSpec
 
@@ -30,11 +30,6 @@ VERSION = 1
 _Axis = Literal["m", "n"]
 _INPUTS = {jnp.dtype(jnp.bfloat16): "BFloat16", jnp.dtype(jnp.float16): "Float16"}
 _OUTPUTS = _INPUTS | {jnp.dtype(jnp.float32): "Float32"}
-_PRESETS = (
-    lax.DotAlgorithmPreset.DEFAULT,
-    lax.DotAlgorithmPreset.BF16_BF16_F32,
-    lax.DotAlgorithmPreset.F16_F16_F32,
-)
 
 # As in gemm.cu.
 _SWIZZLE_BYTES = 128
@@ -230,29 +225,7 @@ _MAX_EPILOGUE_ACCUMULATORS = 128
 
 
 def unsupported(spec: MatmulSpec) -> str | None:
-    if not spec.target.is_hopper:
-        return f"needs a GPU of compute capability 9.0 (Hopper), the target is {spec.target}"
-    dtypes = (spec.lhs.dtype, spec.rhs.dtype)
-    mixed = set(dtypes) == {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)} and not spec.fused
-    if not mixed and (dtypes[0] != dtypes[1] or dtypes[0] not in _INPUTS):
-        return (
-            "takes two bfloat16 or two float16 operands, or bfloat16 and float32 without epilogue, "
-            f"not {dtypes[0]} and {dtypes[1]}"
-        )
-    if spec.out_dtype not in _OUTPUTS:
-        return f"returns bfloat16, float16 or float32, not {spec.out_dtype}"
-    if mixed and spec.precision not in (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2):
-        return f"keeps 16 bits of a float32 operand, the precision asked for is {spec.precision}"
-    if isinstance(spec.precision, lax.DotAlgorithmPreset) and spec.precision not in _PRESETS:
-        return f"accumulates 16-bit products in float32, the precision asked for is {spec.precision.name}"
-    if isinstance(spec.precision, lax.DotAlgorithm):
-        return f"accumulates 16-bit products in float32, the precision asked for is {spec.precision}"
-    sizes = (spec.gemm.batch, spec.gemm.m, spec.gemm.n, spec.gemm.k)
-    if not all(size is None or isinstance(size, int) for size in sizes):
-        return "needs static shapes"
-    if 0 in sizes:
-        return "has no work in an empty product"
-    return _missing()
+    return halfprecision.unsupported(spec) or _missing()
 
 
 @functools.cache
@@ -388,7 +361,7 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
 def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilogue: jax.Array) -> Any:
     """Returns the product, or [out] / [out, preactivation] when the spec has an epilogue."""
     if lhs.dtype != rhs.dtype:
-        return _run_mixed(spec, config, lhs, rhs)
+        return halfprecision.multiply_mixed(lambda part, a, b: run(part, config, a, b), spec, lhs, rhs)
     g = spec.gemm
     if config.split_k > 1 and config.split_k * config.block_k > g.k:
         raise ValueError(
@@ -496,30 +469,6 @@ def _compile_cached(config: Config, choices: tuple[tuple[str, Any], ...]) -> com
         defines={f"JK_{name.upper()}": value for name, value in defines.items()},
         strict=True,
     )
-
-
-def _run_mixed(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """Multiplies a float32 by a bfloat16 operand as two bfloat16 products: the high and the low 8 bits.
-
-    That costs what one TF32 product costs and keeps 16 bits of the significand to TF32's 11. It is how the
-    float32 cotangent of a bfloat16 product with a float32 result meets the operands again.
-    """
-    bfloat16 = jnp.dtype(jnp.bfloat16)
-    type16 = lambda array: dataclasses.replace(array, dtype=bfloat16)
-    spec16 = dataclasses.replace(
-        spec, lhs=type16(spec.lhs), rhs=type16(spec.rhs), out_dtype=jnp.dtype(jnp.float32), precision=None
-    )
-
-    def halves(x: jax.Array) -> tuple[jax.Array, ...]:
-        if x.dtype == bfloat16:
-            return (x,)
-        # reduce_precision, as XLA may drop a conversion to bfloat16 and back.
-        high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-        low = jnp.where(jnp.isfinite(high), x - high, 0)  # Not NaN beside an infinity.
-        return high.astype(bfloat16), low.astype(bfloat16)
-
-    parts = [run(spec16, config, a, b) for a, b in itertools.product(halves(lhs), halves(rhs))]
-    return (parts[0] + parts[1]).astype(spec.out_dtype)
 
 
 def _pad_rows(spec: MatmulSpec, x: jax.Array) -> jax.Array:

@@ -27,7 +27,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "backends": ("jaxkernels.xla", "jaxkernels.pallas", "jaxkernels.ffi", "jaxkernels.triton"),
     "winners on disk": ("jaxkernels.tuning.cache", "jaxkernels.tuning"),
     "ground": (
-        "jaxkernels.specs", "jaxkernels.hardware", "jaxkernels.activations", "jaxkernels.folders", "jaxkernels._jax",
+        "jaxkernels.specs", "jaxkernels.halfprecision", "jaxkernels.hardware", "jaxkernels.activations",
+        "jaxkernels.folders", "jaxkernels._jax",
         "jaxkernels.versions", "jaxkernels.bench.measure",
     ),
 }  # fmt: skip

@@ -1,0 +1,91 @@
+"""What every kernel has in common that multiplies 16-bit floats on Hopper's tensor cores: the products it takes, and
+how a float32 operand beside a bfloat16 one becomes two of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkernels.specs import MatmulSpec
+
+__all__ = ["INPUTS", "OUTPUTS", "is_mixed", "multiply_mixed", "unsupported"]
+
+_BFLOAT16, _FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+INPUTS = (_BFLOAT16, jnp.dtype(jnp.float16))
+OUTPUTS = (*INPUTS, _FLOAT32)
+
+#: What accumulates 16-bit products in float32, by any of its names.
+_PRESETS = (
+    lax.DotAlgorithmPreset.DEFAULT,
+    lax.DotAlgorithmPreset.BF16_BF16_F32,
+    lax.DotAlgorithmPreset.F16_F16_F32,
+)
+
+
+def is_mixed(spec: MatmulSpec) -> bool:
+    """Whether one operand is bfloat16 and the other float32."""
+    return {spec.lhs.dtype, spec.rhs.dtype} == {_FLOAT32, _BFLOAT16}
+
+
+def unsupported(spec: MatmulSpec) -> str | None:
+    """Why such a kernel cannot compute the spec, whatever its tiles, or None."""
+    if not spec.target.is_hopper:
+        return f"needs a GPU of compute capability 9.0 (Hopper), the target is {spec.target}"
+    dtypes = (spec.lhs.dtype, spec.rhs.dtype)
+    mixed = is_mixed(spec) and not spec.fused
+    if not mixed and (dtypes[0] != dtypes[1] or dtypes[0] not in INPUTS):
+        return (
+            "takes two bfloat16 or two float16 operands, or bfloat16 and float32 without epilogue, "
+            f"not {dtypes[0]} and {dtypes[1]}"
+        )
+    if spec.out_dtype not in OUTPUTS:
+        return f"returns bfloat16, float16 or float32, not {spec.out_dtype}"
+    if mixed and spec.precision not in (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2):
+        return f"keeps 16 bits of a float32 operand, the precision asked for is {spec.precision}"
+    if isinstance(spec.precision, lax.DotAlgorithmPreset) and spec.precision not in _PRESETS:
+        return f"accumulates 16-bit products in float32, the precision asked for is {spec.precision.name}"
+    if isinstance(spec.precision, lax.DotAlgorithm):
+        return f"accumulates 16-bit products in float32, the precision asked for is {spec.precision}"
+    sizes = (spec.gemm.batch, spec.gemm.m, spec.gemm.n, spec.gemm.k)
+    if not all(size is None or isinstance(size, int) for size in sizes):
+        return "needs static shapes"
+    if 0 in sizes:
+        return "has no work in an empty product"
+    return None
+
+
+def multiply_mixed(
+    multiply: Callable[[MatmulSpec, jax.Array, jax.Array], jax.Array],
+    spec: MatmulSpec,
+    lhs: jax.Array,
+    rhs: jax.Array,
+) -> jax.Array:
+    """Multiplies a float32 by a bfloat16 operand as two bfloat16 products: the high and the low 8 bits.
+
+    That costs what one TF32 product costs and keeps 16 bits of the significand to TF32's 11. It is how the
+    float32 cotangent of a bfloat16 product with a float32 result meets the operands again.
+
+    Args:
+      multiply: (spec, lhs, rhs) -> lhs * rhs, of bfloat16 operands and with a float32 result.
+      spec: the product of both operands as they are.
+    """
+    as_bfloat16 = lambda array: dataclasses.replace(array, dtype=_BFLOAT16)
+    part = dataclasses.replace(
+        spec, lhs=as_bfloat16(spec.lhs), rhs=as_bfloat16(spec.rhs), out_dtype=_FLOAT32, precision=None
+    )
+    parts = [multiply(part, a, b) for a, b in itertools.product(_halves(lhs), _halves(rhs))]
+    return (parts[0] + parts[1]).astype(spec.out_dtype)
+
+
+def _halves(x: jax.Array) -> tuple[jax.Array, ...]:
+    if x.dtype == _BFLOAT16:
+        return (x,)
+    # reduce_precision, as XLA may drop a conversion to bfloat16 and back.
+    high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    low = jnp.where(jnp.isfinite(high), x - high, 0)  # Not NaN beside an infinity.
+    return high.astype(_BFLOAT16), low.astype(_BFLOAT16)
