@@ -390,11 +390,12 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
     compiled = compile_gemm(spec, config)
     has_tma_rows = _has_tma_rows(spec)
     itemsize = spec.out_dtype.itemsize
-    span = 128 if config.block_n * itemsize % 128 == 0 else 64
+    swizzle: Literal["64B", "128B"] = "64B" if config.block_n * itemsize % 128 else "128B"
+    span = int(swizzle.removesuffix("B"))
     tile = lambda buffer, box: custom_call.TensorMap(
         buffer, box=(1, *box), swizzle="128B", l2_promotion=_l2_promotion(operands[buffer])
     )
-    piece = lambda buffer: custom_call.TensorMap(buffer, box=(1, 16, span // itemsize), swizzle=f"{span}B")
+    piece = lambda buffer: custom_call.TensorMap(buffer, box=(1, 16, span // itemsize), swizzle=swizzle)
     matrix = lambda buffer: piece(buffer) if has_tma_rows else custom_call.Pointer(buffer)
     out = jax.ShapeDtypeStruct((*lead, g.m, g.n), spec.out_dtype)
     outs = custom_call.launch(
