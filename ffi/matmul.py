@@ -142,6 +142,11 @@ class Config:
         """CTAs of a cluster that multicasts."""
         return self.cluster_m * self.cluster_n
 
+    @property
+    def cluster_blocks(self) -> int:
+        """CTAs of a cluster of either kind."""
+        return self.num_sharing * self.split_k
+
     def grid_of_tiles(self, m: int, n: int) -> tuple[int, int]:
         """Tiles of a cluster along m and n."""
         return -(-m // (self.block_m * self.cluster_m)), -(-n // (self.block_n * self.cluster_n))
@@ -247,11 +252,9 @@ def shortlist(spec: MatmulSpec) -> tuple[Config, ...]:
 
 def _trimmed(spec: MatmulSpec, config: Config) -> Config:
     """Without slots that no step of k will ever use: their barriers take time, which short products notice."""
-    g = spec.gemm
-    tiles = (g.batch or 1) * -(-g.m // config.block_m) * -(-g.n // config.block_n)
-    if config.split_k > 1 or tiles > spec.target.num_sms:
+    if config.split_k > 1 or _num_tiles(spec, config.block_m, config.block_n) > spec.target.num_sms:
         return config
-    return dataclasses.replace(config, num_stages=min(config.num_stages, -(-g.k // config.block_k)))
+    return dataclasses.replace(config, num_stages=min(config.num_stages, -(-spec.gemm.k // config.block_k)))
 
 
 def search_space(spec: MatmulSpec) -> Iterator[Config]:
@@ -269,7 +272,7 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
       narrower than the result.
     """
     g = spec.gemm
-    num_tiles = lambda block_m, block_n: (g.batch or 1) * -(-g.m // block_m) * -(-g.n // block_n)
+    num_tiles = functools.partial(_num_tiles, spec)
     many = min(g.m, g.n) > _WGMMA_M and num_tiles(128, 256) >= _MANY_WAVES * spec.target.num_sms
     few = num_tiles(64, 64) <= spec.target.num_sms // 4
     plain = _has_tma_rows(spec) and spec.bias is None and spec.activation is None and not spec.save_preactivation
@@ -327,9 +330,7 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
     the products: power, which they lack.
     """
     g = spec.gemm
-    blocks = _cluster_blocks(config)
-    m_tiles, n_tiles = config.grid_of_tiles(g.m, g.n)
-    waves = -(-(g.batch or 1) * m_tiles * n_tiles // _num_clusters(spec, blocks))
+    waves = -(-_num_groups(spec, config) // _num_clusters(spec, config.cluster_blocks))
     flops = 2 * config.block_m * config.block_n * config.block_k
     smem_bytes = 2 * (config.block_m + config.block_n) * config.block_k
     l2_bytes = 2 * (config.block_m / config.cluster_n + config.block_n / config.cluster_m) * config.block_k
@@ -354,7 +355,7 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
         per_wave, at_end = steps + _EXPOSED * store, 0.0
     padding = sum(_LAUNCH_SECONDS + 4 * (g.batch or 1) * size / _COPY_BYTES for row, size in rows if row % _TMA_BYTES)
     reduction = _REDUCTION_SECONDS if config.split_k > 1 else 0.0
-    clusters = _CLUSTER_SECONDS if blocks > 1 else 0.0
+    clusters = _CLUSTER_SECONDS if config.cluster_blocks > 1 else 0.0
     return _LAUNCH_SECONDS + waves * per_wave + at_end + padding + reduction + clusters
 
 
@@ -414,7 +415,7 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
         ],
         grid=(_num_blocks(spec, config),),
         block=((config.num_consumers + 1) * _WARPGROUP,),
-        cluster=(_cluster_blocks(config),),
+        cluster=(config.cluster_blocks,),
         smem_bytes=config.smem_bytes,
         target=spec.target,
     )
@@ -518,10 +519,6 @@ def _has_tma_rows(spec: MatmulSpec) -> bool:
     return spec.gemm.n * spec.out_dtype.itemsize % _TMA_BYTES == 0
 
 
-def _cluster_blocks(config: Config) -> int:
-    return config.num_sharing * config.split_k
-
-
 def _num_clusters(spec: MatmulSpec, blocks: int) -> int:
     """How many clusters the chip holds at once. SMs come in pairs, and pairs in groups that a cluster stays in: of 132
     SMs clusters of four or eight leave 12 unused (H200, cuOccupancyMaxActiveClusters)."""
@@ -529,12 +526,20 @@ def _num_clusters(spec: MatmulSpec, blocks: int) -> int:
     return max(num_sms // blocks, 1)
 
 
+def _num_tiles(spec: MatmulSpec, block_m: int, block_n: int) -> int:
+    return (spec.gemm.batch or 1) * -(-spec.gemm.m // block_m) * -(-spec.gemm.n // block_n)
+
+
+def _num_groups(spec: MatmulSpec, config: Config) -> int:
+    """Tiles of a whole cluster."""
+    return (spec.gemm.batch or 1) * math.prod(config.grid_of_tiles(spec.gemm.m, spec.gemm.n))
+
+
 def _num_blocks(spec: MatmulSpec, config: Config) -> int:
-    g = spec.gemm
-    groups = (g.batch or 1) * math.prod(config.grid_of_tiles(g.m, g.n))
+    groups = _num_groups(spec, config)
     if config.split_k == 1:
-        groups = min(groups, _num_clusters(spec, _cluster_blocks(config)))
-    return groups * _cluster_blocks(config)
+        groups = min(groups, _num_clusters(spec, config.cluster_blocks))
+    return groups * config.cluster_blocks
 
 
 def _problem(spec: MatmulSpec, config: Config) -> np.generic:

@@ -13,11 +13,11 @@ from jax import lax
 
 from jaxkernels.specs import MatmulSpec
 
-__all__ = ["INPUTS", "OUTPUTS", "is_mixed", "multiply_mixed", "unsupported"]
+__all__ = ["INPUTS", "multiply_mixed", "unsupported"]
 
 _BFLOAT16, _FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 INPUTS = (_BFLOAT16, jnp.dtype(jnp.float16))
-OUTPUTS = (*INPUTS, _FLOAT32)
+_OUTPUTS = (*INPUTS, _FLOAT32)
 
 #: What accumulates 16-bit products in float32, by any of its names.
 _PRESETS = (
@@ -27,23 +27,18 @@ _PRESETS = (
 )
 
 
-def is_mixed(spec: MatmulSpec) -> bool:
-    """Whether one operand is bfloat16 and the other float32."""
-    return {spec.lhs.dtype, spec.rhs.dtype} == {_FLOAT32, _BFLOAT16}
-
-
 def unsupported(spec: MatmulSpec) -> str | None:
     """Why such a kernel cannot compute the spec, whatever its tiles, or None."""
     if not spec.target.is_hopper:
         return f"needs a GPU of compute capability 9.0 (Hopper), the target is {spec.target}"
     dtypes = (spec.lhs.dtype, spec.rhs.dtype)
-    mixed = is_mixed(spec) and not spec.fused
+    mixed = set(dtypes) == {_FLOAT32, _BFLOAT16} and not spec.fused
     if not mixed and (dtypes[0] != dtypes[1] or dtypes[0] not in INPUTS):
         return (
             "takes two bfloat16 or two float16 operands, or bfloat16 and float32 without epilogue, "
             f"not {dtypes[0]} and {dtypes[1]}"
         )
-    if spec.out_dtype not in OUTPUTS:
+    if spec.out_dtype not in _OUTPUTS:
         return f"returns bfloat16, float16 or float32, not {spec.out_dtype}"
     if mixed and spec.precision not in (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2):
         return f"keeps 16 bits of a float32 operand, the precision asked for is {spec.precision}"

@@ -11,17 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numerics import assert_accurate
+from products import LAYOUTS, REFUSALS, assert_right, make_spec, random_operands, types_of
 
 from jaxkernels import dispatch, ffi, hardware
 from jaxkernels.bench.cases import random_array
 from jaxkernels.ffi import matmul
-from jaxkernels.specs import ArrayType, MatmulSpec
-from jaxkernels.xla import matmul as xla_matmul
+from jaxkernels.specs import MatmulSpec
 
 Config = matmul.Config
-H200 = hardware.lookup("NVIDIA H200")
-LAYOUTS = ("mk.kn", "mk.nk", "km.kn", "km.nk")
 
 #: One of each kind of schedule.
 SCHEDULES = {
@@ -43,40 +40,6 @@ SCHEDULES = {
     "split k": Config(block_n=128, split_k=2),
     "split k by 8": Config(block_m=64, block_n=128, split_k=8),
 }
-
-
-def make_spec(
-    m: int,
-    n: int,
-    k: int,
-    *,
-    layouts: str = "mk.kn",
-    batch: int | None = None,
-    dtypes: tuple[str, str] = ("bfloat16", "bfloat16"),
-    out_dtype: str | None = None,
-    bias: bool = False,
-    residual: bool = False,
-    **epilogue: Any,
-) -> MatmulSpec:
-    lhs_layout, rhs_layout = layouts.split(".")
-    sizes = dict(m=m, n=n, k=k)
-    lead = () if batch is None else (batch,)
-    array = lambda dtype, *shape: ArrayType((*lead, *shape), jnp.dtype(dtype))
-    contracting = (len(lead) + lhs_layout.index("k"),), (len(lead) + rhs_layout.index("k"),)
-    return MatmulSpec(
-        lhs=array(dtypes[0], *(sizes[axis] for axis in lhs_layout)),
-        rhs=array(dtypes[1], *(sizes[axis] for axis in rhs_layout)),
-        dimension_numbers=(contracting, (tuple(range(len(lead))),) * 2),
-        out_dtype=jnp.dtype(out_dtype or dtypes[0]),
-        target=H200,
-        bias=ArrayType((n,), jnp.dtype("bfloat16")) if bias else None,
-        residual=array(out_dtype or dtypes[0], m, n) if residual else None,
-        **epilogue,
-    )
-
-
-def types_of(spec: MatmulSpec) -> list[ArrayType]:
-    return [array for array in (spec.lhs, spec.rhs, spec.bias, spec.residual) if array is not None]
 
 
 def lower(spec: MatmulSpec, config: Config) -> str:
@@ -161,24 +124,7 @@ def test_config_refuses_what_cannot_run(knobs: dict[str, Any], message: str) -> 
         Config(**knobs)
 
 
-_TAKES = "takes two bfloat16 or two float16 operands, or bfloat16 and float32 without epilogue, not"
-
-
-@pytest.mark.parametrize(
-    ("spec", "reason"),
-    [
-        (make_spec(8, 8, 8, dtypes=("float32", "float32")), f"{_TAKES} float32 and float32"),
-        (make_spec(8, 8, 8, dtypes=("float32", "bfloat16"), activation="relu"), f"{_TAKES} float32 and bfloat16"),
-        (make_spec(8, 8, 8, out_dtype="float64"), "returns bfloat16, float16 or float32, not float64"),
-        (make_spec(8, 0, 8), "has no work in an empty product"),
-        (dataclasses.replace(make_spec(8, 8, 8), precision=jax.lax.DotAlgorithmPreset.F32_F32_F32),
-         "accumulates 16-bit products in float32, the precision asked for is F32_F32_F32"),
-        (dataclasses.replace(make_spec(8, 8, 8), target=hardware.lookup("NVIDIA A100-SXM4-80GB")),
-         "needs a GPU of compute capability 9.0 (Hopper), the target is NVIDIA A100-SXM4-80GB "
-         "(compute capability 8.0)"),
-    ],
-    ids=["float32", "mixed with epilogue", "float64", "empty", "precision", "Ampere"],
-)  # fmt: skip
+@pytest.mark.parametrize(("spec", "reason"), REFUSALS.values(), ids=REFUSALS)
 def test_refusals(spec: MatmulSpec, reason: str) -> None:
     assert matmul.unsupported(spec) == reason
 
@@ -188,22 +134,6 @@ def test_the_model_prefers_tiles_that_fill_the_machine() -> None:
     assert tile(4096, 4096, 4096) == (128, 256)
     assert tile(1024, 1024, 1024) == (64, 128)
     assert tile(64, 4096, 4096)[0] == 64
-
-
-def random_operands(spec: MatmulSpec) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    return [random_array(rng, array.shape, array.dtype) for array in types_of(spec)]
-
-
-def assert_right(spec: MatmulSpec, operands: list[np.ndarray], results: Any) -> None:
-    """Holds what the kernel returned to the error rule."""
-    named = lambda results: {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(results))}
-    with jax.default_device(jax.devices("cpu")[0]):
-        plain = xla_matmul.run(spec, xla_matmul.Config(), *map(jnp.asarray, operands))
-        with jax.enable_x64(True):
-            wide = dataclasses.replace(spec, out_dtype=jnp.dtype(jnp.float64))
-            exact = xla_matmul.run(wide, xla_matmul.Config(), *(jnp.asarray(x.astype(np.float64)) for x in operands))
-    assert_accurate(named(results), named(plain), named(exact))
 
 
 # On a GPU.

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_cuda_matmul import LAYOUTS, SCHEDULES, assert_right, make_spec, random_operands
+from products import LAYOUTS, assert_right, make_spec, random_operands
+from test_cuda_matmul import SCHEDULES
 
 from jaxkernels.ffi import custom_call, matmul
 from jaxkernels.specs import MatmulSpec

@@ -3,76 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import products
 import pytest
 from cases import random_array
 from interpret import RaceError, interpret
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from numerics import assert_accurate
+from products import REFUSALS, assert_right, random_operands
 
 from jaxkernels import dispatch, hardware
 from jaxkernels.pallas import matmul
-from jaxkernels.specs import ArrayType, MatmulSpec
-from jaxkernels.xla import matmul as xla_matmul
+from jaxkernels.specs import MatmulSpec
 
 #: A Hopper GPU of two SMs, so that a handful of small tiles makes a CTA walk several.
 _SMALL_GPU = dataclasses.replace(hardware.lookup("NVIDIA H200"), num_sms=2)
 _SMALL_TILE = matmul.Config(block_m=64, block_n=128, num_stages=2)
 
-
-def make_spec(
-    m: int,
-    n: int,
-    k: int,
-    *,
-    layouts: str = "mk.kn",
-    batch: int | None = None,
-    dtypes: tuple[str, str] = ("bfloat16", "bfloat16"),
-    out_dtype: str = "bfloat16",
-    bias: bool = False,
-    residual: bool = False,
-    **epilogue: Any,
-) -> MatmulSpec:
-    lhs_layout, rhs_layout = layouts.split(".")
-    sizes = dict(m=m, n=n, k=k)
-    lead = () if batch is None else (batch,)
-    array = lambda dtype, *shape: ArrayType((*lead, *shape), jnp.dtype(dtype))
-    contracting = (len(lead) + lhs_layout.index("k"),), (len(lead) + rhs_layout.index("k"),)
-    return MatmulSpec(
-        lhs=array(dtypes[0], *(sizes[axis] for axis in lhs_layout)),
-        rhs=array(dtypes[1], *(sizes[axis] for axis in rhs_layout)),
-        dimension_numbers=(contracting, (tuple(range(len(lead))),) * 2),
-        out_dtype=jnp.dtype(out_dtype),
-        target=_SMALL_GPU,
-        bias=ArrayType((n,), jnp.dtype("bfloat16")) if bias else None,
-        residual=array("bfloat16", m, n) if residual else None,
-        **epilogue,
-    )
-
-
-def draw(spec: MatmulSpec) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    arrays = [array for array in (spec.lhs, spec.rhs, spec.bias, spec.residual) if array is not None]
-    return [random_array(rng, array.shape, array.dtype) for array in arrays]
+make_spec = functools.partial(products.make_spec, out_dtype="bfloat16", residual_dtype="bfloat16", target=_SMALL_GPU)
 
 
 def check(spec: MatmulSpec, config: matmul.Config = _SMALL_TILE) -> None:
     """Runs the kernel interpreted and holds it to the error rule."""
     assert matmul.unsupported(spec) is None
-    operands = draw(spec)
+    operands = random_operands(spec)
     with interpret():
         outs = matmul.run(spec, config, *map(jnp.asarray, operands))
-    plain = xla_matmul.run(spec, xla_matmul.Config(), *map(jnp.asarray, operands))
-    with jax.enable_x64(True):
-        wide = dataclasses.replace(spec, out_dtype=jnp.dtype(jnp.float64))
-        exact = xla_matmul.run(wide, xla_matmul.Config(), *(jnp.asarray(x.astype(np.float64)) for x in operands))
-    named = lambda results: {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(results))}
-    assert_accurate(named(outs), named(plain), named(exact))
+    assert_right(spec, operands, outs)
 
 
 @pytest.mark.parametrize("layouts", ["mk.kn", "mk.nk", "km.kn", "km.nk"])
@@ -126,7 +88,7 @@ def test_dtypes(dtype: str, out_dtype: str) -> None:
 def test_float32_with_bfloat16(dtypes: tuple[str, str]) -> None:
     """Two products of halves keep 16 bits of the float32 operand; plain JAX on the CPU keeps all."""
     spec = make_spec(72, 136, 136, dtypes=dtypes, out_dtype="float32")
-    lhs, rhs = draw(spec)
+    lhs, rhs = random_operands(spec)
     with interpret():
         out = np.asarray(matmul.run(spec, _SMALL_TILE, jnp.asarray(lhs), jnp.asarray(rhs)))
     exact = lhs.astype(np.float64) @ rhs.astype(np.float64)
@@ -177,7 +139,7 @@ def test_padding_is_not_read() -> None:
 
 def test_same_inputs_give_the_same_bits() -> None:
     spec = make_spec(72, 136, 136, bias=True, activation="gelu")
-    operands = [jnp.asarray(x) for x in draw(spec)]
+    operands = [jnp.asarray(x) for x in random_operands(spec)]
     with interpret():
         first, second = (np.asarray(matmul.run(spec, _SMALL_TILE, *operands)[0]) for _ in range(2))
     assert first.tobytes() == second.tobytes()
@@ -193,7 +155,7 @@ def test_same_inputs_give_the_same_bits() -> None:
 )
 def test_a_missing_wait_is_a_race(missing: str, config: matmul.Config, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec(200, 264, 264)
-    operands = [jnp.asarray(x) for x in draw(spec)]
+    operands = [jnp.asarray(x) for x in random_operands(spec)]
     monkeypatch.setattr(plgpu, missing, lambda *args, **kwargs: None)
     with pytest.raises(RaceError), interpret():
         matmul.run(spec, config, *operands)
@@ -216,26 +178,7 @@ def test_config_refuses_what_cannot_run(knobs: dict[str, Any], message: str) -> 
         matmul.Config(**knobs)
 
 
-_TAKES = "takes two bfloat16 or two float16 operands, or bfloat16 and float32 without epilogue, not"
-
-
-@pytest.mark.parametrize(
-    ("spec", "reason"),
-    [
-        (make_spec(8, 8, 8, dtypes=("float32", "float32"), out_dtype="float32"),
-         f"{_TAKES} float32 and float32"),
-        (make_spec(8, 8, 8, dtypes=("float32", "bfloat16"), out_dtype="float32", activation="relu"),
-         f"{_TAKES} float32 and bfloat16"),
-        (make_spec(8, 8, 8, out_dtype="float64"), "returns bfloat16, float16 or float32, not float64"),
-        (make_spec(8, 0, 8), "has no work in an empty product"),
-        (dataclasses.replace(make_spec(8, 8, 8), precision=jax.lax.DotAlgorithmPreset.F32_F32_F32),
-         "accumulates 16-bit products in float32, the precision asked for is F32_F32_F32"),
-        (dataclasses.replace(make_spec(8, 8, 8), target=hardware.lookup("NVIDIA A100-SXM4-80GB")),
-         "needs a GPU of compute capability 9.0 (Hopper), the target is NVIDIA A100-SXM4-80GB "
-         "(compute capability 8.0)"),
-    ],
-    ids=["float32", "mixed with epilogue", "float64", "empty", "precision", "Ampere"],
-)  # fmt: skip
+@pytest.mark.parametrize(("spec", "reason"), REFUSALS.values(), ids=REFUSALS)
 def test_refusals(spec: MatmulSpec, reason: str) -> None:
     assert matmul.unsupported(spec) == reason
 

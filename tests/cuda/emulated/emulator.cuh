@@ -76,6 +76,7 @@ constexpr size_t kDynamicSmem = 1024;  // As declared, and to no more.
 
 struct Block {
   alignas(1024) unsigned char smem[kSmemBytes];
+  uint32_t rank = 0;  // In its cluster.
   int alive = 0;
   std::map<int, Barrier> barriers;  // 0 is __syncthreads.
   std::map<uint32_t, Mbarrier> mbarriers;
@@ -138,11 +139,7 @@ inline void meet(Barrier& barrier, int count, const char* what) {
 inline Warp& warp() { return thread->block->warps[thread->index / 32]; }
 inline void sync_warp() { meet(warp().barrier, 32, "its warp"); }
 
-inline uint32_t rank() {
-  for (uint32_t i = 0;; ++i) {
-    if (cluster->blocks[i].get() == thread->block) return i;
-  }
-}
+inline uint32_t rank() { return thread->block->rank; }
 
 inline unsigned char* shared_memory() { return thread->block->smem + kDynamicSmem; }
 
@@ -197,6 +194,7 @@ inline std::string run_cluster(unsigned first_block, int num_blocks, unsigned nu
   for (int b = 0; b < num_blocks; ++b) {
     auto block = std::make_unique<Block>();
     std::memset(block->smem, 0xff, kSmemBytes);
+    block->rank = b;
     block->alive = num_threads;
     block->warps.resize(num_threads / 32);
     for (unsigned t = 0; t < num_threads; ++t) {
