@@ -19,7 +19,6 @@ from jaxkernels import dispatch, hardware
 from jaxkernels.tuning import cache
 
 OPS = tuple(dict.fromkeys(op for op, _ in dispatch.REGISTRY))
-GPU_BACKENDS = tuple(name for name in dispatch.backend_names() if name != "xla")
 
 
 def _missing_hardware() -> str | None:
@@ -42,20 +41,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs tests over op x backend x case.
 
     With `matmul_case` or `attention_case`, `backend` is "xla" on the table's small cases, and on a Hopper GPU every
-    kernel backend on all of them. By itself it is "xla" and "opaque" (see the fixture): how an operation behaves
-    does not depend on its kernel.
+    kernel backend of the operation on all of them. By itself it is "xla" and "opaque" (see the fixture): how an
+    operation behaves does not depend on its kernel.
     """
     if "backend" not in metafunc.fixturenames:
         return
-    tables: dict[str, Sequence[Any]] = dict(matmul_case=MATMUL_CASES, attention_case=ATTENTION_CASES)
+    tables: dict[str, tuple[str, Sequence[Any]]] = dict(
+        matmul_case=("matmul", MATMUL_CASES), attention_case=("attention_forward", ATTENTION_CASES)
+    )
     name = next((name for name in tables if name in metafunc.fixturenames), None)
     if name is None:
         metafunc.parametrize("backend", ["xla", "opaque"], indirect=True)
         return
-    on_gpu = [(backend, pytest.mark.gpu) for backend in GPU_BACKENDS]
+    op, cases = tables[name]
+    on_gpu = [(backend, pytest.mark.gpu) for of, backend in dispatch.REGISTRY if of == op and backend != "xla"]
     params = [
         pytest.param(backend, case, marks=marks, id=f"{backend}-{case.id}")
-        for case in tables[name]
+        for case in cases
         for backend, marks in ([("xla", ()), *on_gpu] if case.size == "small" else on_gpu)
     ]
     metafunc.parametrize(f"backend,{name}", params, indirect=["backend"])
