@@ -16,9 +16,9 @@
 //   +---------------------+                    +---------------------+ +---------------------+
 //
 // Neighbouring blocks may form a cluster: those along m share the rhs, those along n the lhs; each
-// loads a part of what it shares, and multicast writes it to all. Or a cluster divides k (split K):
-// each block multiplies its part, and the partial sums meet through distributed shared memory, in a
-// fixed order.
+// loads a part of what it shares, and multicast writes it to all. Or k is divided (split K): by a
+// cluster, whose blocks each multiply a part and add up the partial sums through distributed shared
+// memory, in a fixed order; or without one, by tiles that TMA adds to the result, in any order.
 //
 // Operands lie in memory with either dimension contiguous: wgmma transposes 16-bit types in shared
 // memory. TMA fills what a block reads beyond an array's edge with zeros and drops what it would
@@ -48,6 +48,8 @@ struct Config {
   static constexpr int kClusterM = JK_CLUSTER_M;
   static constexpr int kClusterN = JK_CLUSTER_N;
   static constexpr int kSplitK = JK_SPLIT_K;
+  // Whether the parts of k are tiles of their own that are added to the result.
+  static constexpr bool kReduceAdd = JK_REDUCE_ADD;
   // Whether the dimension that is contracted is the contiguous one.
   static constexpr bool kLhsIsKMajor = JK_LHS_IS_K_MAJOR;
   static constexpr bool kRhsIsKMajor = JK_RHS_IS_K_MAJOR;
@@ -158,7 +160,9 @@ struct Operand {
 using Lhs = Operand<Config::kBlockM, Config::kLhsIsKMajor, Config::kClusterN>;
 using Rhs = Operand<Config::kBlockN, Config::kRhsIsKMajor, Config::kClusterM>;
 
-constexpr int kClusterBlocks = Config::kClusterM * Config::kClusterN * Config::kSplitK;
+// Parts of k that meet in a cluster.
+constexpr int kClusterParts = Config::kReduceAdd ? 1 : Config::kSplitK;
+constexpr int kClusterBlocks = Config::kClusterM * Config::kClusterN * kClusterParts;
 // Blocks that fill one block's slots: its row and its column of the cluster.
 constexpr int kSharers = Config::kClusterM + Config::kClusterN - 1;
 constexpr int kSlotBytes = Lhs::kBytes + Rhs::kBytes;
@@ -187,8 +191,10 @@ static_assert(Config::kBlockN % kPieceN == 0 && Config::kBlockN <= 256,
               "whole pieces, one wgmma wide");
 static_assert(Config::kBlockK % kAtom == 0, "whole atoms of k");
 static_assert(!Config::kPingPong || Config::kConsumers == 2, "two take turns");
-static_assert(Config::kSplitK == 1 || (kSharers == 1 && !Config::kPingPong),
-              "a cluster does one thing");
+static_assert(kClusterParts == 1 || kSharers == 1, "a cluster does one thing");
+static_assert(Config::kSplitK == 1 || !Config::kPingPong, "all tiles take as many steps");
+static_assert(!Config::kReduceAdd || (Config::kHasTmaRows && kSizeOf<Config::Output> == 4),
+              "TMA adds in float32");
 
 struct SharedStorage {
   alignas(1024) unsigned char ring[Config::kStages][kSlotBytes];
@@ -215,6 +221,7 @@ constexpr __device__ u32 first_column() {
 
 struct Tile {
   int batch, row, column;
+  int k_begin, k_end;  // Its blocks of k.
 };
 
 class Schedule {
@@ -223,7 +230,8 @@ class Schedule {
       : problem_(problem), rank_(rank), index_(blockIdx.x / kClusterBlocks) {}
 
   __device__ __forceinline__ bool has_tile() const {
-    return index_ < problem_.num_batches * problem_.m_tiles * problem_.n_tiles;
+    const int parts = Config::kReduceAdd ? Config::kSplitK : 1;
+    return index_ < parts * problem_.num_batches * problem_.m_tiles * problem_.n_tiles;
   }
 
   __device__ __forceinline__ void advance() { index_ += gridDim.x / kClusterBlocks; }
@@ -232,8 +240,11 @@ class Schedule {
   // that it begins with the operands the last one ended with.
   __device__ __forceinline__ Tile tile() const {
     const int in_batch = problem_.m_tiles * problem_.n_tiles;
-    const int batch = index_ / in_batch;
-    const int index = index_ - batch * in_batch;
+    const int product = index_ / in_batch;
+    const int index = index_ - product * in_batch;
+    const int batch = Config::kReduceAdd ? product % problem_.num_batches : product;
+    const int part = Config::kReduceAdd ? product / problem_.num_batches
+                                        : static_cast<int>(kClusterParts > 1 ? rank_ : 0);
     const int minor_tiles = problem_.is_n_minor ? problem_.n_tiles : problem_.m_tiles;
     const int major_tiles = problem_.is_n_minor ? problem_.m_tiles : problem_.n_tiles;
     const int strip = index / (problem_.strip * major_tiles);
@@ -246,16 +257,9 @@ class Schedule {
     const int m_in_cluster = kSharers > 1 ? m_rank(rank_) : 0;
     const int n_in_cluster = kSharers > 1 ? n_rank(rank_) : 0;
     return {batch, (m * Config::kClusterM + m_in_cluster) * Config::kBlockM,
-            (n * Config::kClusterN + n_in_cluster) * Config::kBlockN};
-  }
-
-  // The blocks of k that this block multiplies: all, or its part of a split.
-  __device__ __forceinline__ int k_begin() const {
-    return Config::kSplitK == 1 ? 0 : problem_.k_iters * static_cast<int>(rank_) / Config::kSplitK;
-  }
-  __device__ __forceinline__ int k_end() const {
-    return Config::kSplitK == 1 ? problem_.k_iters
-                                : problem_.k_iters * static_cast<int>(rank_ + 1) / Config::kSplitK;
+            (n * Config::kClusterN + n_in_cluster) * Config::kBlockN,
+            problem_.k_iters * part / Config::kSplitK,
+            problem_.k_iters * (part + 1) / Config::kSplitK};
   }
 
  private:
@@ -294,7 +298,7 @@ __device__ __forceinline__ void produce(SharedStorage& shared, const TensorMap* 
   Place place;
   for (; schedule.has_tile(); schedule.advance()) {
     const Tile tile = schedule.tile();
-    for (int k = schedule.k_begin(); k < schedule.k_end(); ++k) {
+    for (int k = tile.k_begin; k < tile.k_end; ++k) {
       u64* full = &shared.full[place.slot()];
       unsigned char* slot = shared.ring[place.slot()];
       // The first round finds every slot free: its wait is for the phase before the first.
@@ -381,7 +385,7 @@ __device__ __forceinline__ void multiply(SharedStorage& shared, Accumulators& ac
 // ---- Split K: partial sums meet ----------------------------------------------------------------
 
 // Piece (i, j) of the tile is finished by this block of the cluster.
-__device__ __forceinline__ u32 owner(int i, int j) { return (i * kPieces + j) % Config::kSplitK; }
+__device__ __forceinline__ u32 owner(int i, int j) { return (i * kPieces + j) % kClusterParts; }
 
 constexpr int kPieceAccumulators = kPieceN / 2;
 
@@ -391,8 +395,8 @@ constexpr int kPieceAccumulators = kPieceN / 2;
 // loads wait for each other.
 __device__ __forceinline__ void reduce(SharedStorage& shared, Accumulators& acc, u32 rank) {
   static_assert(
-      Config::kSplitK == 1 || kWgmmasM * kAccumulators * 4 * Config::kConsumers * kWarpgroup <=
-                                  Config::kStages * kSlotBytes,
+      kClusterParts == 1 || kWgmmasM * kAccumulators * 4 * Config::kConsumers * kWarpgroup <=
+                                Config::kStages * kSlotBytes,
       "the partial sums fit into the ring");
   constexpr u32 kThreadsOfTile = Config::kConsumers * kWarpgroup;
   constexpr u32 kStride = kThreadsOfTile * 16;
@@ -408,9 +412,9 @@ __device__ __forceinline__ void reduce(SharedStorage& shared, Accumulators& acc,
     }
   }
   barrier_cluster();
-  u32 parts[Config::kSplitK];
+  u32 parts[kClusterParts];
 #pragma unroll
-  for (u32 peer = 0; peer < Config::kSplitK; ++peer) parts[peer] = mapa(mine, peer);
+  for (u32 peer = 0; peer < kClusterParts; ++peer) parts[peer] = mapa(mine, peer);
 #pragma unroll
   for (int p = 0; p < kWgmmasM * kPieces; ++p) {
     const int i = p / kPieces, j = p % kPieces;
@@ -420,7 +424,7 @@ __device__ __forceinline__ void reduce(SharedStorage& shared, Accumulators& acc,
       const u32 offset = (i * kAccumulators + r) / 4 * kStride;
       float4 sum = load_cluster(parts[0] + offset);
 #pragma unroll
-      for (u32 peer = 1; peer < Config::kSplitK; ++peer) {
+      for (u32 peer = 1; peer < kClusterParts; ++peer) {
         const float4 part = load_cluster(parts[peer] + offset);
         sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
       }
@@ -457,29 +461,35 @@ __device__ __forceinline__ u32 swizzled(u32 row, u32 byte) {
   return row * kPieceBytes + (byte ^ (row * kPieceBytes / 128 % (kPieceBytes / 16) * 16));
 }
 
-// Where rows are no TMA operand, a warp moves a piece row by row, 4 bytes with each lane:
-// `move(lane's place in the buffer, its first column, where the columns end, its address)` for the
-// rows inside the matrix. Lanes beyond the piece go along: for them the columns end before they
-// begin.
-template <typename Move>
-__device__ __forceinline__ void for_each_row(const Problem& problem, const Address& matrix,
-                                             unsigned char* staging, const Piece& piece,
-                                             Move move) {
-  constexpr int kSize = kSizeOf<Config::Output>;
-  constexpr u32 kLanes = kPieceBytes / 4;
-  const u32 lane = threadIdx.x % kWarp;
-  const int column = piece.column + lane * (4 / kSize);
-  const int end = lane < kLanes ? problem.n : 0;
-  const long long first_line = static_cast<long long>(piece.batch) * problem.m + piece.row;
-  unsigned char* line = matrix.data + (first_line * problem.n + column) * kSize;
-  const int rows = min(kPieceM, problem.m - piece.row);
-#pragma unroll 4
-  for (int row = 0; row < rows; ++row) {
-    u32& word = *reinterpret_cast<u32*>(staging + swizzled(row, lane % kLanes * 4));
-    move(word, column, end, line);
-    line += static_cast<long long>(problem.n) * kSize;
+// Where rows are no TMA operand, a warp moves a piece row by row, 4 bytes with each lane. Lanes
+// beyond the piece go along: for them the columns end before they begin.
+struct Rows {
+  int count;       // Inside the matrix.
+  long long line;  // The first one's number.
+  u32 lane;
+  int column, end;  // This lane's first, and where the columns end.
+  unsigned char* data;
+  long long bytes;  // Of one row.
+
+  static constexpr u32 kLanes = kPieceBytes / 4;
+
+  __device__ __forceinline__ Rows(const Problem& problem, const Address& matrix, const Piece& piece)
+      : count(min(kPieceM, problem.m - piece.row)),
+        line(static_cast<long long>(piece.batch) * problem.m + piece.row),
+        lane(threadIdx.x % kWarp),
+        column(piece.column + lane * (4 / kSizeOf<Config::Output>)),
+        end(lane < kLanes ? problem.n : 0),
+        data(matrix.data + column * kSizeOf<Config::Output>),
+        bytes(static_cast<long long>(problem.n) * kSizeOf<Config::Output>) {}
+
+  __device__ __forceinline__ unsigned char* address(int row) const {
+    return data + (line + row) * bytes;
   }
-}
+  // Of this lane's 4 bytes of a row in the buffer.
+  __device__ __forceinline__ u32 staged(unsigned char* staging, int row) const {
+    return shared_address(staging) + swizzled(row, lane % kLanes * 4);
+  }
+};
 
 __device__ __forceinline__ void send(const Problem&, const TensorMap& matrix,
                                      unsigned char* staging, const Piece& piece) {
@@ -487,37 +497,60 @@ __device__ __forceinline__ void send(const Problem&, const TensorMap& matrix,
   __syncwarp();
   if (threadIdx.x % kWarp == 0) {
     const int to[3] = {piece.column, piece.row, piece.batch};
-    cp_async_bulk_tensor_store(&matrix, staging, to);
+    if constexpr (Config::kReduceAdd) {
+      cp_reduce_async_bulk_tensor<Reduction::kAdd>(&matrix, staging, to);
+    } else {
+      cp_async_bulk_tensor_store(&matrix, staging, to);
+    }
     cp_async_bulk_commit_group();
   }
 }
 
-// Rows of 16-bit results may begin in the middle of a 4-byte word: then each lane stores its second
-// value and its neighbour's first. That is so for all lanes or for none.
+// Stores the rows first, first + kStep, ... of a piece, some at a time: what they wait for is then
+// waited for once. Rows of 16-bit results that are shifted begin in the middle of a 4-byte word:
+// each lane stores its second value and its neighbour's first. Every other row is, if n is odd.
+template <bool kIsShifted, int kStep>
+__device__ __forceinline__ void store_rows(const Rows& rows, unsigned char* staging, int first) {
+  constexpr int kValues = 4 / kSizeOf<Config::Output>, kAtOnce = 8;
+  const bool has_word = kIsShifted ? rows.lane + 1 < Rows::kLanes && rows.column + 3 <= rows.end
+                                   : rows.column + kValues <= rows.end;
+  const bool has_first =
+      kStep == 2 && rows.column < rows.end && (kIsShifted ? rows.lane == 0 : !has_word);
+  const bool has_second = kIsShifted && !has_word && rows.column + 2 <= rows.end;
+#pragma unroll
+  for (int begin = 0; begin < kPieceM / kStep; begin += kAtOnce) {
+    u32 words[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      words[i] = load_shared(rows.staged(staging, first + (begin + i) * kStep));
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int row = first + (begin + i) * kStep;
+      unsigned char* to = rows.address(row);
+      const u32 next = kIsShifted ? __shfl_down_sync(0xffffffffu, words[i], 1) : 0;
+      const bool is_inside = row < rows.count;
+      if (has_word && is_inside) {
+        *reinterpret_cast<u32*>(to + (kIsShifted ? 2 : 0)) =
+            kIsShifted ? __funnelshift_r(words[i], next, 16) : words[i];
+      }
+      if (has_first && is_inside) *reinterpret_cast<u16*>(to) = words[i];
+      if (has_second && is_inside) *reinterpret_cast<u16*>(to + 2) = words[i] >> 16;
+    }
+  }
+}
+
 __device__ __forceinline__ void send(const Problem& problem, const Address& matrix,
                                      unsigned char* staging, const Piece& piece) {
   __syncwarp();
-  const u32 lane = threadIdx.x % kWarp;
-  for_each_row(problem, matrix, staging, piece,
-               [&](u32 word, int column, int end, unsigned char* to) {
-                 if constexpr (kSizeOf<Config::Output> == 4) {
-                   if (column < end) *reinterpret_cast<u32*>(to) = word;
-                   return;
-                 }
-                 bool is_pair = true;
-                 if (reinterpret_cast<u64>(to) % 4 != 0) {
-                   const u32 next = __shfl_down_sync(0xffffffffu, word, 1);
-                   if (lane == 0 && column < end) *reinterpret_cast<u16*>(to) = word;
-                   word = word >> 16 | next << 16;
-                   column += 1, to += 2;
-                   is_pair = lane < kPieceBytes / 4 - 1;  // The last has no neighbour.
-                 }
-                 if (is_pair && column + 1 < end) {
-                   *reinterpret_cast<u32*>(to) = word;
-                 } else if (column < end) {
-                   *reinterpret_cast<u16*>(to) = word;
-                 }
-               });
+  const Rows rows(problem, matrix, piece);
+  if (kSizeOf<Config::Output> == 4 || problem.n % 2 == 0) {
+    store_rows<false, 1>(rows, staging, 0);
+  } else {
+    const int shifted = rows.line % 2 == 0;  // The first row that is.
+    store_rows<false, 2>(rows, staging, 1 - shifted);
+    store_rows<true, 2>(rows, staging, shifted);
+  }
   __syncwarp();
 }
 
@@ -537,16 +570,20 @@ __device__ __forceinline__ void fetch(const Problem&, const TensorMap& matrix,
 
 __device__ __forceinline__ void fetch(const Problem& problem, const Address& matrix,
                                       unsigned char* staging, u64* full, const Piece& piece) {
-  for_each_row(problem, matrix, staging, piece,
-               [&](u32& word, int column, int end, const unsigned char* from) {
-                 if (column >= end) return;
-                 if constexpr (kSizeOf<Config::Output> == 4) {
-                   word = *reinterpret_cast<const u32*>(from);
-                 } else {
-                   const u16* pair = reinterpret_cast<const u16*>(from);
-                   word = column + 1 < end ? pair[0] | static_cast<u32>(pair[1]) << 16 : pair[0];
-                 }
-               });
+  const Rows rows(problem, matrix, piece);
+#pragma unroll 4
+  for (int row = 0; row < rows.count; ++row) {
+    if (rows.column >= rows.end) continue;
+    const unsigned char* from = rows.address(row);
+    u32 word;
+    if constexpr (kSizeOf<Config::Output> == 4) {
+      word = *reinterpret_cast<const u32*>(from);
+    } else {
+      const u16* pair = reinterpret_cast<const u16*>(from);
+      word = rows.column + 1 < rows.end ? pair[0] | static_cast<u32>(pair[1]) << 16 : pair[0];
+    }
+    store_shared(rows.staged(staging, row), word);
+  }
   __syncwarp();
   if (threadIdx.x % kWarp == 0) mbarrier_arrive(full);
 }
@@ -584,7 +621,7 @@ class Epilogue {
 #pragma unroll
     for (int p = 0; p < kCount; ++p) {
       const int i = p / kPieces, j = p % kPieces;
-      if (Config::kSplitK > 1 && owner(i, j) != rank_) continue;
+      if (kClusterParts > 1 && owner(i, j) != rank_) continue;
       const Piece piece = piece_of(tile, first_row, p);
       unsigned char* staging = staging_[out_slot(p)];
       if constexpr (Config::kHasResidual) {
@@ -632,7 +669,7 @@ class Epilogue {
   static_assert(kStagingSlots % 2 == 0 || !Config::kSavePreactivation, "halves");
   // Where pieces of a tile are shared out, their order is not known here: each is fetched when it
   // is due.
-  static constexpr bool kFetchesAhead = Config::kHasResidual && Config::kSplitK == 1;
+  static constexpr bool kFetchesAhead = Config::kHasResidual && kClusterParts == 1;
   static __device__ __forceinline__ int out_slot(int p) { return p % kOutSlots; }
 
   __device__ __forceinline__ Piece piece_of(const Tile& tile, int first_row, int p) const {
@@ -653,7 +690,7 @@ class Epilogue {
   __device__ __forceinline__ void wait_free(int p) {
     constexpr int kStores = Config::kSavePreactivation ? 2 : 1;
     if (threadIdx.x % kWarp == 0) {
-      if ((p == 0 && kCount % kOutSlots != 0) || Config::kSplitK > 1) {
+      if ((p == 0 && kCount % kOutSlots != 0) || kClusterParts > 1) {
         cp_async_bulk_wait_group_read<0>();
       } else {
         cp_async_bulk_wait_group_read<kStagingSlots - kStores>();
@@ -734,13 +771,12 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const Problem& pr
                                         const Operands& operands, Schedule schedule, u32 rank) {
   const int consumer = uniform(threadIdx.x / kWarpgroup) - 1;
   const int first_row = Config::kPingPong ? 0 : consumer * kConsumerM;
-  const int k_iters = schedule.k_end() - schedule.k_begin();
   Epilogue epilogue(shared, problem, operands, rank);
   Place place;
   u32 turn = consumer == 0 ? 1 : 0;  // The first consumer need not wait for its first turn.
   if (Config::kPingPong && consumer == 1) {
     schedule.advance();
-    place.skip(k_iters);
+    place.skip(problem.k_iters);
   }
   Accumulators acc;
   while (schedule.has_tile()) {
@@ -751,13 +787,13 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const Problem& pr
       mbarrier_wait_parity(&shared.turn[consumer], turn);
       turn ^= 1;
     }
-    multiply(shared, acc, place, k_iters, first_row, rank, [&] {
+    multiply(shared, acc, place, tile.k_end - tile.k_begin, first_row, rank, [&] {
       if (Config::kPingPong && threadIdx.x % kWarpgroup == 0) {
         mbarrier_arrive(&shared.turn[consumer ^ 1]);
       }
     });
-    if constexpr (Config::kPingPong) place.skip(k_iters);
-    if constexpr (Config::kSplitK > 1) reduce(shared, acc, rank);
+    if constexpr (Config::kPingPong) place.skip(problem.k_iters);
+    if constexpr (kClusterParts > 1) reduce(shared, acc, rank);
     epilogue.finish(acc, tile, first_row);
     schedule.advance();
     if constexpr (Config::kPingPong) schedule.advance();
@@ -808,7 +844,7 @@ __global__ __launch_bounds__(kThreads, 1) void gemm(const __grid_constant__ Tens
     if (uniform(threadIdx.x / kWarp) == 0 && elect_one()) {
       produce(shared, &lhs, &rhs, schedule, rank);
     }
-    if constexpr (Config::kSplitK > 1) {
+    if constexpr (kClusterParts > 1) {
       __syncwarp();
       barrier_cluster();  // That of `reduce`: it counts every thread.
     }
@@ -818,7 +854,7 @@ __global__ __launch_bounds__(kThreads, 1) void gemm(const __grid_constant__ Tens
     consume(shared, problem, operands, schedule, rank);
   }
 
-  if constexpr (Config::kSplitK > 1) {
+  if constexpr (kClusterParts > 1) {
     // A peer may still read our shared memory.
     __syncwarp();
     barrier_cluster_arrive_relaxed();

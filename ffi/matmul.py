@@ -22,10 +22,11 @@ import numpy as np
 from jaxkernels import halfprecision
 from jaxkernels.ffi import compiler, custom_call, launcher, wgmma
 from jaxkernels.specs import MatmulSpec
+from jaxkernels.xla.matmul import apply_epilogue
 
 __all__ = ["VERSION", "Config", "compile_gemm", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
-VERSION = 1
+VERSION = 2
 
 _Axis = Literal["m", "n"]
 _INPUTS = {jnp.dtype(jnp.bfloat16): "BFloat16", jnp.dtype(jnp.float16): "Float16"}
@@ -62,7 +63,9 @@ class Config:
       num_staging: buffers in which each warp stages pieces of the result, 16 rows of 128 bytes.
       cluster_m, cluster_n: CTAs of a cluster along m and n; those along m multicast the rhs to each other, those
         along n the lhs.
-      split_k: CTAs of a cluster that each multiply a part of k and add up what they have.
+      split_k: parts of k. The CTAs of a cluster each multiply one and add up what they have, in a fixed order.
+      reduce_add: parts of k are tiles of their own instead, as many as one likes, which TMA adds to a float32 result
+        in whatever order they end: the same operands may then give other bits. Never chosen, only given.
       minor: the tile dimension walked first, in strips of `strip` tiles.
       strip: see `minor`.
     """
@@ -76,6 +79,7 @@ class Config:
     cluster_m: int = 1
     cluster_n: int = 1
     split_k: int = 1
+    reduce_add: bool = False
     minor: _Axis = "m"
     strip: int = 8
 
@@ -92,23 +96,25 @@ class Config:
             raise ValueError(
                 f"matmul[cuda]: a consumer's tile must leave each thread {_MAX_ACCUMULATORS} accumulators; {way_out}"
             )
-        if self.num_stages < 1 or self.strip < 1 or not 1 <= self.split_k <= _MAX_CLUSTER:
-            raise ValueError(
-                f"matmul[cuda]: num_stages and strip must be positive, split_k from 1 to {_MAX_CLUSTER}; {way_out}"
-            )
+        if self.num_stages < 1 or self.strip < 1 or self.split_k < 1:
+            raise ValueError(f"matmul[cuda]: num_stages, strip and split_k must be positive; {way_out}")
         if self.num_staging not in (2, 4):
             raise ValueError(f"matmul[cuda]: num_staging must be 2 or 4; {way_out}")
         # The kernel's ring has no less than whole slots of both blocks.
         ring_bytes = 2 * (self.block_m + self.block_n) * self.block_k * self.num_stages
-        if self.split_k > 1 and 4 * self.block_m * self.block_n > ring_bytes:
+        if self.cluster_parts > 1 and 4 * self.block_m * self.block_n > ring_bytes:
             raise ValueError(f"matmul[cuda]: the partial sums of split_k must fit into the ring; {way_out}")
+        if self.cluster_parts > _MAX_CLUSTER:
+            raise ValueError(f"matmul[cuda]: split_k must be at most {_MAX_CLUSTER} without reduce_add; {way_out}")
         sizes = (1, 2, 4)
         if self.cluster_m not in sizes or self.cluster_n not in sizes or self.num_sharing > _MAX_CLUSTER:
             raise ValueError(
                 f"matmul[cuda]: cluster_m and cluster_n must be 1, 2 or 4, and {_MAX_CLUSTER} CTAs at most; {way_out}"
             )
-        if self.split_k > 1 and (self.num_sharing > 1 or self.ping_pong):
-            raise ValueError(f"matmul[cuda]: split_k excludes multicast clusters and ping_pong; {way_out}")
+        if self.split_k > 1 and self.ping_pong:
+            raise ValueError(f"matmul[cuda]: split_k excludes ping_pong; {way_out}")
+        if self.cluster_parts > 1 and self.num_sharing > 1:
+            raise ValueError(f"matmul[cuda]: split_k excludes multicast clusters without reduce_add; {way_out}")
 
     @property
     def num_consumers(self) -> int:
@@ -143,9 +149,14 @@ class Config:
         return self.cluster_m * self.cluster_n
 
     @property
+    def cluster_parts(self) -> int:
+        """Parts of k that meet in a cluster."""
+        return 1 if self.reduce_add else self.split_k
+
+    @property
     def cluster_blocks(self) -> int:
         """CTAs of a cluster of either kind."""
-        return self.num_sharing * self.split_k
+        return self.num_sharing * self.cluster_parts
 
     def grid_of_tiles(self, m: int, n: int) -> tuple[int, int]:
         """Tiles of a cluster along m and n."""
@@ -252,7 +263,7 @@ def shortlist(spec: MatmulSpec) -> tuple[Config, ...]:
 
 def _trimmed(spec: MatmulSpec, config: Config) -> Config:
     """Without slots that no step of k will ever use: their barriers take time, which short products notice."""
-    if config.split_k > 1 or _num_tiles(spec, config.block_m, config.block_n) > spec.target.num_sms:
+    if config.cluster_parts > 1 or _num_tiles(spec, config.block_m, config.block_n) > spec.target.num_sms:
         return config
     return dataclasses.replace(config, num_stages=min(config.num_stages, -(-spec.gemm.k // config.block_k)))
 
@@ -369,6 +380,17 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
             f"matmul[cuda]: every part of split_k={config.split_k} must have {config.block_k} of k; got k={g.k}. "
             "Use a smaller split_k."
         )
+    if config.reduce_add and (spec.fused or spec.out_dtype != jnp.float32):
+        product = dataclasses.replace(
+            spec, out_dtype=jnp.dtype(jnp.float32), bias=None, activation=None, residual=None, save_preactivation=False
+        )
+        out = run(product, config, lhs, rhs)
+        results = apply_epilogue(spec, out, *epilogue) if spec.fused else out
+        return jax.tree.map(lambda x: x.astype(spec.out_dtype), results)
+    if config.reduce_add and not _has_tma_rows(spec):
+        raise ValueError(
+            f"matmul[cuda]: reduce_add needs n to be a multiple of 4; got n={g.n}. Use split_k without it."
+        )
     lhs, rhs = (_pad_rows(spec, x) for x in spec.fold(lhs, rhs))
     # One batch dimension, always: of one product, it is 1.
     lead = (g.batch or 1,)
@@ -376,7 +398,7 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
     extras = list(epilogue)
     num_results = 2 if spec.save_preactivation else 1
     # Of what there is not, the result takes the place: the kernel does not look at it.
-    first_result = 2 + (spec.bias is not None) + (spec.residual is not None)
+    first_result = 2 + (spec.bias is not None) + (spec.residual is not None) + config.reduce_add
     bias = residual = first_result
     if spec.bias is not None:
         bias = len(operands)
@@ -387,6 +409,11 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
     if spec.residual is not None:
         residual = len(operands)
         operands.append(extras.pop(0).astype(spec.out_dtype).reshape(*lead, g.m, g.n))
+
+    aliases = {}
+    if config.reduce_add:  # What parts are added to.
+        aliases = {len(operands): 0}
+        operands.append(jnp.zeros((*lead, g.m, g.n), jnp.float32))
 
     compiled = compile_gemm(spec, config)
     has_tma_rows = _has_tma_rows(spec)
@@ -417,6 +444,7 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
         block=((config.num_consumers + 1) * _WARPGROUP,),
         cluster=(config.cluster_blocks,),
         smem_bytes=config.smem_bytes,
+        input_output_aliases=aliases,
         target=spec.target,
     )
     outs = [spec.unfold(x) for x in outs]
@@ -459,6 +487,7 @@ def _compile_cached(config: Config, choices: tuple[tuple[str, Any], ...]) -> com
         cluster_m=config.cluster_m,
         cluster_n=config.cluster_n,
         split_k=config.split_k,
+        reduce_add=config.reduce_add,
         smem_bytes=config.smem_bytes,
         **dict(choices),
     )
@@ -537,7 +566,9 @@ def _num_groups(spec: MatmulSpec, config: Config) -> int:
 
 def _num_blocks(spec: MatmulSpec, config: Config) -> int:
     groups = _num_groups(spec, config)
-    if config.split_k == 1:
+    if config.reduce_add:
+        groups *= config.split_k
+    if config.cluster_parts == 1:
         groups = min(groups, _num_clusters(spec, config.cluster_blocks))
     return groups * config.cluster_blocks
 

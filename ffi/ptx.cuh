@@ -64,6 +64,16 @@ __device__ __forceinline__ void store_shared(u32 address, float4 v) {
                : "memory");
 }
 
+__device__ __forceinline__ void store_shared(u32 address, u32 word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+
+__device__ __forceinline__ u32 load_shared(u32 address) {
+  u32 word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+  return word;
+}
+
 // From the shared memory of any block of the cluster.
 __device__ __forceinline__ float4 load_cluster(u32 address) {
   float4 v;

@@ -76,12 +76,14 @@ class Emulator:
 
     def launch(
         self, cubin: str, name: str, operands: Any, results: Any, *, parameters: Any, grid: Any, block: Any,
-        cluster: Any, **_: Any,
+        cluster: Any, input_output_aliases: Any, **_: Any,
     ) -> list[jnp.ndarray]:  # fmt: skip
         """In place of custom_call.launch."""
         outs = [np.empty(x.shape, x.dtype) for x in results]
         for out in outs:
             out.view(np.uint8)[...] = 0xFF
+        for operand, result in input_output_aliases.items():
+            outs[result][...] = operands[operand]
         buffers = [*(np.asarray(x) for x in operands), *outs]
         *matrices, bias, problem = parameters
         maps = (Map * len(matrices))(*(self._map(buffers[p.buffer], p) for p in matrices))
@@ -125,7 +127,7 @@ def emulator(libraries: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Emulat
 
 def check(spec: MatmulSpec, config: Config) -> None:
     """Runs the kernel on a chip of few SMs, so that blocks work on several tiles each, and checks the result."""
-    blocks = config.num_sharing * config.split_k
+    blocks = config.cluster_blocks
     spec = dataclasses.replace(spec, target=dataclasses.replace(spec.target, num_sms=blocks))
     operands = random_operands(spec)
     assert_right(spec, operands, matmul.run(spec, config, *map(jnp.asarray, operands)))
@@ -159,6 +161,21 @@ def test_epilogues(config: Config, shape: tuple[int, int], options: dict[str, An
 def test_short_rings(num_stages: int, emulator: Emulator) -> None:
     for config in (Config(64, 64, num_stages=num_stages), Config(64, 64, num_stages=num_stages, ping_pong=True)):
         check(make_spec(200, 136, 200), config)
+
+
+@pytest.mark.parametrize("n", [65, 66, 67, 127, 194])
+@pytest.mark.parametrize("block_n", [64, 96])
+def test_rows_that_begin_anywhere(block_n: int, n: int, emulator: Emulator) -> None:
+    """Also where the second product's first row is an odd one."""
+    check(make_spec(71, n, 72, batch=2), Config(64, block_n, num_stages=3))
+
+
+@pytest.mark.parametrize("minor", ["m", "n"])
+def test_parts_of_k_that_are_added(minor: Any, emulator: Emulator) -> None:
+    config = Config(64, 64, num_stages=3, split_k=3, reduce_add=True, minor=minor, strip=3)
+    check(make_spec(200, 136, 456, batch=2, out_dtype="float32"), config)
+    check(make_spec(200, 136, 456, bias=True, residual=True, activation="gelu", save_preactivation=True), config)
+    check(make_spec(200, 136, 456), dataclasses.replace(config, cluster_m=2, split_k=2))
 
 
 @pytest.mark.parametrize("minor", ["m", "n"])

@@ -262,6 +262,9 @@ inline void __syncthreads() {
   emulator::meet(emulator::thread->block->barriers[0], blockDim.x, "its block");
 }
 inline void __syncwarp() { emulator::sync_warp(); }
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
+  return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> shift % 32);
+}
 inline uint32_t __shfl_down_sync(uint32_t, uint32_t value, int delta) {
   using namespace emulator;
   const uint32_t lane = thread->index % 32;

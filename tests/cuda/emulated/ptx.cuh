@@ -53,6 +53,14 @@ inline void load_shared(u32 address, float& a, float& b) {
 inline void store_shared(u32 address, float4 v) {
   std::memcpy(emulator::at_address(address), &v, sizeof(v));
 }
+inline void store_shared(u32 address, u32 word) {
+  std::memcpy(emulator::at_address(address), &word, sizeof(word));
+}
+inline u32 load_shared(u32 address) {
+  u32 word;
+  std::memcpy(&word, emulator::at_address(address), sizeof(word));
+  return word;
+}
 inline float4 load_cluster(u32 address) {
   float4 v;
   std::memcpy(&v, emulator::at_address(address), sizeof(v));

@@ -135,7 +135,8 @@ inline void cp_async_bulk_tensor_multicast(void* tile, const TensorMap* map, u64
   load(tile, map, full, at, blocks);
 }
 
-inline void cp_async_bulk_tensor_store(const TensorMap* map, const void* tile, const int (&at)[3]) {
+enum class Reduction { kAdd };
+inline void store(const TensorMap* map, const void* tile, const int (&at)[3], bool adds) {
   const u32 from = emulator::offset_of(tile);
   const int x = at[0], y = at[1], z = at[2];
   emulator::Block* block = emulator::thread->block;
@@ -145,10 +146,27 @@ inline void cp_async_bulk_tensor_store(const TensorMap* map, const void* tile, c
   emulator::later([=] {
     emulator::need_alive(*block, "a store from the memory");
     for_each_element(*map, from, {x, y, z}, [&](u32 place, unsigned char* element) {
-      if (element) std::memcpy(element, block->smem + place, map->element_bytes);
+      if (!element) return;
+      if (!adds) {
+        std::memcpy(element, block->smem + place, map->element_bytes);
+        return;
+      }
+      float sum, part;
+      if (map->element_bytes != sizeof(sum)) emulator::fail("only float32 is added up");
+      std::memcpy(&sum, element, sizeof(sum));
+      std::memcpy(&part, block->smem + place, sizeof(part));
+      sum += part;
+      std::memcpy(element, &sum, sizeof(sum));
     });
     --*open;
   });
+}
+inline void cp_async_bulk_tensor_store(const TensorMap* map, const void* tile, const int (&at)[3]) {
+  store(map, tile, at, false);
+}
+template <Reduction>
+void cp_reduce_async_bulk_tensor(const TensorMap* map, const void* tile, const int (&at)[3]) {
+  store(map, tile, at, true);
 }
 inline void cp_async_bulk_commit_group() {
   emulator::thread->stores.push_back(emulator::thread->open_stores);
