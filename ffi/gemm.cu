@@ -457,33 +457,38 @@ struct Piece {
 
 // Byte `byte` of row `row` of a staging buffer: 16-byte units are permuted as TMA's swizzle of this
 // span does, by the number of the 128 bytes that the row lies in.
+constexpr __device__ u32 swizzle(u32 row) {
+  return row * kPieceBytes / 128 % (kPieceBytes / 16) * 16;
+}
 __device__ __forceinline__ u32 swizzled(u32 row, u32 byte) {
-  return row * kPieceBytes + (byte ^ (row * kPieceBytes / 128 % (kPieceBytes / 16) * 16));
+  return row * kPieceBytes + (byte ^ swizzle(row));
 }
 
 // Where rows are no TMA operand, a warp moves a piece row by row, 4 bytes with each lane. Lanes
 // beyond the piece go along: for them the columns end before they begin.
 struct Rows {
-  int count;       // Inside the matrix.
-  long long line;  // The first one's number.
+  int count;  // Inside the matrix.
   u32 lane;
-  int column, end;  // This lane's first, and where the columns end.
-  unsigned char* data;
-  long long bytes;  // Of one row.
+  int column, end;      // This lane's first, and where the columns end.
+  unsigned char* data;  // This lane's of the first row.
+  u32 bytes;            // Of a row.
+  bool is_odd;          // Whether the first row's number is, in the whole array.
 
   static constexpr u32 kLanes = kPieceBytes / 4;
 
   __device__ __forceinline__ Rows(const Problem& problem, const Address& matrix, const Piece& piece)
       : count(min(kPieceM, problem.m - piece.row)),
-        line(static_cast<long long>(piece.batch) * problem.m + piece.row),
-        lane(threadIdx.x % kWarp),
+        lane(recomputed(threadIdx.x % kWarp)),
         column(piece.column + lane * (4 / kSizeOf<Config::Output>)),
         end(lane < kLanes ? problem.n : 0),
-        data(matrix.data + column * kSizeOf<Config::Output>),
-        bytes(static_cast<long long>(problem.n) * kSizeOf<Config::Output>) {}
+        bytes(problem.n * kSizeOf<Config::Output>) {
+    const long long line = static_cast<long long>(piece.batch) * problem.m + piece.row;
+    data = matrix.data + line * bytes + column * kSizeOf<Config::Output>;
+    is_odd = line % 2 != 0;
+  }
 
   __device__ __forceinline__ unsigned char* address(int row) const {
-    return data + (line + row) * bytes;
+    return data + static_cast<u64>(row) * bytes;
   }
   // Of this lane's 4 bytes of a row in the buffer.
   __device__ __forceinline__ u32 staged(unsigned char* staging, int row) const {
@@ -506,27 +511,30 @@ __device__ __forceinline__ void send(const Problem&, const TensorMap& matrix,
   }
 }
 
-// Stores the rows first, first + kStep, ... of a piece, some at a time: what they wait for is then
-// waited for once. Rows of 16-bit results that are shifted begin in the middle of a 4-byte word:
-// each lane stores its second value and its neighbour's first. Every other row is, if n is odd.
-template <bool kIsShifted, int kStep>
+// Stores every other row of a piece from the first or the second on, some at a time: what they wait
+// for is then waited for once. Rows of 16-bit results that are shifted begin in the middle of a
+// 4-byte word: each lane stores its second value and its neighbour's first.
+template <bool kIsShifted>
 __device__ __forceinline__ void store_rows(const Rows& rows, unsigned char* staging, int first) {
-  constexpr int kValues = 4 / kSizeOf<Config::Output>, kAtOnce = 8;
+  constexpr int kValues = 4 / kSizeOf<Config::Output>;
+  constexpr int kAtOnce = 4;
   const bool has_word = kIsShifted ? rows.lane + 1 < Rows::kLanes && rows.column + 3 <= rows.end
                                    : rows.column + kValues <= rows.end;
-  const bool has_first =
-      kStep == 2 && rows.column < rows.end && (kIsShifted ? rows.lane == 0 : !has_word);
+  const bool has_first = rows.column < rows.end && (kIsShifted ? rows.lane == 0 : !has_word);
   const bool has_second = kIsShifted && !has_word && rows.column + 2 <= rows.end;
-#pragma unroll
-  for (int begin = 0; begin < kPieceM / kStep; begin += kAtOnce) {
+  static_assert(2 * kAtOnce % 8 == 0, "a period of the swizzle");
+  const u32 staged = rows.staged(staging, first);
+#pragma unroll 1
+  for (int begin = 0; begin < kPieceM; begin += 2 * kAtOnce) {
     u32 words[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      words[i] = load_shared(rows.staged(staging, first + (begin + i) * kStep));
+      // `first` has no bit in common with what is added.
+      words[i] = load_shared((staged ^ swizzle(2 * i)) + (begin + 2 * i) * kPieceBytes);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int row = first + (begin + i) * kStep;
+      const int row = begin + 2 * i + first;
       unsigned char* to = rows.address(row);
       const u32 next = kIsShifted ? __shfl_down_sync(0xffffffffu, words[i], 1) : 0;
       const bool is_inside = row < rows.count;
@@ -544,12 +552,11 @@ __device__ __forceinline__ void send(const Problem& problem, const Address& matr
                                      unsigned char* staging, const Piece& piece) {
   __syncwarp();
   const Rows rows(problem, matrix, piece);
-  if (kSizeOf<Config::Output> == 4 || problem.n % 2 == 0) {
-    store_rows<false, 1>(rows, staging, 0);
+  store_rows<false>(rows, staging, rows.is_odd ? 1 : 0);
+  if (kSizeOf<Config::Output> == 2 && problem.n % 2 != 0) {
+    store_rows<true>(rows, staging, rows.is_odd ? 0 : 1);
   } else {
-    const int shifted = rows.line % 2 == 0;  // The first row that is.
-    store_rows<false, 2>(rows, staging, 1 - shifted);
-    store_rows<true, 2>(rows, staging, shifted);
+    store_rows<false>(rows, staging, rows.is_odd ? 0 : 1);
   }
   __syncwarp();
 }

@@ -159,6 +159,13 @@ __device__ __forceinline__ void pin(float (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
+// The same value, of which the compiler does not know that: what follows from it is computed where
+// it is needed, and does not take registers from one use to the next.
+__device__ __forceinline__ u32 recomputed(u32 value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // A matrix in shared memory with the 128-byte swizzle, as wgmma addresses it (section "Matrix
 // descriptor"): it lies in atoms of 8 rows of 128 bytes, 1024 bytes each and aligned to as many.
 //

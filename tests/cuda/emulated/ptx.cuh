@@ -53,6 +53,7 @@ inline void load_shared(u32 address, float& a, float& b) {
 inline void store_shared(u32 address, float4 v) {
   std::memcpy(emulator::at_address(address), &v, sizeof(v));
 }
+inline u32 recomputed(u32 value) { return value; }
 inline void store_shared(u32 address, u32 word) {
   std::memcpy(emulator::at_address(address), &word, sizeof(word));
 }
