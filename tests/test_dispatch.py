@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import types
 from collections.abc import Callable
@@ -222,6 +223,11 @@ def test_explain_passes_on_what_is_not_an_array():
     assert explanation.choices[0].spec.activation == "gelu"
     jitted = jax.jit(lambda a, b, name: jk.matmul(a, b, activation=name), static_argnums=2)
     assert jk.explain(jitted, A, B, "relu", platform="cpu").choices[0].spec.activation == "relu"
+
+
+def test_explain_shows_alpha():
+    (choice,) = jk.explain(functools.partial(jk.matmul, alpha=1 / 3, activation="relu"), A, B, platform="cpu").choices
+    assert str(choice.spec) == "0.3333 * f32[5,7] . f32[7,3] -> f32 (m=5 n=3 k=7 mk,kn) + relu"
 
 
 def test_explain_runs_nothing_and_needs_no_gpu():

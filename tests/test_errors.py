@@ -80,6 +80,21 @@ MATMULS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         "matmul[auto]: precision must be None, a jax.lax.Precision, a pair of them, a jax.lax.DotAlgorithmPreset, "
         "or the name of one; got 'exact'.",
     ),
+    **{
+        f"alpha={alpha!r}": (
+            (A, B),
+            dict(alpha=alpha),
+            f"matmul[auto]: alpha must be a finite real number known at trace time; got {alpha!r}. "
+            "Multiply the result instead.",
+        )
+        for alpha in (True, 2j, float("nan"), float("inf"), "2", None, [2.0, 3.0], np.float32([2]))
+    },
+    "alpha of integers": (
+        (A.astype(np.int8), B.astype(np.int8)),
+        dict(alpha=0.5, out_dtype=np.float32),
+        "matmul[auto]: alpha=0.5 needs floating operands; got int8. Cast them with .astype, or multiply the result "
+        "instead.",
+    ),
     "bias without columns": (
         (A, array(7)),
         dict(bias=array(5)),
@@ -321,6 +336,12 @@ def test_message(f, args, options, message):
     """The call is only traced: nothing can have run."""
     with raises_exactly(ValueError, message):
         jax.eval_shape(lambda: f(*args, **options))
+
+
+def test_alpha_must_not_be_traced():
+    message = r"^matmul\[auto\]: alpha must be a finite real number known at trace time; got .*Tracer"
+    with pytest.raises(ValueError, match=message):
+        jax.grad(lambda alpha: jnp.sum(jk.matmul(A, B, alpha=alpha)))(0.5)
 
 
 def test_scale_must_not_be_traced():
