@@ -173,6 +173,19 @@ def test_config_is_taken_by_the_backend_it_is_for(install):
         dispatch.choose("matmul", matmul_spec(), None, Config())
 
 
+def test_config_of_a_public_call_is_the_forward_kernels():
+    numbers, options = (((1,), (0,)), ((), ())), dict(backend="xla", config=xla_matmul.Config())
+    for f in (
+        lambda a, b: jk.matmul(a, b, **options).sum(),
+        lambda a, b: jk.matmul(a, b, activation="relu", **options).sum(),
+        lambda a, b: jk.dot_general(a, b, numbers, **options).sum(),
+    ):
+        (choice,) = jk.explain(f, A, B, platform="cuda").choices
+        assert (choice.config, choice.source) == (xla_matmul.Config(), "given")
+        choices = jk.explain(jax.value_and_grad(f, (0, 1)), A, B, platform="cuda").choices
+        assert [choice.source for choice in choices] == ["given", "default", "default"]
+
+
 def test_derivatives_choose_their_own_config():
     """The forward kernel's configuration means nothing to the backward kernel."""
     static = Attention(scale=1.0)

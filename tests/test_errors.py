@@ -13,6 +13,7 @@ from errors import raises_exactly
 
 import jaxkernels as jk
 from jaxkernels import dispatch
+from jaxkernels.xla.matmul import Config
 
 KNOWN = ", ".join(map(repr, dispatch.backend_names()))
 
@@ -95,6 +96,16 @@ MATMULS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         "matmul[auto]: alpha=0.5 needs floating operands; got int8. Cast them with .astype, or multiply the result "
         "instead.",
     ),
+    "config of no backend": (
+        (A, B),
+        dict(config=Config()),
+        "matmul: config=Config() needs the backend it is for. Name it with backend=.",
+    ),
+    "config of no kind": (
+        (A, B),
+        dict(config=dict(num_stages=1), activation="relu", backend="xla"),
+        "matmul[xla]: config must be a jaxkernels.xla.matmul.Config; got {'num_stages': 1}.",
+    ),
     "bias without columns": (
         (A, array(7)),
         dict(bias=array(5)),
@@ -175,6 +186,11 @@ DOT_GENERALS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         dict(precision=3),
         "dot_general[auto]: precision must be None, a jax.lax.Precision, a pair of them, a "
         "jax.lax.DotAlgorithmPreset, or the name of one; got 3.",
+    ),
+    "config of no backend": (
+        (A, B, (((1,), (0,)), ((), ()))),
+        dict(config=Config()),
+        "matmul: config=Config() needs the backend it is for. Name it with backend=.",
     ),
 }
 

@@ -278,6 +278,7 @@ def matmul(
     out_dtype: Any = None,
     precision: Any = None,
     backend: str | None = None,
+    config: Any = None,
 ) -> Array:
     """Multiplies two matrices, or batches of them, and applies an epilogue to the product.
 
@@ -295,12 +296,15 @@ def matmul(
       out_dtype: dtype of the result; default: the promoted dtype of `a` and `b`.
       precision: as in `jnp.matmul`. For 16-bit operands every setting gives the same result.
       backend: name of the backend that must run it, or None for the fastest that can.
+      config: a configuration of the named backend, an instance of its module's `Config` (such as
+        `jaxkernels.ffi.matmul.Config(num_stages=1)` for "cuda"); default: the fastest that was measured, else
+        the one that its cost model chooses. Gradients choose their own.
 
     Returns:
       Array of shape (..., m, n) and dtype `out_dtype`.
 
     Raises:
-      ValueError: shapes, dtypes, alpha, activation or backend name are wrong.
+      ValueError: shapes, dtypes, alpha, activation, backend name or config are wrong.
       NotImplementedError: the named backend cannot compute this; the message says why.
 
     Differentiability: in both modes, any number of times, in all four arrays. With an activation the
@@ -348,7 +352,7 @@ def matmul(
     numbers = (((a.ndim - 1,), (b.ndim - 2 if b.ndim > 1 else 0,)), (lead, lead))
     static = Product(numbers, out_dtype, _precision(op, precision), _alpha(op, alpha, dtype))
     if bias is None and activation is None and residual is None:
-        return dot_general_op(a, b, static=static, backend=backend)
+        return dot_general_op(a, b, static=static, backend=backend, config=config)
 
     (out,) = dot_general_op.results(static, [ArrayType.of(a), ArrayType.of(b)])
     epilogue = []
@@ -372,7 +376,7 @@ def matmul(
     if not jnp.issubdtype(out_dtype, jnp.floating):
         raise ValueError(f"{op}: bias, activation and residual need a floating out_dtype; got {out_dtype}.")
     static = dataclasses.replace(static, bias=bias is not None, activation=activation, residual=residual is not None)
-    return matmul_op(a, b, *epilogue, static=static, backend=backend)[0]
+    return matmul_op(a, b, *epilogue, static=static, backend=backend, config=config)[0]
 
 
 def dot_general(
@@ -384,6 +388,7 @@ def dot_general(
     *,
     out_sharding: Any = None,
     backend: str | None = None,
+    config: Any = None,
 ) -> Array:
     """General product of two arrays over chosen dimensions: a drop-in for `jax.lax.dot_general`.
 
@@ -398,12 +403,15 @@ def dot_general(
       out_sharding: on a mesh with Explicit axes, the result's `PartitionSpec` or `NamedSharding`;
         needed where both operands are sharded along contracting dimensions.
       backend: name of the backend that must run it, or None for the fastest that can.
+      config: a configuration of the named backend, an instance of its module's `Config` (such as
+        `jaxkernels.ffi.matmul.Config(num_stages=1)` for "cuda"); default: the fastest that was measured, else
+        the one that its cost model chooses. Gradients choose their own.
 
     Returns:
       The product, with shape and dtype of `jax.lax.dot_general`.
 
     Raises:
-      ValueError: shapes, dimension numbers or backend name are wrong.
+      ValueError: shapes, dimension numbers, backend name or config are wrong.
       JAX's ShardingTypeError: as from `jax.lax.dot_general`, where the result's sharding is ambiguous.
       NotImplementedError: the named backend cannot compute this, or `out_sharding` leaves a sum over shards
         unreduced; the message says which.
@@ -437,7 +445,7 @@ def dot_general(
             f"{op}: out_sharding must not have unreduced axes; got {like.sharding.spec}. Use jax.lax.dot_general."
         )
     result_specs = (like.sharding.spec,) if explicit else ()
-    out = dot_general_op(lhs, rhs, static=static, backend=backend, result_specs=result_specs)
+    out = dot_general_op(lhs, rhs, static=static, backend=backend, config=config, result_specs=result_specs)
     return out if out_sharding is None and not explicit else jax.sharding.reshard(out, like.sharding)
 
 
