@@ -1,4 +1,4 @@
-// out = activation(lhs * rhs + bias) + residual on Hopper tensor cores.
+// out = activation(alpha * lhs * rhs + bias) + residual on Hopper tensor cores.
 //
 // A persistent grid walks the output tiles. In each block one producer thread copies blocks of both
 // operands into a ring of shared memory slots (TMA, one mbarrier for "full" and one for "empty" a
@@ -53,6 +53,7 @@ struct Config {
   // Whether the dimension that is contracted is the contiguous one.
   static constexpr bool kLhsIsKMajor = JK_LHS_IS_K_MAJOR;
   static constexpr bool kRhsIsKMajor = JK_RHS_IS_K_MAJOR;
+  static constexpr bool kHasAlpha = JK_HAS_ALPHA;
   static constexpr bool kHasBias = JK_HAS_BIAS;
   static constexpr bool kHasResidual = JK_HAS_RESIDUAL;
   static constexpr bool kSavePreactivation = JK_SAVE_PREACTIVATION;
@@ -94,6 +95,7 @@ struct Problem {
   // Tiles are walked in strips: `strip` tiles wide along m (along n if `is_n_minor`), back and
   // forth.
   int strip, is_n_minor;
+  float alpha;
 };
 
 // ---- Constants that follow from Config ---------------------------------------------------------
@@ -642,6 +644,10 @@ class Epilogue {
         float values[8];
 #pragma unroll
         for (int r = 0; r < 8; ++r) values[r] = acc[i][j * kPieceAccumulators + c * 8 + r];
+        if constexpr (Config::kHasAlpha) {
+#pragma unroll
+          for (float& value : values) value *= problem_.alpha;
+        }
         if constexpr (Config::kHasBias) add_bias(values, piece.column + c * 16);
         if constexpr (Config::kSavePreactivation) {
           write<Config::Output>(values, staging_[kOutSlots + out_slot(p)], c);

@@ -452,7 +452,7 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
 
 
 def compile_gemm(spec: MatmulSpec, config: Config) -> compiler.CompiledKernel:
-    """Compiles the kernel that serves the spec: sizes are not part of it."""
+    """Compiles the kernel that serves the spec: sizes and the value of alpha are not part of it."""
     g = spec.gemm
     return _compile(
         config,
@@ -460,6 +460,7 @@ def compile_gemm(spec: MatmulSpec, config: Config) -> compiler.CompiledKernel:
         output=_OUTPUTS[spec.out_dtype],
         lhs_is_k_major=g.lhs_layout == "mk",
         rhs_is_k_major=g.rhs_layout == "nk",
+        has_alpha=spec.alpha != 1,
         has_bias=spec.bias is not None,
         has_residual=spec.residual is not None,
         save_preactivation=spec.save_preactivation,
@@ -579,4 +580,5 @@ def _problem(spec: MatmulSpec, config: Config) -> np.generic:
     m_tiles, n_tiles = config.grid_of_tiles(g.m, g.n)
     k_iters = -(-g.k // config.block_k)
     fields = [g.m, g.n, g.batch or 1, m_tiles, n_tiles, k_iters, config.strip, config.minor == "n"]
+    fields.append(np.float32(spec.alpha).view(np.int32))
     return np.array(fields, np.int32).view(f"V{4 * len(fields)}")[0]

@@ -63,7 +63,8 @@ def multiply_mixed(
     """Multiplies a float32 by a bfloat16 operand as two bfloat16 products: the high and the low 8 bits.
 
     That costs what one TF32 product costs and keeps 16 bits of the significand to TF32's 11. It is how the
-    float32 cotangent of a bfloat16 product with a float32 result meets the operands again.
+    float32 cotangent of a bfloat16 product with a float32 result meets the operands again. Each part is scaled
+    by alpha.
 
     Args:
       multiply: (spec, lhs, rhs) -> lhs * rhs, of bfloat16 operands and with a float32 result.

@@ -75,17 +75,18 @@ class Gemm:
 
 @dataclasses.dataclass(frozen=True)
 class MatmulSpec:
-    """out = activation(dot_general(lhs, rhs) + bias) + residual.
+    """out = activation(alpha * dot_general(lhs, rhs) + bias) + residual.
 
     Attributes:
       lhs, rhs: the operands.
       dimension_numbers: as in `jax.lax.dot_general`.
       out_dtype: dtype of the result; kernels accumulate in float32 whatever it is.
       precision: as in `jax.lax.dot_general`, or None.
+      alpha: factor of the product, applied to what was accumulated before it is rounded.
       bias: type of the bias (one vector over the rhs's free dimension), or None.
       activation: a name from `jaxkernels.activations`, or None.
       residual: type of the residual (shape of the result), or None.
-      save_preactivation: also return dot_general(lhs, rhs) + bias, which the gradient needs.
+      save_preactivation: also return alpha * dot_general(lhs, rhs) + bias, which the gradient needs.
       target: the chip.
     """
 
@@ -95,6 +96,7 @@ class MatmulSpec:
     out_dtype: np.dtype
     target: Chip
     precision: Any = None
+    alpha: float = 1.0
     bias: ArrayType | None = None
     activation: str | None = None
     residual: ArrayType | None = None
@@ -165,7 +167,8 @@ class MatmulSpec:
     def __str__(self) -> str:
         g = self.gemm
         batch = "" if g.batch is None else f" batch={g.batch}"
-        text = f"{self.lhs} . {self.rhs} -> {_SHORT.get(self.out_dtype.name, self.out_dtype.name)}"
+        text = "" if self.alpha == 1 else f"{self.alpha:.4g} * "
+        text += f"{self.lhs} . {self.rhs} -> {_SHORT.get(self.out_dtype.name, self.out_dtype.name)}"
         text += f" (m={g.m} n={g.n} k={g.k}{batch} {g.lhs_layout},{g.rhs_layout})"
         extras = [
             *(["bias"] if self.bias else []),

@@ -4,7 +4,7 @@ Algorithm. A persistent grid walks the output tiles in an order that keeps opera
 snake). For each tile one producer warpgroup streams blocks of both operands through a ring of shared
 memory slots (`emit_pipeline_warp_specialized` over explicit BlockSpecs), and two consumer warpgroups
 multiply them with wgmma, each accumulating its half of the tile in float32 registers. The epilogue
-(bias, activation, residual) works on the accumulators; results leave through a small swizzled staging
+(alpha, bias, activation, residual) works on the accumulators; results leave through a small swizzled staging
 buffer by TMA, while the producer already loads the next tile.
 
     tile (block_m x block_n), split along n            split along m
@@ -402,6 +402,8 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
                     target = (*batch, rows, columns)
                     # Mosaic drops a dimension of one tile from the copy, and with it the index that lies outside.
                     is_inside = columns.start < store_n if out_gmem.shape[-1] == store_n else None
+                    if spec.alpha != 1:
+                        piece = spec.alpha * piece
                     if bias_gmem is not None:
                         bias = plgpu.load(bias_gmem.at[columns], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
                         piece = piece + lax.broadcast_in_dim(bias, piece.shape, [1])

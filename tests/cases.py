@@ -47,6 +47,8 @@ def _matmul_cases() -> tuple[MatmulCase, ...]:
         case(40, 48, 55, bias=True, activation="gelu_erf", dtype="float32"),
         case(40, 48, 56, batch=(3,), shared_rhs=True, activation="silu", residual=True, out_dtype="float32"),
         case(1, 48, 56, batch=(3,), bias=True, activation="silu", residual=True, dtype="float16"),
+        case(40, 48, 56, alpha=0.375),
+        case(40, 47, 56, batch=(3,), shared_rhs=True, alpha=0.375, bias=True, activation="gelu", residual=True),
     ]
     real = [
         case(1024, 1024, 1024),
@@ -71,6 +73,7 @@ def _matmul_cases() -> tuple[MatmulCase, ...]:
         case(1024, 512, 768, batch=(12,)),
         case(1023, 511, 767, batch=(7,), bias=True, activation="relu"),
         case(512, 768, 768, batch=(16,), shared_rhs=True, residual=True),
+        case(1024, 512, 768, alpha=0.375, bias=True, activation="silu", residual=True, out_dtype="float32"),
     ]
     return (*small, *(dataclasses.replace(c, size="real") for c in real))
 

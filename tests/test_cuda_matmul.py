@@ -67,6 +67,8 @@ EPILOGUES: list[dict[str, Any]] = [
     dict(n=512, bias=True, residual=True),
     dict(n=512, activation="silu"),
     dict(n=512, out_dtype="float32"),
+    dict(n=512, alpha=0.3),
+    dict(n=512, alpha=0.3, bias=True, activation="gelu", residual=True, save_preactivation=True),
     dict(n=512, out_dtype="float32", bias=True, activation="gelu_erf", residual=True),
     dict(n=511),
     dict(n=511, bias=True, activation="relu", residual=True),
@@ -95,6 +97,11 @@ def test_defaults_compile_and_lower() -> None:
 def test_kernels_are_shared_by_shapes_and_tile_orders() -> None:
     first = matmul.compile_gemm(make_spec(512, 512, 512), Config())
     assert matmul.compile_gemm(make_spec(1024, 4096, 72, batch=3), Config(strip=3, minor="n")) is first
+
+
+def test_kernels_are_shared_by_values_of_alpha() -> None:
+    plain, half, third = (matmul.compile_gemm(make_spec(512, 512, 512, alpha=x), Config()) for x in (1.0, 0.5, 1 / 3))
+    assert half is third is not plain
 
 
 def test_only_rows_that_tma_cannot_take_are_padded() -> None:
@@ -229,6 +236,16 @@ def test_epilogues(activation: str | None, out_dtype: str, n: int) -> None:
         )
         for config in (Config(block_n=128), Config(block_n=128, ping_pong=True), Config(block_n=128, split_k=2)):
             check(spec, config, runs=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("n", [1000, 1001])
+def test_alpha(out_dtype: str, n: int) -> None:
+    for config in (Config(block_n=128), Config(block_n=128, ping_pong=True), Config(block_n=128, split_k=2)):
+        check(make_spec(600, n, 200, out_dtype=out_dtype, alpha=-0.3), config, runs=2)
+        epilogue = dict(bias=True, activation="silu", residual=True, save_preactivation=True)
+        check(make_spec(600, n, 200, batch=2, out_dtype=out_dtype, alpha=0.3, **epilogue), config, runs=2)
 
 
 @pytest.mark.gpu

@@ -150,9 +150,17 @@ def test_schedules(name: str, layouts: str, emulator: Emulator) -> None:
         (Config(64, 64), (130, 131), dict(residual=True, out_dtype="float32", bias=True, activation="gelu_erf")),
         (Config(64, 64, split_k=2), (70, 136), dict(residual=True, save_preactivation=True, activation="relu")),
         (Config(64, 64, cluster_n=2, num_staging=4), (130, 264), dict(residual=True, bias=True, out_dtype="float32")),
+        (Config(64, 96, ping_pong=True), (130, 201), dict(alpha=0.3)),
+        (
+            Config(64, 64, split_k=2), (70, 136),
+            dict(alpha=-0.3, bias=True, residual=True, save_preactivation=True, activation="gelu", out_dtype="float32"),
+        ),
     ],
-    ids=["narrow", "narrow-ping-pong-saved", "saved", "odd", "odd-float32", "split-saved", "cluster"],
-)
+    ids=[
+        "narrow", "narrow-ping-pong-saved", "saved", "odd", "odd-float32", "split-saved", "cluster", "alpha",
+        "alpha-split-saved",
+    ],
+)  # fmt: skip
 def test_epilogues(config: Config, shape: tuple[int, int], options: dict[str, Any], emulator: Emulator) -> None:
     check(make_spec(*shape, 136, batch=2, **options), config)
 
@@ -182,6 +190,15 @@ def test_parts_of_k_that_are_added(minor: Any, emulator: Emulator) -> None:
 def test_tile_orders(minor: Any, emulator: Emulator) -> None:
     for strip in (1, 3):
         check(make_spec(300, 270, 24, batch=2), Config(64, 64, num_stages=3, minor=minor, strip=strip))
+
+
+def test_alpha_scales_before_rounding(emulator: Emulator) -> None:
+    """The product is 80000, beyond float16; alpha is no part of the kernel."""
+    operands = jnp.full((72, 80), 100, jnp.float16), jnp.full((80, 64), 10, jnp.float16)
+    for alpha in (1e-3, -5e-4):
+        spec = make_spec(72, 64, 80, dtypes=("float16", "float16"), alpha=alpha)
+        out = matmul.run(spec, Config(64, 64), *operands)
+        np.testing.assert_array_equal(out, np.full((72, 64), 80000 * alpha, np.float16))
 
 
 def test_infinities_of_a_float32_operand_stay_infinities(emulator: Emulator) -> None:

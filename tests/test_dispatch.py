@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import types
 from collections.abc import Callable
@@ -172,6 +173,19 @@ def test_config_is_taken_by_the_backend_it_is_for(install):
         dispatch.choose("matmul", matmul_spec(), None, Config())
 
 
+def test_config_of_a_public_call_is_the_forward_kernels():
+    numbers, options = (((1,), (0,)), ((), ())), dict(backend="xla", config=xla_matmul.Config())
+    for f in (
+        lambda a, b: jk.matmul(a, b, **options).sum(),
+        lambda a, b: jk.matmul(a, b, activation="relu", **options).sum(),
+        lambda a, b: jk.dot_general(a, b, numbers, **options).sum(),
+    ):
+        (choice,) = jk.explain(f, A, B, platform="cuda").choices
+        assert (choice.config, choice.source) == (xla_matmul.Config(), "given")
+        choices = jk.explain(jax.value_and_grad(f, (0, 1)), A, B, platform="cuda").choices
+        assert [choice.source for choice in choices] == ["given", "default", "default"]
+
+
 def test_derivatives_choose_their_own_config():
     """The forward kernel's configuration means nothing to the backward kernel."""
     static = Attention(scale=1.0)
@@ -222,6 +236,11 @@ def test_explain_passes_on_what_is_not_an_array():
     assert explanation.choices[0].spec.activation == "gelu"
     jitted = jax.jit(lambda a, b, name: jk.matmul(a, b, activation=name), static_argnums=2)
     assert jk.explain(jitted, A, B, "relu", platform="cpu").choices[0].spec.activation == "relu"
+
+
+def test_explain_shows_alpha():
+    (choice,) = jk.explain(functools.partial(jk.matmul, alpha=1 / 3, activation="relu"), A, B, platform="cpu").choices
+    assert str(choice.spec) == "0.3333 * f32[5,7] . f32[7,3] -> f32 (m=5 n=3 k=7 mk,kn) + relu"
 
 
 def test_explain_runs_nothing_and_needs_no_gpu():

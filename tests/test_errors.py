@@ -13,6 +13,7 @@ from errors import raises_exactly
 
 import jaxkernels as jk
 from jaxkernels import dispatch
+from jaxkernels.xla.matmul import Config
 
 KNOWN = ", ".join(map(repr, dispatch.backend_names()))
 
@@ -79,6 +80,31 @@ MATMULS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         dict(precision="exact"),
         "matmul[auto]: precision must be None, a jax.lax.Precision, a pair of them, a jax.lax.DotAlgorithmPreset, "
         "or the name of one; got 'exact'.",
+    ),
+    **{
+        f"alpha={alpha!r}": (
+            (A, B),
+            dict(alpha=alpha),
+            f"matmul[auto]: alpha must be a finite real number known at trace time; got {alpha!r}. "
+            "Multiply the result instead.",
+        )
+        for alpha in (True, 2j, float("nan"), float("inf"), "2", None, [2.0, 3.0], np.float32([2]))
+    },
+    "alpha of integers": (
+        (A.astype(np.int8), B.astype(np.int8)),
+        dict(alpha=0.5, out_dtype=np.float32),
+        "matmul[auto]: alpha=0.5 needs floating operands; got int8. Cast them with .astype, or multiply the result "
+        "instead.",
+    ),
+    "config of no backend": (
+        (A, B),
+        dict(config=Config()),
+        "matmul: config=Config() needs the backend it is for. Name it with backend=.",
+    ),
+    "config of no kind": (
+        (A, B),
+        dict(config=dict(num_stages=1), activation="relu", backend="xla"),
+        "matmul[xla]: config must be a jaxkernels.xla.matmul.Config; got {'num_stages': 1}.",
     ),
     "bias without columns": (
         (A, array(7)),
@@ -160,6 +186,11 @@ DOT_GENERALS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         dict(precision=3),
         "dot_general[auto]: precision must be None, a jax.lax.Precision, a pair of them, a "
         "jax.lax.DotAlgorithmPreset, or the name of one; got 3.",
+    ),
+    "config of no backend": (
+        (A, B, (((1,), (0,)), ((), ()))),
+        dict(config=Config()),
+        "matmul: config=Config() needs the backend it is for. Name it with backend=.",
     ),
 }
 
@@ -321,6 +352,12 @@ def test_message(f, args, options, message):
     """The call is only traced: nothing can have run."""
     with raises_exactly(ValueError, message):
         jax.eval_shape(lambda: f(*args, **options))
+
+
+def test_alpha_must_not_be_traced():
+    message = r"^matmul\[auto\]: alpha must be a finite real number known at trace time; got .*Tracer"
+    with pytest.raises(ValueError, match=message):
+        jax.grad(lambda alpha: jnp.sum(jk.matmul(A, B, alpha=alpha)))(0.5)
 
 
 def test_scale_must_not_be_traced():

@@ -109,6 +109,44 @@ def test_residual_comes_after_the_activation(backend):
     assert_close(out, jnp.maximum(a @ b, 0) + residual)
 
 
+def test_alpha_scales_the_product_alone(backend):
+    a, b, bias, residual = arrays((5, 7), (7, 3), (3,), (5, 3))
+    product = functools.partial(jk.matmul, a, b, alpha=-0.3, backend=backend)
+    assert_close(product(), -0.3 * (a @ b))
+    out = product(bias=bias, activation="relu", residual=residual)
+    assert_close(out, jnp.maximum(-0.3 * (a @ b) + bias, 0) + residual)
+
+
+@pytest.mark.parametrize("epilogue", [{}, dict(bias=np.ones(3, np.float16))], ids=["plain", "bias"])
+def test_alpha_scales_before_rounding(backend, epilogue):
+    """The product is 7e5, beyond float16; in bfloat16 its last bit would be 4096."""
+    a, b = np.full((5, 7), 100, np.float16), np.full((7, 3), 1000, np.float16)
+    out = jk.matmul(a, b, alpha=1e-3, **epilogue, backend=backend)
+    np.testing.assert_array_equal(out, np.full((5, 3), 700 + len(epilogue), np.float16))
+    out = jk.matmul(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), alpha=1 / 7e5, backend=backend)
+    np.testing.assert_array_equal(out, np.ones((5, 3), jnp.bfloat16))
+
+
+def test_alpha_is_any_real_number():
+    a, b = arrays((5, 7), (7, 3))
+    for alpha in (2, 2.0, np.int8(2), np.float32(2), jnp.bfloat16(2), np.array(2.0), jnp.array(2)):
+        (equation,) = jax.make_jaxpr(functools.partial(jk.matmul, alpha=alpha))(a, b).eqns
+        assert repr(equation.params["static"].alpha) == "2.0"
+
+
+def test_alpha_of_one_is_not_there():
+    a, b = np.ones((5, 7), np.int8), np.ones((7, 3), np.int8)
+    lowered = lambda *xs, **options: jax.jit(functools.partial(jk.matmul, **options)).lower(*xs).as_text()
+    assert lowered(a, b, alpha=1) == lowered(a, b)
+    assert lowered(*arrays((5, 7), (7, 3)), alpha=np.float32(1)) == lowered(*arrays((5, 7), (7, 3)))
+
+
+def test_alpha_keeps_the_width_of_float64():
+    with jax.enable_x64(True):
+        a, b = (x.astype(np.float64) for x in arrays((5, 7), (7, 3)))
+        np.testing.assert_allclose(jk.matmul(a, b, alpha=0.3), 0.3 * (a @ b), rtol=1e-14)
+
+
 @pytest.mark.parametrize("requested", ["float64", float, np.float64, jnp.float32])
 def test_out_dtype_is_canonicalised(requested):
     a, b = arrays((5, 7), (7, 3), dtype="bfloat16")

@@ -85,14 +85,15 @@ def test_dtypes(dtype: str, out_dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_float32_with_bfloat16(dtypes: tuple[str, str]) -> None:
+@pytest.mark.parametrize("alpha", [1.0, 0.3])
+def test_float32_with_bfloat16(dtypes: tuple[str, str], alpha: float) -> None:
     """Two products of halves keep 16 bits of the float32 operand; plain JAX on the CPU keeps all."""
-    spec = make_spec(72, 136, 136, dtypes=dtypes, out_dtype="float32")
+    spec = make_spec(72, 136, 136, dtypes=dtypes, out_dtype="float32", alpha=alpha)
     lhs, rhs = random_operands(spec)
     with interpret():
         out = np.asarray(matmul.run(spec, _SMALL_TILE, jnp.asarray(lhs), jnp.asarray(rhs)))
-    exact = lhs.astype(np.float64) @ rhs.astype(np.float64)
-    assert np.max(np.abs(out - exact)) <= 2.0**-17 * np.max(
+    exact = alpha * (lhs.astype(np.float64) @ rhs.astype(np.float64))
+    assert np.max(np.abs(out - exact)) <= 2.0**-17 * alpha * np.max(
         np.abs(lhs).astype(np.float64) @ np.abs(rhs).astype(np.float64)
     )
 
@@ -125,6 +126,21 @@ def test_epilogue_parts(cluster: Any) -> None:
     check(make_spec(72, 264, 72, bias=True), config)
     check(make_spec(72, 264, 72, batch=2, residual=True), config)
     check(make_spec(72, 264, 72, activation="silu"), config)
+
+
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+def test_alpha(out_dtype: str) -> None:
+    check(make_spec(100, 200, 136, layouts="km.nk", out_dtype=out_dtype, alpha=0.3))
+    epilogue = dict(bias=True, activation="gelu", residual=True, save_preactivation=True)
+    check(make_spec(100, 200, 136, batch=2, out_dtype=out_dtype, alpha=-0.3, **epilogue))
+
+
+def test_alpha_scales_before_rounding() -> None:
+    """The product is 68000, beyond float16."""
+    spec = make_spec(72, 136, 136, dtypes=("float16", "float16"), out_dtype="float16", alpha=1e-3)
+    with interpret():
+        out = matmul.run(spec, _SMALL_TILE, jnp.full((72, 136), 50, jnp.float16), jnp.full((136, 136), 10, jnp.float16))
+    np.testing.assert_array_equal(out, np.full((72, 136), 68, np.float16))
 
 
 def test_padding_is_not_read() -> None:

@@ -70,6 +70,7 @@ def matmuls(draw: st.DrawFn) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
     b = random_array(rng(1), (*broadcast(), k, n) if draw(st.booleans()) or a.ndim == 1 else (k,), "float32")
     shape = jax.eval_shape(jnp.matmul, a, b).shape
     options: dict[str, Any] = dict(activation=draw(st.sampled_from([None, "relu", "silu", "gelu", "gelu_erf"])))
+    options["alpha"] = draw(st.sampled_from([1.0, -0.3]))
     if b.ndim > 1 and draw(st.booleans()):
         options["bias"] = random_array(rng(2), (n,), "float32")
     if draw(st.booleans()):
@@ -86,7 +87,7 @@ def test_matmul(program):
     )
 
     def reference(a, b):
-        out = jnp.matmul(a, b) + options.get("bias", 0)
+        out = options["alpha"] * jnp.matmul(a, b) + options.get("bias", 0)
         return activations.get(options["activation"], lambda x: x)(out) + options.get("residual", 0)
 
     ours = lambda a, b: jk.matmul(a, b, **options)

@@ -125,8 +125,10 @@ def test_product(opaque, meshes, kind, name):
 def test_product_with_epilogue(opaque, meshes, kind, name):
     a_spec, b_spec, out_spec = PRODUCTS[name]
     specs = a_spec, b_spec, P(out_spec[1]), out_spec
-    ours = lambda a, b, bias, residual: jk.matmul(a, b, bias=bias, activation="gelu", residual=residual, backend=opaque)
-    reference = lambda a, b, bias, residual: jax.nn.gelu(a @ b + bias) + residual
+    ours = lambda a, b, bias, residual: jk.matmul(
+        a, b, alpha=0.3, bias=bias, activation="gelu", residual=residual, backend=opaque
+    )
+    reference = lambda a, b, bias, residual: jax.nn.gelu(0.3 * (a @ b) + bias) + residual
     mesh, xs = getattr(meshes, kind), arrays((16, 32), (32, 8), (8,), (16, 8))
     out, grads = assert_no_worse(ours, reference, mesh, xs, specs, more=MORE[kind, name])
     if kind == "explicit":
@@ -325,6 +327,11 @@ def plain_attention(q: jax.Array, kv: jax.Array) -> jax.Array:
 
 OPERATIONS = {
     "product": (lambda backend: functools.partial(jk.matmul, backend=backend), jnp.matmul, ((16, 32), (32, 8))),
+    "scaled": (
+        lambda backend: functools.partial(jk.matmul, alpha=0.3, backend=backend),
+        lambda a, b: 0.3 * (a @ b),
+        ((16, 32), (32, 8)),
+    ),
     "dense": (dense, plain_dense, ((16, 32), (32, 8))),
     "attention": (attention, plain_attention, ((8, 6, 4, 8), (8, 6, 2, 8))),
 }

@@ -36,12 +36,12 @@ class Program:
         return functools.partial(self.ours, backend=backend), self.reference
 
 
-def _fused(activation: str | None, function: Callable[..., Any]) -> Program:
+def _fused(activation: str | None, function: Callable[..., Any], alpha: float = 1.0) -> Program:
     return Program(
         lambda a, b, bias, residual, backend: jk.matmul(
-            a, b, bias=bias, activation=activation, residual=residual, backend=backend
+            a, b, alpha=alpha, bias=bias, activation=activation, residual=residual, backend=backend
         ),
-        lambda a, b, bias, residual: function(a @ b + bias) + residual,
+        lambda a, b, bias, residual: function(alpha * (a @ b) + bias) + residual,
         shapes=((5, 7), (7, 3), (3,), (5, 3)),
     )
 
@@ -63,6 +63,9 @@ _MASKS = dict(
 PROGRAMS = {
     "product": Program(jk.matmul, jnp.matmul, shapes=((5, 7), (7, 3))),
     "batch of products": Program(jk.matmul, jnp.matmul, shapes=((2, 5, 7), (2, 7, 3))),
+    "alpha": Program(
+        functools.partial(jk.matmul, alpha=0.3), lambda a, b: 0.3 * jnp.matmul(a, b), shapes=((2, 5, 7), (7, 3))
+    ),
     "dot_general": Program(
         lambda lhs, rhs, backend: jk.dot_general(lhs, rhs, _NUMBERS, backend=backend),
         lambda lhs, rhs: jax.lax.dot_general(lhs, rhs, _NUMBERS),
@@ -80,6 +83,7 @@ PROGRAMS = {
     ),
     "bias, residual": _fused(None, lambda x: x),
     "bias, gelu, residual": _fused("gelu", jax.nn.gelu),
+    "alpha, bias, gelu, residual": _fused("gelu", jax.nn.gelu, alpha=0.3),
     "attention": Program(jk.dot_product_attention, jax.nn.dot_product_attention, shapes=_QKV),
     "attention, bias": Program(
         functools.partial(jk.dot_product_attention, is_causal=True),
@@ -187,7 +191,7 @@ def test_jacobians(program):
     assert_same(jacobians, *program.both("xla"))
 
 
-@some_programs("product", "batch of products", "dot_general")
+@some_programs("product", "batch of products", "alpha", "dot_general")
 def test_linear_transpose(backend, program):
     a, b = program.operands()
 

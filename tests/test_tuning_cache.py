@@ -91,6 +91,12 @@ def test_winner_is_taken_instead_of_the_default(fake, forget):
     assert (given.config, given.source) == (Config(128), "given")
 
 
+def test_alpha_of_one_leaves_keys_as_they_were():
+    key = lambda **options: cache.Key(H200, "matmul", make_spec(**options), "fake", 3).describe()["spec"]
+    assert key(alpha=1.0) == key() == {name: value for name, value in key(alpha=0.5).items() if name != "alpha"}
+    assert key(alpha=0.5)["alpha"] == 0.5
+
+
 def test_entry_says_in_clear_what_it_is(fake, tmp_path):
     store(make_spec(bias=ArrayType((3,), jnp.dtype(jnp.float32)), activation="gelu"))
     (path,) = files(tmp_path)

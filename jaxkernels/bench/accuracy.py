@@ -54,7 +54,7 @@ def plain_matmul(case: MatmulCase, operands: dict[str, Any]) -> jax.Array:
     product = lambda rhs: jnp.matmul(lhs, turned(rhs), precision=precision, preferred_element_type=wide).astype(
         out_dtype
     )
-    out = product(rhs)
+    out = case.alpha * product(rhs)
     if case.bias:
         out = out + operands["bias"].astype(out_dtype)
     out = _ACTIVATIONS[case.activation](out)

@@ -50,6 +50,7 @@ class MatmulCase:
       shared_rhs: the right operand is one matrix for the whole batch.
       lhs_layout: "mk" or "km", how the left operand lies in memory; rhs_layout: "kn" or "nk".
       dtype, out_dtype: of the operands and of the result (None: the operands').
+      alpha: factor of the product, of two row-major operands.
       bias, activation, residual: the epilogue.
       gate: a second right operand, whose product the result is multiplied with (SwiGLU where the activation is silu).
       precision: as `jax.lax.dot_general` takes it, by name: "HIGHEST" or a `jax.lax.DotAlgorithmPreset`'s.
@@ -65,6 +66,7 @@ class MatmulCase:
     rhs_layout: str = "kn"
     dtype: str = "bfloat16"
     out_dtype: str | None = None
+    alpha: float = 1.0
     bias: bool = False
     activation: str | None = None
     residual: bool = False
@@ -78,6 +80,7 @@ class MatmulCase:
         parts = [sizes, f"{self.lhs_layout}.{self.rhs_layout}", jnp.dtype(self.dtype).name]
         parts += [f"to_{self.out_dtype}"] if self.out_dtype else []
         parts += ["shared"] if self.shared_rhs else []
+        parts += [f"alpha_{self.alpha:g}"] if self.alpha != 1 else []
         parts += ["bias"] * self.bias + ([self.activation] if self.activation else []) + ["residual"] * self.residual
         parts += ["gate"] * self.gate + ([self.precision] if self.precision else [])
         return "-".join(parts)
@@ -137,7 +140,7 @@ class MatmulCase:
         if (self.lhs_layout, self.rhs_layout) != ("mk", "kn"):
             return jk.dot_general(lhs, rhs, self.contraction, preferred_element_type=self.out_dtype, **options)
         epilogue = dict(bias=operands.get("bias"), activation=self.activation, residual=operands.get("residual"))
-        out = jk.matmul(lhs, rhs, **epilogue, out_dtype=self.out_dtype, **options)
+        out = jk.matmul(lhs, rhs, alpha=self.alpha, **epilogue, out_dtype=self.out_dtype, **options)
         if self.gate:
             out *= jk.matmul(lhs, operands["gate"], out_dtype=self.out_dtype, **options)
         return out

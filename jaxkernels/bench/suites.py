@@ -47,7 +47,8 @@ class Problem[C: MatmulCase | AttentionCase]:
         if isinstance(c, MatmulCase):
             words = ["x".join(map(str, (*c.batch, c.m, c.n, c.k)))]
             words += [_LAYOUTS[c.lhs_layout, c.rhs_layout]]
-            words += ["shared"] * c.shared_rhs + ["bias"] * c.bias + ([c.activation] if c.activation else [])
+            words += ["shared"] * c.shared_rhs + ([f"alpha {c.alpha:g}"] if c.alpha != 1 else [])
+            words += ["bias"] * c.bias + ([c.activation] if c.activation else [])
             words += ["gate"] * c.gate + ["residual"] * c.residual + ([c.precision] if c.precision else [])
             words += [f"to {c.out_dtype}"] if c.out_dtype else []
         else:

@@ -90,7 +90,7 @@ class KernelOp:
         tells where a sum over shards may be scattered instead of replicated.
         """
         types = [ArrayType.of(x) for x in xs]
-        if backend is not None:  # What the kernel cannot do on any chip is said here, at the call.
+        if backend is not None or config is not None:  # What the kernel cannot do on any chip is said at the call.
             ideal = self.spec(static, types, hardware.lookup(hardware.DEFAULT_CUDA_TARGET))
             dispatch.check(self.name, ideal, backend, config)
         mesh, explicit = _jax.explicit_axes_of(*xs)

@@ -1,6 +1,6 @@
 """Matrix products: `matmul`, `dot_general`, and the two primitives behind them.
 
-`dot_general_op` is the plain product, bilinear in its operands. `matmul_op` adds the epilogue
+`dot_general_op` is the product times a constant, bilinear in its operands. `matmul_op` adds the epilogue
 (bias, activation, residual); its derivative is written with plain products, so that every order of
 derivative in both modes follows from the two rules of the bilinear primitive.
 """
@@ -36,6 +36,7 @@ class Product:
     dimension_numbers: DimensionNumbers
     out_dtype: np.dtype
     precision: Any = None
+    alpha: float = 1.0
     bias: bool = False
     activation: str | None = None
     residual: bool = False
@@ -48,8 +49,8 @@ class Product:
 
     @property
     def product(self) -> Product:
-        """The product alone."""
-        return Product(self.dimension_numbers, self.out_dtype, self.precision)
+        """The product alone, times alpha."""
+        return Product(self.dimension_numbers, self.out_dtype, self.precision, self.alpha)
 
 
 class _MatmulOp(KernelOp):
@@ -64,6 +65,7 @@ class _MatmulOp(KernelOp):
             out_dtype=static.out_dtype,
             target=target,
             precision=static.precision,
+            alpha=static.alpha,
             bias=epilogue.pop(0) if static.bias else None,
             activation=static.activation,
             residual=epilogue.pop(0) if static.residual else None,
@@ -269,34 +271,40 @@ def matmul(
     a: ArrayLike,
     b: ArrayLike,
     *,
+    alpha: float = 1.0,
     bias: ArrayLike | None = None,
     activation: str | None = None,
     residual: ArrayLike | None = None,
     out_dtype: Any = None,
     precision: Any = None,
     backend: str | None = None,
+    config: Any = None,
 ) -> Array:
     """Multiplies two matrices, or batches of them, and applies an epilogue to the product.
 
-    out = activation(a @ b + bias) + residual, each part where given. `a` and `b` are combined as
+    out = activation(alpha * (a @ b) + bias) + residual, each part where given. `a` and `b` are combined as
     `jnp.matmul` does: vectors are promoted to matrices and lose the added axis again, leading axes are
-    batches and broadcast. Products of 16-bit operands are accumulated in float32.
+    batches and broadcast. Products of 16-bit operands are accumulated, and multiplied by alpha, in float32.
 
     Args:
       a: left operand, shape (..., m, k) or (k,); any real dtype.
       b: right operand, shape (..., k, n) or (k,). Operands of different dtypes are promoted as jnp does.
+      alpha: factor of the product, a real number that is not traced; other than 1 for floating operands only.
       bias: shape (n,), floating; added to every row.
       activation: "relu", "silu", "gelu" (tanh approximation, as `jax.nn.gelu`), "gelu_erf" (exact), or None.
       residual: array of the result's shape, floating; added last.
       out_dtype: dtype of the result; default: the promoted dtype of `a` and `b`.
       precision: as in `jnp.matmul`. For 16-bit operands every setting gives the same result.
       backend: name of the backend that must run it, or None for the fastest that can.
+      config: a configuration of the named backend, an instance of its module's `Config` (such as
+        `jaxkernels.ffi.matmul.Config(num_stages=1)` for "cuda"); default: the fastest that was measured, else
+        the one that its cost model chooses. Gradients choose their own.
 
     Returns:
       Array of shape (..., m, n) and dtype `out_dtype`.
 
     Raises:
-      ValueError: shapes, dtypes, activation or backend name are wrong.
+      ValueError: shapes, dtypes, alpha, activation, backend name or config are wrong.
       NotImplementedError: the named backend cannot compute this; the message says why.
 
     Differentiability: in both modes, any number of times, in all four arrays. With an activation the
@@ -342,9 +350,9 @@ def matmul(
     num_batch = b.ndim - 2 if b.ndim > 2 else 0
     lead = tuple(range(num_batch))
     numbers = (((a.ndim - 1,), (b.ndim - 2 if b.ndim > 1 else 0,)), (lead, lead))
-    static = Product(numbers, out_dtype, _precision(op, precision))
+    static = Product(numbers, out_dtype, _precision(op, precision), _alpha(op, alpha, dtype))
     if bias is None and activation is None and residual is None:
-        return dot_general_op(a, b, static=static, backend=backend)
+        return dot_general_op(a, b, static=static, backend=backend, config=config)
 
     (out,) = dot_general_op.results(static, [ArrayType.of(a), ArrayType.of(b)])
     epilogue = []
@@ -368,7 +376,7 @@ def matmul(
     if not jnp.issubdtype(out_dtype, jnp.floating):
         raise ValueError(f"{op}: bias, activation and residual need a floating out_dtype; got {out_dtype}.")
     static = dataclasses.replace(static, bias=bias is not None, activation=activation, residual=residual is not None)
-    return matmul_op(a, b, *epilogue, static=static, backend=backend)[0]
+    return matmul_op(a, b, *epilogue, static=static, backend=backend, config=config)[0]
 
 
 def dot_general(
@@ -380,6 +388,7 @@ def dot_general(
     *,
     out_sharding: Any = None,
     backend: str | None = None,
+    config: Any = None,
 ) -> Array:
     """General product of two arrays over chosen dimensions: a drop-in for `jax.lax.dot_general`.
 
@@ -394,12 +403,15 @@ def dot_general(
       out_sharding: on a mesh with Explicit axes, the result's `PartitionSpec` or `NamedSharding`;
         needed where both operands are sharded along contracting dimensions.
       backend: name of the backend that must run it, or None for the fastest that can.
+      config: a configuration of the named backend, an instance of its module's `Config` (such as
+        `jaxkernels.ffi.matmul.Config(num_stages=1)` for "cuda"); default: the fastest that was measured, else
+        the one that its cost model chooses. Gradients choose their own.
 
     Returns:
       The product, with shape and dtype of `jax.lax.dot_general`.
 
     Raises:
-      ValueError: shapes, dimension numbers or backend name are wrong.
+      ValueError: shapes, dimension numbers, backend name or config are wrong.
       JAX's ShardingTypeError: as from `jax.lax.dot_general`, where the result's sharding is ambiguous.
       NotImplementedError: the named backend cannot compute this, or `out_sharding` leaves a sum over shards
         unreduced; the message says which.
@@ -433,7 +445,7 @@ def dot_general(
             f"{op}: out_sharding must not have unreduced axes; got {like.sharding.spec}. Use jax.lax.dot_general."
         )
     result_specs = (like.sharding.spec,) if explicit else ()
-    out = dot_general_op(lhs, rhs, static=static, backend=backend, result_specs=result_specs)
+    out = dot_general_op(lhs, rhs, static=static, backend=backend, config=config, result_specs=result_specs)
     return out if out_sharding is None and not explicit else jax.sharding.reshard(out, like.sharding)
 
 
@@ -478,6 +490,25 @@ def _out_dtype(op: str, out_dtype: Any, dtype: np.dtype) -> np.dtype:
                 "Cast the result with .astype."
             )
     return requested
+
+
+def _alpha(op: str, alpha: Any, dtype: np.dtype) -> float:
+    """The factor of a product of `dtype` operands."""
+    try:
+        value = np.asarray(alpha)
+    except (TypeError, ValueError):  # Tracers included.
+        value = np.asarray(None)
+    is_real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+    if value.ndim != 0 or not is_real or not np.isfinite(value):
+        raise ValueError(
+            f"{op}: alpha must be a finite real number known at trace time; got {alpha!r}. Multiply the result instead."
+        )
+    if value != 1 and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"{op}: alpha={alpha!r} needs floating operands; got {dtype}. Cast them with .astype, or multiply the "
+            "result instead."
+        )
+    return float(value)
 
 
 def _precision(op: str, precision: Any) -> Any:

@@ -34,9 +34,12 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
     is_8_bit = lambda dtype: jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
     # 8-bit floats promote with nothing, not even each other.
     wide = jnp.float32 if any(map(is_8_bit, dtypes)) else functools.reduce(jnp.promote_types, dtypes)
-    out = jax.lax.dot_general(
-        lhs, rhs, spec.dimension_numbers, precision=spec.precision, preferred_element_type=wide
-    ).astype(spec.out_dtype)
+    if spec.alpha != 1:  # Scaled in float32 at least.
+        wide = jnp.promote_types(wide, jnp.float32)
+    out = jax.lax.dot_general(lhs, rhs, spec.dimension_numbers, precision=spec.precision, preferred_element_type=wide)
+    if spec.alpha != 1:
+        out = spec.alpha * out
+    out = out.astype(spec.out_dtype)
     return out if not spec.fused else apply_epilogue(spec, out, *epilogue)
 
 
