@@ -15,6 +15,8 @@ import threading
 
 import jax
 
+from jaxkernels import _jax
+
 __all__ = ["TARGET", "Status", "launch_count", "register", "status"]
 
 #: The handler's name in compiled and exported programs. Those outlive a release: a change of the
@@ -68,8 +70,8 @@ def register() -> None:
     else registers by itself. JAX's backends are created by this call if they were not yet.
 
     Raises:
-      RuntimeError: there is no CUDA device, the launcher was not built, or it does not fit the
-        installed jaxlib.
+      RuntimeError: there is neither a CUDA device nor JAX's plugin for one, the launcher was not built, or it does
+        not fit the installed jaxlib.
     """
     if not has_cuda():
         raise RuntimeError("register[cuda]: JAX has no CUDA device here; got " + _devices() + ".")
@@ -80,11 +82,11 @@ def register() -> None:
 
 
 def has_cuda() -> bool:
-    """Whether JAX has a CUDA device. Creates JAX's backends."""
+    """Whether JAX has a CUDA device, or its plugin, which compiles for one elsewhere. Creates JAX's backends."""
     try:
         return bool(jax.devices("cuda"))
     except RuntimeError:  # What JAX raises for a platform it has no backend for.
-        return False
+        return _jax.has_plugin("CUDA")
 
 
 def _devices() -> str:

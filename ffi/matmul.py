@@ -273,7 +273,7 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
 
     - Tiles: `_TILES` that are not needlessly large (half of the tile has work); with many waves, but for ping-pong,
       none under 128 x 192; 64 x 32 where most SMs would have nothing to do. 192 accumulators a thread leave registers
-      for a bare store by TMA, and for a residual, only.
+      for a bare store by TMA, and for a residual, only; 256 rows none for the exact gelu and stores by rows.
     - The deepest ring of up to 8 slots that fits beside two staging buffers and that there are steps for; also beside
       four, where 3 slots stay and a tile has as many pieces or tiles are few.
     - Clusters of two where there are tiles to share an operand, of four where tiles make one wave: they leave SMs
@@ -294,6 +294,7 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
         needlessly_deep = block_k > _ATOM and g.k <= 2 * _ATOM
         tile = Config(block_m, block_n, block_k, num_stages=1, ping_pong=ping_pong)
         would_spill = tile.num_accumulators > _MAX_EPILOGUE_ACCUMULATORS and not plain
+        would_spill |= block_m > 128 and spec.activation == "gelu_erf" and not _has_tma_rows(spec)
         if too_large or too_small or is_sliver or needlessly_deep or would_spill:
             continue
         m_iters, n_iters, k_iters = -(-g.m // block_m), -(-g.n // block_n), -(-g.k // block_k)

@@ -18,6 +18,7 @@ from jax._src import dispatch as _dispatch
 from jax._src import sharding as _sharding
 from jax._src import sharding_impls as _sharding_impls
 from jax._src.lax import lax as _lax
+from jax._src.lib import xla_client as _xla_client
 from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -27,7 +28,9 @@ __all__ = [
     "devices_during_lowering",
     "evaluate_eagerly",
     "explicit_axes_of",
+    "has_plugin",
     "is_auto_partitioned",
+    "is_exported",
     "lower_traced",
     "match_varying_axes",
     "partition_spec",
@@ -137,6 +140,19 @@ def is_auto_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
     """Says whether XLA will partition the module being lowered over several devices (Auto mesh axes)."""
     axis_context = ctx.module_context.axis_context
     return isinstance(axis_context, mlir.ShardingContext) and axis_context.num_devices > 1
+
+
+def is_exported(ctx: mlir.LoweringRuleContext) -> bool:
+    """Says whether the module is lowered for `jax.export` (`mlir.LoweringParameters.for_export`)."""
+    return ctx.module_context.lowering_parameters.for_export
+
+
+def has_plugin(platform: str) -> bool:
+    """Says whether a plugin takes custom calls for XLA's `platform` ("CUDA"), be there a device or not.
+
+    That is settled when JAX's backends have been created (`xla_client._custom_callback_handler`).
+    """
+    return platform in _xla_client._custom_callback_handler
 
 
 def partition_spec(sharding: Any, mesh: Mesh) -> PartitionSpec:

@@ -16,8 +16,8 @@ and, while its cost model is not to be trusted with the whole space, `shortlist(
 
 `REGISTRY` lists them in order of preference. A call that names a backend gets that backend or an
 error; a call that names none gets the fastest if that was measured (`jaxkernels.tuning`), else the first that supports
-its spec on the platform being lowered. The configuration is the caller's, else the measured winner, else the one that
-the cost model finds fastest.
+its spec on the platform being lowered; in a program for `jax.export`, of those that it takes unasked. The configuration
+is the caller's, else the measured winner, else the one that the cost model finds fastest.
 """
 
 from __future__ import annotations
@@ -51,18 +51,25 @@ class Spec(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where a backend's module is, and the lowering platforms it can run on (None: all)."""
+    """Where a backend is, and what can be done with programs that have it.
+
+    Attributes:
+      module: its module.
+      platforms: the lowering platforms it can run on; None: all.
+      is_exportable: whether `jax.export` takes what it is lowered to unasked.
+    """
 
     module: str
     platforms: tuple[str, ...] | None = None
+    is_exportable: bool = True
 
 
 _CUDA = ("cuda",)
 
 #: (operation, backend) -> where it lives; for one operation, first listed is first preferred.
 REGISTRY: dict[tuple[str, str], Entry] = {
+    ("matmul", "cuda"): Entry("jaxkernels.ffi.matmul", _CUDA, is_exportable=False),
     ("matmul", "pallas"): Entry("jaxkernels.pallas.matmul", _CUDA),
-    ("matmul", "cuda"): Entry("jaxkernels.ffi.matmul", _CUDA),
     ("matmul", "xla"): Entry("jaxkernels.xla.matmul"),
     ("attention_forward", "pallas"): Entry("jaxkernels.pallas.attention_forward", _CUDA),
     ("attention_forward", "xla"): Entry("jaxkernels.xla.attention_forward"),
@@ -177,7 +184,24 @@ def check(op: str, spec: Spec, backend: str | None, config: Any = None) -> None:
         raise ValueError(f"{op}[{backend}]: config must be a {module.__name__}.Config; got {config!r}.")
 
 
-def choose(op: str, spec: Spec, backend: str | None, config: Any = None, *, may_tune: bool = True) -> Choice:
+def _export_refusal(op: str, backend: str, is_partitioned: bool) -> str | None:
+    """Why `jax.export` does not take a program with this backend unasked, or None if it does."""
+    if is_partitioned and backend != "xla":
+        return "jax.export takes no kernel on Auto mesh axes: XLA's partitioner would ask Python for each shard's"
+    if not REGISTRY[op, backend].is_exportable:
+        return f'jax.export takes its custom call with disabled_checks only: name backend="{backend}" to do that'
+    return None
+
+
+def choose(
+    op: str,
+    spec: Spec,
+    backend: str | None,
+    config: Any = None,
+    *,
+    is_partitioned: bool = False,
+    is_exported: bool = False,
+) -> Choice:
     """Picks the kernel for `spec`.
 
     Args:
@@ -185,7 +209,10 @@ def choose(op: str, spec: Spec, backend: str | None, config: Any = None, *, may_
       spec: what is to be computed, and for which chip.
       backend: a name, which is then binding, or None for the fastest known, else the first that supports the spec.
       config: a configuration for a named backend; None for the measured winner, else its default.
-      may_tune: whether a policy that measures missing winners may do so for this spec.
+      is_partitioned: whether XLA will partition the program, and ask again with each shard's shapes: only these are
+        worth measuring.
+      is_exported: whether the program is lowered for `jax.export`. What that would refuse is then passed over, unless
+        it is named.
 
     Raises:
       ValueError: no backend has this name, or the configuration is not this backend's.
@@ -194,12 +221,21 @@ def choose(op: str, spec: Spec, backend: str | None, config: Any = None, *, may_
     """
     check(op, spec, backend, config)
     now = policy.value
-    if now.tune is not None and may_tune and config is None and not is_tuned(op, spec, backend):
+    if now.tune is not None and not is_partitioned and config is None and not is_tuned(op, spec, backend):
         now.tune(op, spec, backend)
+
+    def refusal(name: str) -> str | None:
+        reason = _refusal(op, name, spec)
+        if reason is None and backend is None and is_exported:
+            reason = _export_refusal(op, name, is_partitioned)
+        return reason
+
     fastest = _fastest(op, spec) if now.use_winners and backend is None else None
+    if fastest is not None and refusal(fastest) is not None:
+        fastest = None
     passed_over: list[tuple[str, str]] = []
     for name in _backends_of(op) if backend is None else [backend]:
-        reason = _refusal(op, name, spec)
+        reason = refusal(name)
         if reason is None and fastest not in (None, name):
             reason = f"measured slower than {fastest}"
         if reason is not None:

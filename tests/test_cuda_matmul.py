@@ -15,7 +15,7 @@ from products import LAYOUTS, REFUSALS, assert_right, make_spec, random_operands
 
 from jaxkernels import dispatch, ffi, hardware
 from jaxkernels.bench.cases import random_array
-from jaxkernels.ffi import matmul
+from jaxkernels.ffi import compiler, matmul
 from jaxkernels.specs import MatmulSpec
 
 Config = matmul.Config
@@ -138,6 +138,22 @@ def test_config_refuses_what_cannot_run(knobs: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize(("spec", "reason"), REFUSALS.values(), ids=REFUSALS)
 def test_refusals(spec: MatmulSpec, reason: str) -> None:
     assert matmul.unsupported(spec) == reason
+
+
+def test_without_nvrtc_products_run_on_pallas(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise ImportError("compile[nvrtc]: the library cannot be loaded")
+
+    spec = make_spec(512, 512, 512)
+    assert dispatch.choose("matmul", spec, None).backend == "cuda"
+    monkeypatch.setattr(compiler, "nvrtc_version", missing)
+    matmul._missing.cache_clear()
+    try:
+        choice = dispatch.choose("matmul", spec, None)
+    finally:
+        matmul._missing.cache_clear()
+    assert choice.backend == "pallas"
+    assert choice.passed_over == (("cuda", "needs NVRTC: compile[nvrtc]: the library cannot be loaded"),)
 
 
 def test_the_model_prefers_tiles_that_fill_the_machine() -> None:

@@ -7,12 +7,14 @@ import functools
 import sys
 import types
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises_exactly
+from jax import export
 
 import jaxkernels as jk
 from jaxkernels import dispatch, hardware
@@ -38,7 +40,7 @@ class Config:
 def install(registry, monkeypatch) -> Callable[..., None]:
     """Registers a backend before the others: a module that computes 10 times the product, or refuses."""
 
-    def install(name: str, *, reason: str | None = None, platforms: tuple[str, ...] | None = None) -> None:
+    def install(name: str, *, reason: str | None = None, **fields: Any) -> None:
         module = types.ModuleType(f"backend_{name}")
         module.Config = Config
         module.unsupported = lambda spec: reason
@@ -47,7 +49,7 @@ def install(registry, monkeypatch) -> Callable[..., None]:
         module.estimate = lambda spec, config: float(config.block)
         module.run = lambda spec, config, *xs: 10 * xla_matmul.run(spec, xla_matmul.Config(), *xs)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        entries = {("matmul", name): Entry(module.__name__, platforms), **registry}
+        entries = {("matmul", name): Entry(module.__name__, **fields), **registry}
         registry.clear()
         registry.update(entries)
 
@@ -82,6 +84,25 @@ def test_one_trace_is_lowered_for_each_platform_by_its_own_backend(install):
         ("cpu", "xla"),
         ("cuda", "gpu_only"),
     ]
+
+
+def test_export_passes_over_what_it_would_refuse(install):
+    install("refused", is_exportable=False)
+    install("refused_elsewhere", is_exportable=False, platforms=("cuda",))
+    reason = 'jax.export takes its custom call with disabled_checks only: name backend="refused" to do that'
+    on_cuda = "runs on cuda devices only, this program is lowered for cpu"
+
+    def lowered_for_export(backend: str | None) -> dispatch.Choice:
+        with dispatch.recording() as choices:
+            export.export(jax.jit(functools.partial(jk.matmul, backend=backend)))(A, B)
+        return choices[0]
+
+    assert jk.matmul(A, B)[0, 0] == 70
+    choice = lowered_for_export(None)
+    assert choice.backend == "xla"
+    assert choice.passed_over[:2] == (("refused_elsewhere", on_cuda), ("refused", reason))
+    assert lowered_for_export("refused").backend == "refused"
+    assert jax.jit(jk.matmul)(A, B)[0, 0] == 70
 
 
 def test_named_backend_never_falls_back(install):

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from numerics import assert_close
 
 import jaxkernels as jk
+from jaxkernels import dispatch
 
 PLATFORMS = ("cpu", "cuda")
 
@@ -53,18 +54,36 @@ def test_round_trip_for_two_platforms(name):
     assert_close(exported(with_gradients(f), *xs).call(*xs), jax.jit(with_gradients(f))(*xs))
 
 
+A, B = draw(256, 512, dtype="bfloat16"), draw(512, 384, dtype="bfloat16")
+PALLAS = "mosaic_gpu"
+
+
 def test_export_takes_the_kernels_of_each_platform():
-    """What a GPU gets is what it would get at home, not what the exporting machine runs."""
-    a, b = draw(256, 512, dtype="bfloat16"), draw(512, 384, dtype="bfloat16")
-    (choice,) = jk.explain(jk.matmul, a, b, platform="cuda").choices
-    assert choice.backend != "xla"
+    """What a GPU gets are kernels for it, not what the exporting machine runs."""
+    a, b = A, B
     for_cpu, for_cuda, for_both = (
         exported(jk.matmul, a, b, platforms=platforms) for platforms in (("cpu",), ("cuda",), PLATFORMS)
     )
     assert "custom_call" not in for_cpu.mlir_module()
-    assert "custom_call" in for_cuda.mlir_module()
-    assert "custom_call" in for_both.mlir_module()
+    assert PALLAS in for_cuda.mlir_module()
+    assert PALLAS in for_both.mlir_module()
     assert_close(for_both.call(a, b).astype(np.float32), jk.matmul(a, b).astype(jnp.float32))
+
+
+def test_export_gets_another_kernel_only_where_it_would_refuse_the_first():
+    """And what was exported is no other program's kernel."""
+    at_home = lambda: jax.jit(jk.matmul).trace(A, B).lower(lowering_platforms=("cuda",)).as_text()
+    assert jk.ffi.TARGET in at_home()
+    allowed = dict(disabled_checks=[export.DisabledSafetyCheck.custom_call(jk.ffi.TARGET)])
+    for options in ({}, allowed):  # JAX does not say what it would allow.
+        text = export.export(jax.jit(jk.matmul), platforms=("cuda",), **options)(A, B).mlir_module()
+        assert PALLAS in text
+        assert jk.ffi.TARGET not in text
+    assert jk.ffi.TARGET in at_home()
+    named = jax.jit(functools.partial(jk.matmul, backend="cuda"))
+    with pytest.raises(ValueError, match=jk.ffi.TARGET):
+        export.export(named, platforms=("cuda",))(A, B)
+    assert jk.ffi.TARGET in export.export(named, platforms=("cuda",), **allowed)(A, B).mlir_module()
 
 
 dense, dot_general, attention = (PROGRAMS[name][0] for name in ("dense", "dot_general", "attention"))
@@ -111,3 +130,24 @@ def test_program_on_a_mesh(opaque, meshes, kind):
     program = exported(with_gradients(f), *placed, platforms=("cpu",))
     assert program.nr_devices == 8
     assert_close(jax.jit(program.call)(*placed), jax.jit(with_gradients(jnp.matmul))(*xs))
+
+
+def test_kernels_on_a_mesh(meshes):
+    """By itself the choice is what JAX exports, of the fastest; a named kernel on Auto axes is JAX's own error."""
+    put = lambda mesh: [jax.device_put(x, NamedSharding(mesh, P("x", None))) for x in (A, B)]
+    explicit = exported(jk.matmul, *put(meshes.explicit), platforms=("cuda",))
+    assert PALLAS in explicit.mlir_module()
+    q = draw(8, 256, 4, 64, dtype="bfloat16")
+    qkv = [jax.device_put(q, NamedSharding(meshes.auto, P("x")))] * 3
+    for f, xs in ((jk.matmul, put(meshes.auto)), (jk.dot_product_attention, qkv)):
+        with dispatch.recording() as choices:
+            auto = exported(f, *xs, platforms=("cuda",))
+        assert auto.nr_devices == 8
+        assert "custom_call" not in auto.mlir_module()
+        (choice,) = choices
+        reason = "jax.export takes no kernel on Auto mesh axes: XLA's partitioner would ask Python for each shard's"
+        kernels = [name for op, name in dispatch.REGISTRY if op == choice.op and name != "xla"]
+        assert choice.passed_over == tuple((name, reason) for name in kernels)
+        for name in kernels:
+            with pytest.raises(NotImplementedError, match="host_callbacks"):
+                exported(functools.partial(f, backend=name), *xs, platforms=("cuda",))

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxkernels as jk
 from jaxkernels import dispatch, hardware
 from jaxkernels.pallas import attention_backward, attention_forward, matmul
 from jaxkernels.specs import ArrayType, AttentionSpec, MatmulSpec
@@ -105,6 +106,12 @@ def test_matmul_epilogue(activation: str, spills: Callable[..., list[int]]) -> N
     )
     run = functools.partial(matmul.run, spec, dispatch.default_config("matmul", "pallas", spec))
     assert spills(run, spec.lhs, spec.rhs, spec.bias, spec.residual) == [0]
+
+
+def test_the_default_product_compiles_ahead_of_time() -> None:
+    """Backend cuda's, where this machine can compile it: XLA knows its handler without a GPU."""
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=_sharding())
+    jax.jit(jk.matmul).lower(x, x).compile()
 
 
 def _attention_spec(head_dim: int, *, causal: bool, length: int = 4096) -> AttentionSpec:

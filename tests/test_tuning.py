@@ -164,6 +164,30 @@ def test_backends_compete_where_none_is_named(lab):
     assert dispatch.choose("matmul", spec, "fake").source == "tuned"
 
 
+def test_the_fastest_of_what_is_exported(lab, registry):
+    """What `jax.export` refuses is passed over though it was measured fastest; the next is not called slower."""
+    others = {key: entry for key, entry in registry.items() if key != ("matmul", "fake")}
+    module = registry["matmul", "fake"].module
+    registry.clear()
+    registry.update({("matmul", "refused"): Entry(module, is_exportable=False), ("matmul", "fake"): Entry(module)})
+    registry.update(others)
+    seconds = {"refused": 5.0, "fake": 6.0, "xla": 9.0}
+    lab.microseconds = lambda backend, config: seconds[backend] - (config.depth / 10 if config else 0)
+    spec = make_spec()
+    tuner.tune("matmul", spec)
+    at_home, exported = dispatch.choose("matmul", spec, None), dispatch.choose("matmul", spec, None, is_exported=True)
+    assert (at_home.backend, at_home.source) == ("refused", "tuned")
+    assert (exported.backend, exported.config, exported.source) == ("fake", Config(64, 3), "tuned")
+    ((name, reason),) = exported.passed_over
+    assert (name, reason.partition(":")[0]) == ("refused", "jax.export takes its custom call with disabled_checks only")
+    assert dispatch.choose("matmul", spec, "refused", is_exported=True).backend == "refused"
+    # A winner that is exported stays one.
+    dispatch.store_fastest("matmul", "xla", spec, 1e-6)
+    exported = dispatch.choose("matmul", spec, None, is_exported=True)
+    assert exported.backend == "xla"
+    assert exported.passed_over[:2] == (("refused", reason), ("fake", "measured slower than xla"))
+
+
 def test_candidates_that_fail_are_dropped_with_their_reason(lab):
     lab.microseconds = lambda backend, config: config.block  # The smaller the faster.
     lab.broken, lab.wrong = {Config(64, 1)}, {Config(128, 1)}

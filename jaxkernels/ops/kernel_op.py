@@ -149,8 +149,9 @@ class KernelOp:
         target = hardware.cuda_target(devices) if platform == "cuda" else hardware.host(platform)
         partitioned = _jax.is_auto_partitioned(ctx)
         spec = self.spec(static, types, target)
-        # The partitioner asks again with each shard's shapes: only these are worth measuring.
-        choice = dispatch.choose(self.name, spec, backend, config, may_tune=not partitioned)
+        choice = dispatch.choose(
+            self.name, spec, backend, config, is_partitioned=partitioned, is_exported=_jax.is_exported(ctx)
+        )
         if choice.backend != "xla" and partitioned:
             run = self._whole(static, types, backend, config)
         else:
