@@ -187,7 +187,7 @@ _CANDIDATES = (
     Config(64, 32, 128),
 )
 
-# Of an H200, fitted to 270 times of 17 shapes (2026-11-21), of which the model picks configs at 0.993 of the best.
+# Of an H200, fitted to 370 times of 27 shapes (2026-11-21).
 # Of one SM: FLOP/s; bytes/s through shared memory and from L2 where they only cost power; bytes/s from L2 of rows that
 # are not whole cache lines, which bind.
 _FLOPS_PER_SM = 7.4e12
@@ -197,13 +197,13 @@ _L2_BYTES_PER_SM_OFF_LINES = 7.2e10
 # Of the chip: bytes/s of a kernel that pads rows.
 _COPY_BYTES = 3.5e12
 # Seconds: a launch, with the first block's way; storing a tile of 128 x 256, by TMA and by rows; getting what was asked
-# for; adding up a split product; starting clusters.
+# for; adding up a split product; that the blocks of a cluster wait for each other at each tile.
 _LAUNCH_SECONDS = 2.3e-6
 _STORE_SECONDS = 1.0e-6
-_STORE_ROWS_SECONDS = 6.2e-6
+_STORE_ROWS_SECONDS = 2.4e-6
 _LOAD_SECONDS = 0.85e-6
 _REDUCTION_SECONDS = 1.6e-6
-_CLUSTER_SECONDS = 0.2e-6
+_CLUSTER_SECONDS = 0.1e-6
 #: Times as long as a store takes one with an activation.
 _EPILOGUE = 2.0
 #: The share of a store by rows that products of the other consumer do not hide.
@@ -367,7 +367,7 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
         per_wave, at_end = steps + _EXPOSED * store, 0.0
     padding = sum(_LAUNCH_SECONDS + 4 * (g.batch or 1) * size / _COPY_BYTES for row, size in rows if row % _TMA_BYTES)
     reduction = _REDUCTION_SECONDS if config.split_k > 1 else 0.0
-    clusters = _CLUSTER_SECONDS if config.cluster_blocks > 1 else 0.0
+    clusters = waves * _CLUSTER_SECONDS if config.cluster_blocks > 1 else 0.0
     return _LAUNCH_SECONDS + waves * per_wave + at_end + padding + reduction + clusters
 
 
