@@ -498,6 +498,9 @@ struct Rows {
   }
 };
 
+// Every block of one thread is followed by a barrier of the warp, also where the next one would do:
+// ptxas (13.0) joins two blocks of one thread, and has been seen to let the other threads run ahead
+// of it from there on, past barriers it then took for needless.
 __device__ __forceinline__ void send(const Problem&, const TensorMap& matrix,
                                      unsigned char* staging, const Piece& piece) {
   fence_proxy_async();
@@ -511,6 +514,7 @@ __device__ __forceinline__ void send(const Problem&, const TensorMap& matrix,
     }
     cp_async_bulk_commit_group();
   }
+  __syncwarp();
 }
 
 // Stores every other row of a piece from the first or the second on, some at a time: what they wait
@@ -575,6 +579,7 @@ __device__ __forceinline__ void fetch(const Problem&, const TensorMap& matrix,
     mbarrier_arrive_expect_tx(full, kPieceM * kPieceBytes);
     cp_async_bulk_tensor_load(staging, &matrix, full, from);
   }
+  __syncwarp();
 }
 
 __device__ __forceinline__ void fetch(const Problem& problem, const Address& matrix,
@@ -595,6 +600,7 @@ __device__ __forceinline__ void fetch(const Problem& problem, const Address& mat
   }
   __syncwarp();
   if (threadIdx.x % kWarp == 0) mbarrier_arrive(full);
+  __syncwarp();
 }
 
 // Of those that Config does not have, nothing is read or written.

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkernels import halfprecision
+from jaxkernels.epilogue import apply_epilogue
 from jaxkernels.ffi import compiler, custom_call, launcher, wgmma
 from jaxkernels.specs import MatmulSpec
-from jaxkernels.xla.matmul import apply_epilogue
 
 __all__ = ["VERSION", "Config", "compile_gemm", "estimate", "run", "search_space", "shortlist", "unsupported"]
 

@@ -84,7 +84,7 @@ class MatmulSpec:
       precision: as in `jax.lax.dot_general`, or None.
       alpha: factor of the product, applied to what was accumulated before it is rounded.
       bias: type of the bias (one vector over the rhs's free dimension), or None.
-      activation: a name from `jaxkernels.activations`, or None.
+      activation: a name from `jaxkernels.epilogue`, or None.
       residual: type of the residual (shape of the result), or None.
       save_preactivation: also return alpha * dot_general(lhs, rhs) + bias, which the gradient needs.
       target: the chip.

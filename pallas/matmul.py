@@ -38,7 +38,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkernels import halfprecision
-from jaxkernels.activations import ACTIVATIONS
+from jaxkernels.epilogue import ACTIVATIONS
 from jaxkernels.specs import MatmulSpec
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]

@@ -289,3 +289,17 @@ def test_padding_is_not_read() -> None:
 def test_a_cluster_ends_together(config: Config) -> None:
     """A block that leaves while its neighbour still releases slots to it breaks the context, now and then."""
     check(make_spec(64, 28672, 4096), config, runs=200)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "config", [Config(block_n=128), Config(block_n=128, ping_pong=True), Config(block_n=128, split_k=2)], ids=str
+)
+def test_thousands_of_runs_agree(config: Config) -> None:
+    """A store by TMA that does not wait for a slow thread of its warp shows in one run of very many."""
+    spec = make_spec(600, 1000, 200, out_dtype="float32", alpha=-0.3)
+    operands = [jnp.asarray(x) for x in random_operands(spec)]
+    product = jax.jit(lambda *operands: matmul.run(spec, config, *operands))
+    agrees = jax.jit(lambda *pair: jnp.array_equal(*pair))
+    first = product(*operands)
+    assert jnp.stack([agrees(product(*operands), first) for _ in range(3000)]).all()

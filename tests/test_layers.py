@@ -27,17 +27,16 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "backends": ("jaxkernels.xla", "jaxkernels.pallas", "jaxkernels.ffi", "jaxkernels.triton"),
     "winners on disk": ("jaxkernels.tuning.cache", "jaxkernels.tuning"),
     "ground": (
-        "jaxkernels.specs", "jaxkernels.halfprecision", "jaxkernels.hardware", "jaxkernels.activations",
+        "jaxkernels.specs", "jaxkernels.halfprecision", "jaxkernels.hardware", "jaxkernels.epilogue",
         "jaxkernels.folders", "jaxkernels._jax",
         "jaxkernels.versions", "jaxkernels.bench.measure",
     ),
 }  # fmt: skip
 BACKENDS = LAYERS["backends"]
 
-#: What the layers would forbid. Derivatives of the derivatives, and the epilogue after a sum over shards, are those of
-#: the reference in plain JAX: it defines what the operations mean, and happens to be a backend too.
+#: What the layers would forbid. Derivatives of the derivatives are those of the reference in plain JAX: it defines what
+#: the operations mean, and happens to be a backend too.
 ALLOWED = {
-    ("jaxkernels.ops.matmul", "jaxkernels.xla.matmul"),
     ("jaxkernels.ops.attention", "jaxkernels.xla.attention"),
 }
 

@@ -19,12 +19,11 @@ from jax.interpreters import ad
 from jaxtyping import Array, ArrayLike
 
 from jaxkernels import _jax, dispatch, hardware
-from jaxkernels.activations import ACTIVATIONS
+from jaxkernels.epilogue import ACTIVATIONS, apply_epilogue
 from jaxkernels.ops.kernel_op import KernelOp
 from jaxkernels.ops.operands import as_array
 from jaxkernels.ops.sharding import Assignment, Factors
 from jaxkernels.specs import ArrayType, DimensionNumbers, MatmulSpec, free_dims
-from jaxkernels.xla.matmul import apply_epilogue
 
 __all__ = ["dot_general", "matmul"]
 

@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxkernels.activations import ACTIVATIONS
+from jaxkernels.epilogue import apply_epilogue
 from jaxkernels.specs import MatmulSpec
 
 VERSION = 1
@@ -41,16 +41,3 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
         out = spec.alpha * out
     out = out.astype(spec.out_dtype)
     return out if not spec.fused else apply_epilogue(spec, out, *epilogue)
-
-
-def apply_epilogue(spec: MatmulSpec, out: jax.Array, *epilogue: jax.Array) -> list[jax.Array]:
-    """Adds bias, activation and residual to a product, in the product's dtype."""
-    operands = list(epilogue)
-    if spec.bias is not None:
-        out = out + operands.pop(0).astype(out.dtype)
-    preactivation = out
-    if spec.activation is not None:
-        out = ACTIVATIONS[spec.activation](out)
-    if spec.residual is not None:
-        out = out + operands.pop(0).astype(out.dtype)
-    return [out, preactivation] if spec.save_preactivation else [out]
