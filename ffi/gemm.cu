@@ -431,6 +431,7 @@ __device__ __forceinline__ void reduce(SharedStorage& shared, Accumulators& acc,
         sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
       }
       acc[i][r] = sum.x, acc[i][r + 1] = sum.y, acc[i][r + 2] = sum.z, acc[i][r + 3] = sum.w;
+      if (r % 16 == 12) __syncwarp();  // Further loads wait here, for registers.
     }
   }
 }
