@@ -3,9 +3,6 @@
 The logits are masked with the large finite number `jax.nn.dot_product_attention` uses, so that a row
 without a single visible key averages the values of all keys. Shapes: B batch, T queries, S keys,
 N query heads, K key/value heads, G = N/K, H head dimension, D value head dimension.
-
-The heads of a group and their queries make one axis R = G T of each product: a matrix product per key
-head, and what is transposed for it is a query's size, not a logit's.
 """
 
 from __future__ import annotations
@@ -76,7 +73,8 @@ def attend(
     logits = _logits(spec, q, k, extras)
     lse = jax.nn.logsumexp(logits, axis=-1)
     p = jax.nn.softmax(logits, axis=-1).astype(k.dtype)
-    out = _unfold(jnp.einsum("bkrs,bskd->bkrd", _merge(p), v), spec.group_size)
+    out = jnp.einsum("bkgts,bskd->btkgd", p, v)
+    out = out.reshape(*q.shape[:3], v.shape[-1])
     if extras.query_lengths is not None:
         out = jnp.where(_live_queries(q.shape[1], extras)[:, :, None, None], out, 0)
     return out, _ungroup(lse)
@@ -97,21 +95,21 @@ def backward(
     The probabilities P are computed anew. With dP = dO V^T, delta = rowsum(dO * O), the logits' cotangent is
     dS = P * (dP - delta + dlse), zero where the logits are masked.
     """
+    group = lambda x: x.reshape(*x.shape[:2], k.shape[2], spec.group_size, x.shape[-1])
     logits, pull_mask_and_cap = jax.vjp(lambda s: _finish_logits(spec, s, extras), _raw_logits(spec, q, k, extras))
     p = jax.nn.softmax(logits, axis=-1)
     if extras.query_lengths is not None:  # Padded queries gave 0, whatever the values were.
         dout = jnp.where(_live_queries(q.shape[1], extras)[:, :, None, None], dout, 0)
     f32: dict[str, Any] = dict(preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
-    rows = _fold(dout, k.shape[2])
-    dp = jnp.einsum("bkrd,bskd->bkrs", rows, v, **f32).reshape(logits.shape)
+    dp = jnp.einsum("btkgd,bskd->bkgts", group(dout), v, **f32)
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
     row = _group(dlse - delta, k.shape[2])[..., None]
     (ds,) = pull_mask_and_cap((p * (dp + row)).astype(logits.dtype))
-    dv = jnp.einsum("bkrs,bkrd->bskd", _merge(p.astype(v.dtype)), rows, **f32)
-    scaled = _merge((ds * spec.scale).astype(q.dtype))
-    dq = _unfold(jnp.einsum("bkrs,bskh->bkrh", scaled, k, **f32), spec.group_size)
-    dk = jnp.einsum("bkrs,bkrh->bskh", scaled, _fold(q, k.shape[2]), **f32)
-    grads = (dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype))
+    dv = jnp.einsum("bkgts,btkgd->bskd", p.astype(v.dtype), group(dout), **f32)
+    scaled = (ds * spec.scale).astype(q.dtype)
+    dq = jnp.einsum("bkgts,bskh->btkgh", scaled, k, **f32)
+    dk = jnp.einsum("bkgts,btkgh->bskh", scaled, group(q), **f32)
+    grads = (dq.reshape(q.shape).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype))
     if not spec.bias_gradient:
         return grads
     assert extras.bias is not None
@@ -126,9 +124,9 @@ def _logits(spec: AttentionSpec, q: jax.Array, k: jax.Array, extras: Extras) -> 
 
 def _raw_logits(spec: AttentionSpec, q: jax.Array, k: jax.Array, extras: Extras) -> Float[Array, "B K G T S"]:
     """scale * q k^T + bias, in float32."""
+    grouped = q.reshape(*q.shape[:2], k.shape[2], spec.group_size, q.shape[-1])
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    logits = jnp.einsum("bkrh,bskh->bkrs", _fold(q, k.shape[2]), k, preferred_element_type=dtype) * spec.scale
-    logits = logits.reshape(*logits.shape[:2], spec.group_size, q.shape[1], k.shape[1])
+    logits = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=dtype) * spec.scale
     if extras.bias is not None:
         logits = (logits + _group_heads(extras.bias, k.shape[2])).astype(dtype)
     return logits
@@ -182,20 +180,6 @@ def _live_queries(num_queries: int, extras: Extras) -> jax.Array:
     assert extras.query_lengths is not None
     offset = 0 if extras.query_offset is None else extras.query_offset
     return (jnp.arange(num_queries) + offset)[None, :] < extras.query_lengths[:, None]
-
-
-def _fold(x: Float[Array, "B T N H"], num_groups: int) -> Float[Array, "B K R H"]:
-    return _merge(jnp.moveaxis(x.reshape(*x.shape[:2], num_groups, x.shape[2] // num_groups, x.shape[3]), 1, 3))
-
-
-def _unfold(x: Float[Array, "B K R H"], group_size: int) -> Float[Array, "B T N H"]:
-    batch, num_groups, rows, depth = x.shape
-    x = x.reshape(batch, num_groups, group_size, rows // group_size, depth)
-    return jnp.moveaxis(x, 3, 1).reshape(batch, rows // group_size, num_groups * group_size, depth)
-
-
-def _merge(x: Float[Array, "B K G T C"]) -> Float[Array, "B K R C"]:
-    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
 
 
 def _group(x: Float[Array, "B T N"], num_groups: int) -> Float[Array, "B K G T"]:
