@@ -10,18 +10,18 @@ import dataclasses
 import functools
 import hashlib
 import importlib
+import io
 import json
 import os
 import pathlib
 import re
-import tempfile
 import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from jaxkernels.folders import cache_root
+from jaxkernels.folders import cache_root, write_whole
 
 __all__ = ["CompileError", "CompiledKernel", "Report", "compile_kernel", "nvrtc_version"]
 
@@ -339,25 +339,18 @@ def _read(path: pathlib.Path) -> CompiledKernel | None:
 
 
 def _write(path: pathlib.Path, compiled: CompiledKernel) -> None:
-    """Puts the kernel into the cache in one step, so that other processes see all of it or nothing."""
+    """Puts the kernel into the cache."""
     report = None if compiled.report is None else dataclasses.asdict(compiled.report)
     account = {"name": compiled.name, "report": report, "log": compiled.log}
-    unfinished = None
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as entry:
+        entry.writestr(_CUBIN, compiled.cubin)
+        entry.writestr(_ACCOUNT, json.dumps(account))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
-            unfinished = file.name
-            with zipfile.ZipFile(file, "w") as entry:
-                entry.writestr(_CUBIN, compiled.cubin)
-                entry.writestr(_ACCOUNT, json.dumps(account))
-        os.replace(unfinished, path)
-        unfinished = None
+        write_whole(path, content.getvalue())
     except OSError as e:
         warnings.warn(
             f"compile[nvrtc]: the compiled kernel cannot be kept in {path.parent}; got {e}. It will be compiled "
             "again whenever it is needed; set JAXKERNELS_CACHE_DIR to a folder that can be written.",
             stacklevel=2,
         )
-    finally:
-        if unfinished is not None:
-            pathlib.Path(unfinished).unlink(missing_ok=True)

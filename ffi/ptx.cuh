@@ -170,9 +170,8 @@ __device__ __forceinline__ u32 recomputed(u32 value) {
 // descriptor"): it lies in atoms of 8 rows of 128 bytes, 1024 bytes each and aligned to as many.
 //
 //   K-major:   rows are m or n, 64 elements of k wide. The next 8 rows are the next atom.
-//   MN-major:  rows are k, 64 elements of m or n wide. The next 8 of k are the next atom, the next
-//   64
-//              of m or n lie `leading` bytes later.
+//   MN-major:  rows are k, 64 elements of m or n wide. The next 8 of k are the next atom; the
+//              next 64 of m or n lie `leading` bytes later.
 //
 // Of the descriptor's 64 bits the upper half is the same for all of these. The lower half is moved
 // by adding to it 1/16 of the bytes. Above an address' 18 bits stands the block's rank in its

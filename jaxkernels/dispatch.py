@@ -224,6 +224,7 @@ def choose(
     if now.tune is not None and not is_partitioned and config is None and not is_tuned(op, spec, backend):
         now.tune(op, spec, backend)
 
+    @functools.cache
     def refusal(name: str) -> str | None:
         reason = _refusal(op, name, spec)
         if reason is None and backend is None and is_exported:

@@ -1,13 +1,14 @@
-"""Where the package keeps what it can make again: one rule for every cache."""
+"""Where the package keeps what it can make again, and how it writes: one rule for every cache and file."""
 
 from __future__ import annotations
 
 import os
 import pathlib
+import uuid
 
 import platformdirs
 
-__all__ = ["cache_root"]
+__all__ = ["cache_root", "write_whole"]
 
 
 def cache_root() -> pathlib.Path:
@@ -15,3 +16,20 @@ def cache_root() -> pathlib.Path:
     return pathlib.Path(
         os.environ.get("JAXKERNELS_CACHE_DIR") or platformdirs.user_cache_dir("jaxkernels", appauthor=False)
     )
+
+
+def write_whole(path: pathlib.Path, content: str | bytes) -> None:
+    """Writes a file and the folders above it so that no reader, and no run that is killed, sees a part of it.
+
+    Several processes may write the same file at once: the last one wins. Its rights are those of any new file.
+
+    Raises:
+      OSError: it cannot be written; what stood there still does.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+    try:
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

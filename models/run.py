@@ -13,10 +13,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import pathlib
 from typing import Any, Self
 
+from jaxkernels.folders import write_whole
 from jaxkernels.models import tokenizer as tokenizer_lib
 from jaxkernels.models.checkpoints import Checkpoints
 from jaxkernels.models.config import InputError, TrainingConfig
@@ -104,9 +104,7 @@ class Metrics:
     def truncate(self, step: int) -> None:
         """Drops what came after `step`: the run continues from there."""
         rows = [row for row in self.read() if row["step"] <= step]
-        part = self.path.with_suffix(".part")
-        part.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        os.replace(part, self.path)
+        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def check_free(folder: pathlib.Path) -> None:

@@ -16,6 +16,7 @@ from jaxkernels import hardware
 from jaxkernels.bench import measure
 from jaxkernels.bench.measure import Regime, Samples
 from jaxkernels.bench.telemetry import Reading, Telemetry
+from jaxkernels.folders import write_whole
 from jaxkernels.models.config import InputError
 from jaxkernels.versions import installed_version
 
@@ -214,10 +215,7 @@ def _commit() -> str | None:
 def save(results: Results, path: pathlib.Path) -> None:
     """Writes JSON, the whole of it or nothing; times in seconds."""
     values = dict(schema=SCHEMA, environment=results.environment, rows=[dataclasses.asdict(r) for r in results.rows])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(_rounded(values), indent=1) + "\n")
-    part.replace(path)
+    write_whole(path, json.dumps(_rounded(values), indent=1) + "\n")
 
 
 def _rounded(value: Any) -> Any:

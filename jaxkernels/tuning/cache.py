@@ -20,10 +20,8 @@ import enum
 import functools
 import hashlib
 import json
-import os
 import pathlib
 import re
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -31,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkernels.folders import cache_root
+from jaxkernels.folders import cache_root, write_whole
 from jaxkernels.hardware import Chip
 from jaxkernels.specs import ArrayType
 
@@ -151,15 +149,7 @@ def store(key: Key, winner: Any, values: Mapping[str, Any], seconds: float) -> N
     path = folder / _relative_path(described)
     text = json.dumps({"key": described, "winner": dict(values), "seconds": seconds}, indent=1) + "\n"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, part = tempfile.mkstemp(prefix=path.stem, suffix=".part", dir=path.parent)
-        try:
-            with open(descriptor, "w") as file:
-                file.write(text)
-            os.replace(part, path)
-        except BaseException:
-            os.unlink(part)
-            raise
+        write_whole(path, text)
     except OSError as e:
         warnings.warn(
             f"tuning: cannot write {path}: {e.strerror}. The choice holds for this process only; "
