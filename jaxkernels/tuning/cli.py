@@ -16,7 +16,6 @@ import typer
 from jaxkernels import dispatch, hardware
 from jaxkernels.bench import suites
 from jaxkernels.explain import explain
-from jaxkernels.folders import write_whole
 from jaxkernels.models.config import InputError
 from jaxkernels.tuning import cache, tuner
 
@@ -112,7 +111,7 @@ def _kernels(problems: Iterable[suites.Problem], backend: str | None) -> Iterato
 def _write_table(path: pathlib.Path, entries: list[dict[str, Any]]) -> None:
     lines = ",\n".join(json.dumps(entry) for entry in entries)
     try:
-        write_whole(path, f"[\n{lines}\n]\n" if entries else "[]\n")
+        path.write_text(f"[\n{lines}\n]\n" if entries else "[]\n")
     except OSError as e:
         raise InputError(f"tune: cannot write {path}: {e.strerror}.") from e
     print(f"{len(entries)} winners in {path}")
