@@ -34,6 +34,18 @@ namespace jaxkernels {
 
 using namespace tma;
 
+// What of a tile is stored while the next one is multiplied. Consumers that share a tile have
+// nobody to multiply while they store it.
+enum class Deferred {
+  kNothing,
+  // The results of the second of two wgmmas, behind the products of the next tile's first. They
+  // wait in their accumulators.
+  kHalf,
+  // All, piece by piece behind the next tile's first steps. The results wait in 16 bits beside the
+  // next tile's accumulators, if registers hold both.
+  kTile,
+};
+
 struct Config {
   using Input = JK_INPUT;
   using Output = JK_OUTPUT;
@@ -45,6 +57,7 @@ struct Config {
   static constexpr bool kPingPong = JK_PING_PONG;
   // Buffers in which each warp stages pieces of the result.
   static constexpr int kStagingSlots = JK_NUM_STAGING;
+  static constexpr Deferred kDeferred = Deferred::JK_DEFERRED;
   static constexpr int kClusterM = JK_CLUSTER_M;
   static constexpr int kClusterN = JK_CLUSTER_N;
   static constexpr int kSplitK = JK_SPLIT_K;
@@ -195,6 +208,14 @@ static_assert(Config::kBlockK % kAtom == 0, "whole atoms of k");
 static_assert(!Config::kPingPong || Config::kConsumers == 2, "two take turns");
 static_assert(kClusterParts == 1 || kSharers == 1, "a cluster does one thing");
 static_assert(Config::kSplitK == 1 || !Config::kPingPong, "all tiles take as many steps");
+static_assert(Config::kDeferred == Deferred::kNothing ||
+                  (!Config::kPingPong && kClusterParts == 1 && Config::kStages > 1 &&
+                   !Config::kHasResidual),
+              "a tile is stored from registers, and slots come back meanwhile");
+static_assert(Config::kDeferred != Deferred::kHalf || kWgmmasM == 2, "halves");
+static_assert(Config::kDeferred != Deferred::kTile ||
+                  (kSizeOf<Config::Output> == 2 && !Config::kSavePreactivation),
+              "one result of 16 bits");
 static_assert(!Config::kReduceAdd || (Config::kHasTmaRows && kSizeOf<Config::Output> == 4),
               "TMA adds in float32");
 
@@ -342,46 +363,84 @@ __device__ __forceinline__ void release(SharedStorage& shared, int slot, u32 ran
 // ring of one slot has no next one.
 constexpr int kInFlight = Config::kStages > 1 ? 1 : 0;
 
-// acc = this consumer's rows of lhs times rhs. `issued` is called when all products are under way.
-template <typename Issued>
+// Steps of a tile behind whose products the one before is stored.
+constexpr int kStepsBefore = Config::kDeferred == Deferred::kTile   ? kWgmmasM * kPieces
+                             : Config::kDeferred == Deferred::kHalf ? 1
+                                                                    : 0;
+
+// Issues the products of one slot with the wgmmas from kFrom to kTo, as one group; they begin with
+// zeros, or add to acc.
+template <int kFrom = 0, int kTo = kWgmmasM>
+__device__ __forceinline__ void issue(Accumulators& acc, int slot, u32 first_lhs, u32 first_rhs,
+                                      bool adds) {
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < Config::kBlockK / kWgmmaK; ++step) {
+#pragma unroll
+    for (int i = kFrom; i < kTo; ++i) {
+      Wgmma<Config::Input, Config::kBlockN, !Config::kLhsIsKMajor, !Config::kRhsIsKMajor>::run(
+          acc[i], first_lhs + slot * (kSlotBytes >> 4) + Lhs::advance(i * kWgmmaM, step),
+          first_rhs + slot * (kSlotBytes >> 4) + Rhs::advance(0, step), adds || step > 0);
+    }
+  }
+  wgmma_commit();
+}
+
+// acc = this consumer's rows of lhs times rhs. `behind` is called with 0 to kStepsBefore - 1 when
+// products of these steps are under way, `issued` when all are.
+template <typename Behind, typename Issued>
 __device__ __forceinline__ void multiply(SharedStorage& shared, Accumulators& acc, Place& place,
-                                         int k_iters, int first_row, u32 rank, Issued issued) {
+                                         int k_iters, int first_row, u32 rank, Behind behind,
+                                         Issued issued) {
   const u32 first_lhs = Lhs::descriptor(shared_address(shared.ring)) + Lhs::advance(first_row, 0);
   const u32 first_rhs = Rhs::descriptor(shared_address(shared.ring) + Lhs::kBytes);
+  const auto previous = [](int slot) { return (slot + Config::kStages - 1) % Config::kStages; };
+  int begin = 0;
+#pragma unroll
+  for (int k = 0; k < kStepsBefore; ++k) {
+    if (k < k_iters) {
+      mbarrier_wait_parity(&shared.full[place.slot()], place.parity());
+      if constexpr (Config::kDeferred == Deferred::kHalf) {
+        issue<0, 1>(acc, place.slot(), first_lhs, first_rhs, false);
+        behind(k);
+        issue<1, 2>(acc, place.slot(), first_lhs, first_rhs, false);
+      } else {
+        issue(acc, place.slot(), first_lhs, first_rhs, k > 0);
+      }
+    }
+    if constexpr (Config::kDeferred == Deferred::kTile) behind(k);
+    if (k < k_iters) {
+      wgmma_wait<kInFlight>();
+      if (k > 0) release(shared, previous(place.slot()), rank);
+      place.next();
+      begin = k + 1;
+    }
+  }
   // Round by round, with the slots' numbers known to the compiler; the first round begins, and the
   // last one ends, anywhere.
   u32 parity = place.parity();
-  for (int round = -place.slot(); round < k_iters; round += Config::kStages, parity ^= 1) {
+  for (int round = begin - place.slot(); round < k_iters; round += Config::kStages, parity ^= 1) {
 #pragma unroll
     for (int slot = 0; slot < Config::kStages; ++slot) {
       const int k = round + slot;
-      if (static_cast<u32>(k) >= static_cast<u32>(k_iters)) continue;
+      if (static_cast<u32>(k - begin) >= static_cast<u32>(k_iters - begin)) continue;
+      const bool is_first = kStepsBefore == 0 && k == 0;
       mbarrier_wait_parity(&shared.full[slot], parity);
-      wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < Config::kBlockK / kWgmmaK; ++step) {
-#pragma unroll
-        for (int i = 0; i < kWgmmasM; ++i) {
-          Wgmma<Config::Input, Config::kBlockN, !Config::kLhsIsKMajor, !Config::kRhsIsKMajor>::run(
-              acc[i], first_lhs + slot * (kSlotBytes >> 4) + Lhs::advance(i * kWgmmaM, step),
-              first_rhs + slot * (kSlotBytes >> 4) + Rhs::advance(0, step), k > 0 || step > 0);
-        }
-      }
-      wgmma_commit();
+      issue(acc, slot, first_lhs, first_rhs, !is_first);
       wgmma_wait<kInFlight>();
       if (kInFlight == 0) {
         release(shared, slot, rank);
-      } else if (k > 0) {
-        release(shared, (slot + Config::kStages - 1) % Config::kStages, rank);
+      } else if (!is_first) {
+        release(shared, previous(slot), rank);
       }
     }
   }
-  place.skip(k_iters);
+  place.skip(k_iters - begin);
   issued();
   wgmma_wait<0>();
 #pragma unroll
   for (int i = 0; i < kWgmmasM; ++i) pin(acc[i]);
-  if (kInFlight > 0) release(shared, (place.slot() + Config::kStages - 1) % Config::kStages, rank);
+  if (kInFlight > 0) release(shared, previous(place.slot()), rank);
 }
 
 // ---- Split K: partial sums meet ----------------------------------------------------------------
@@ -614,6 +673,8 @@ struct Operands {
 
 // What one warp does with its 16 rows of each wgmma's result.
 class Epilogue {
+  static constexpr int kCount = kWgmmasM * kPieces;
+
  public:
   __device__ __forceinline__ Epilogue(SharedStorage& shared, const Problem& problem,
                                       const Operands& operands, u32 rank)
@@ -633,9 +694,10 @@ class Epilogue {
     }
   }
 
-  __device__ __forceinline__ void finish(const Accumulators& acc, const Tile& tile, int first_row) {
+  __device__ __forceinline__ void finish(const Accumulators& acc, const Tile& tile, int first_row,
+                                         int from = 0, int to = kCount) {
 #pragma unroll
-    for (int p = 0; p < kCount; ++p) {
+    for (int p = from; p < to; ++p) {
       const int i = p / kPieces, j = p % kPieces;
       if (kClusterParts > 1 && owner(i, j) != rank_) continue;
       const Piece piece = piece_of(tile, first_row, p);
@@ -649,18 +711,11 @@ class Epilogue {
 #pragma unroll
       for (int c = 0; c < kPieceN / 16; ++c) {
         float values[8];
-#pragma unroll
-        for (int r = 0; r < 8; ++r) values[r] = acc[i][j * kPieceAccumulators + c * 8 + r];
-        if constexpr (Config::kHasAlpha) {
-#pragma unroll
-          for (float& value : values) value *= problem_.alpha;
-        }
-        if constexpr (Config::kHasBias) add_bias(values, piece.column + c * 16);
+        take(values, acc[i], j, c, piece.column);
         if constexpr (Config::kSavePreactivation) {
           write<Config::Output>(values, staging_[kOutSlots + out_slot(p)], c);
         }
-#pragma unroll
-        for (float& value : values) value = Activations<kIsExact>::JK_ACTIVATION(value);
+        activate(values);
         if constexpr (Config::kHasResidual) add_staged<Config::Output>(values, staging, c);
         write<Config::Output>(values, staging, c);
       }
@@ -676,6 +731,42 @@ class Epilogue {
     }
   }
 
+  // Or deferred: first what the next tile's first products would overwrite, then, behind these, the
+  // rest in kStepsBefore parts.
+  __device__ __forceinline__ void begin_finish(const Accumulators& acc, const Tile& tile,
+                                               int first_row) {
+    if constexpr (Config::kDeferred == Deferred::kHalf) {
+      finish(acc, tile, first_row, 0, kPieces);
+    } else {
+#pragma unroll
+      for (int p = 0; p < kCount; ++p) {
+#pragma unroll
+        for (int c = 0; c < kPieceN / 16; ++c) {
+          float values[8];
+          take(values, acc[p / kPieces], p % kPieces, c, piece_of(tile, first_row, p).column);
+          activate(values);
+          pack<Config::Output>(values, packed_[p][c]);
+          if constexpr (Config::kHasBias) __syncwarp();  // Further loads wait here, for registers.
+        }
+      }
+    }
+    last_ = tile;
+    has_last_ = true;
+  }
+
+  __device__ __forceinline__ void end_finish(const Accumulators& acc, int first_row, int part) {
+    if (!has_last_) return;
+    if constexpr (Config::kDeferred == Deferred::kHalf) {
+      finish(acc, last_, first_row, kPieces, kCount);
+    } else {
+      unsigned char* staging = staging_[out_slot(part)];
+      wait_free(part);
+#pragma unroll
+      for (int c = 0; c < kPieceN / 16; ++c) stage(packed_[part][c], staging, c);
+      send(problem_, operands_.out, staging, piece_of(last_, first_row, part));
+    }
+  }
+
   // Staging buffers must outlive the stores' reads.
   __device__ __forceinline__ void drain() {
     if (threadIdx.x % kWarp == 0) cp_async_bulk_wait_group_read<0>();
@@ -683,7 +774,6 @@ class Epilogue {
 
  private:
   static constexpr bool kIsExact = kSizeOf<Config::Output> == 4;
-  static constexpr int kCount = kWgmmasM * kPieces;
   // With a pre-activation each kind of result has half of the buffers.
   static constexpr int kOutSlots = kStagingSlots / (Config::kSavePreactivation ? 2 : 1);
   static_assert(kStagingSlots % 2 == 0 || !Config::kSavePreactivation, "halves");
@@ -723,6 +813,23 @@ class Epilogue {
   // (q = lane % 4) of rows lane / 4 and lane / 4 + 8, in the order of wgmma's accumulators:
   // values[4 (column / 8) + 2 (row / 8) + odd].
 
+  // The `c`-th 16 columns of the `j`-th piece of a wgmma's results, scaled and with their bias.
+  __device__ __forceinline__ void take(float (&values)[8], const float (&acc)[kAccumulators], int j,
+                                       int c, int column) const {
+#pragma unroll
+    for (int r = 0; r < 8; ++r) values[r] = acc[j * kPieceAccumulators + c * 8 + r];
+    if constexpr (Config::kHasAlpha) {
+#pragma unroll
+      for (float& value : values) value *= problem_.alpha;
+    }
+    if constexpr (Config::kHasBias) add_bias(values, column + c * 16);
+  }
+
+  static __device__ __forceinline__ void activate(float (&values)[8]) {
+#pragma unroll
+    for (float& value : values) value = Activations<kIsExact>::JK_ACTIVATION(value);
+  }
+
   __device__ __forceinline__ void add_bias(float (&values)[8], int column) const {
     const float* bias = operands_.bias + column + threadIdx.x % 4 * 2;
 #pragma unroll
@@ -747,10 +854,24 @@ class Epilogue {
   }
 
   template <typename T>
+  static __device__ __forceinline__ void pack(const float (&v)[8], u32 (&packed)[4]) {
+    if constexpr (kSizeOf<T> == 2) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) packed[i] = T::pack(v[i * 2], v[i * 2 + 1]);
+    }
+  }
+
+  static __device__ __forceinline__ void stage(const u32 (&packed)[4], unsigned char* staging,
+                                               int c) {
+    stmatrix_x4(matrix_row(staging, c), packed[0], packed[1], packed[2], packed[3]);
+  }
+
+  template <typename T>
   static __device__ __forceinline__ void write(const float (&v)[8], unsigned char* staging, int c) {
     if constexpr (kSizeOf<T> == 2) {
-      stmatrix_x4(matrix_row(staging, c), T::pack(v[0], v[1]), T::pack(v[2], v[3]),
-                  T::pack(v[4], v[5]), T::pack(v[6], v[7]));
+      u32 packed[4];
+      pack<T>(v, packed);
+      stage(packed, staging, c);
     } else {
 #pragma unroll
       for (int r = 0; r < 8; r += 2) store_shared(pair(staging, c, r), v[r], v[r + 1]);
@@ -785,6 +906,10 @@ class Epilogue {
   unsigned char (*staging_)[kStagingBytes];
   u64* residual_full_;
   u32 residual_parity_ = 0;
+  // The tile whose stores are deferred, and its results by piece and 16 columns.
+  Tile last_;
+  bool has_last_ = false;
+  u32 packed_[kCount][kPieceN / 16][4];
 };
 
 __device__ __forceinline__ void consume(SharedStorage& shared, const Problem& problem,
@@ -807,17 +932,26 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const Problem& pr
       mbarrier_wait_parity(&shared.turn[consumer], turn);
       turn ^= 1;
     }
-    multiply(shared, acc, place, tile.k_end - tile.k_begin, first_row, rank, [&] {
-      if (Config::kPingPong && threadIdx.x % kWarpgroup == 0) {
-        mbarrier_arrive(&shared.turn[consumer ^ 1]);
-      }
-    });
+    multiply(
+        shared, acc, place, tile.k_end - tile.k_begin, first_row, rank,
+        [&](int part) { epilogue.end_finish(acc, first_row, part); },
+        [&] {
+          if (Config::kPingPong && threadIdx.x % kWarpgroup == 0) {
+            mbarrier_arrive(&shared.turn[consumer ^ 1]);
+          }
+        });
     if constexpr (Config::kPingPong) place.skip(problem.k_iters);
     if constexpr (kClusterParts > 1) reduce(shared, acc, rank);
-    epilogue.finish(acc, tile, first_row);
+    if constexpr (Config::kDeferred == Deferred::kNothing) {
+      epilogue.finish(acc, tile, first_row);
+    } else {
+      epilogue.begin_finish(acc, tile, first_row);
+    }
     schedule.advance();
     if constexpr (Config::kPingPong) schedule.advance();
   }
+#pragma unroll
+  for (int part = 0; part < kStepsBefore; ++part) epilogue.end_finish(acc, first_row, part);
   epilogue.drain();
 }
 

@@ -26,7 +26,7 @@ from jaxkernels.specs import MatmulSpec
 
 __all__ = ["VERSION", "Config", "compile_gemm", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
-VERSION = 2
+VERSION = 3
 
 _Axis = Literal["m", "n"]
 _INPUTS = {jnp.dtype(jnp.bfloat16): "BFloat16", jnp.dtype(jnp.float16): "Float16"}
@@ -208,6 +208,8 @@ _CLUSTER_SECONDS = 0.1e-6
 _EPILOGUE = 2.0
 #: The share of a store by rows that products of the other consumer do not hide.
 _EXPOSED = 0.8
+#: The share of a deferred store that the next tile's products do not hide.
+_EXPOSED_DEFERRED = {"kNothing": 1.0, "kHalf": 0.7, "kTile": 0.45}
 
 # The search space. Tiles: block_m, block_n, block_k, ping_pong.
 _TILES = (
@@ -360,7 +362,7 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
     store = tile * (_STORE_SECONDS if by_tma else _STORE_ROWS_SECONDS) * (_EPILOGUE if spec.activation else 1.0)
     # The stores of one consumer hide behind the products of the other.
     if not config.ping_pong:
-        per_wave, at_end = steps + store, 0.0
+        per_wave, at_end = steps + store * _EXPOSED_DEFERRED[_deferred(spec, config)], 0.0
     elif by_tma:
         per_wave, at_end = max(steps, store), store
     else:
@@ -467,6 +469,7 @@ def compile_gemm(spec: MatmulSpec, config: Config) -> compiler.CompiledKernel:
         save_preactivation=spec.save_preactivation,
         has_tma_rows=_has_tma_rows(spec),
         activation=spec.activation or "none",
+        deferred=_deferred(spec, config),
     )
 
 
@@ -543,6 +546,19 @@ def _box(layout: str, block: int, config: Config, shared_by: int) -> tuple[int, 
         return block // shared_by, _ATOM
     shares_boxes = -(-block // _ATOM) % shared_by == 0
     return config.block_k // (1 if shares_boxes else shared_by), _ATOM
+
+
+def _deferred(spec: MatmulSpec, config: Config) -> Literal["kNothing", "kHalf", "kTile"]:
+    """What of a tile is stored while its block multiplies the next one, if there is one (see gemm.cu)."""
+    has_next = _num_groups(spec, config) > _num_clusters(spec, config.cluster_blocks)
+    is_shared = config.num_consumers_of_tile == 2 and config.cluster_parts == 1
+    by_tma = _has_tma_rows(spec) and spec.residual is None
+    if not (has_next and is_shared and by_tma) or config.num_stages == 1:
+        return "kNothing"
+    has_registers = config.num_accumulators <= 128 and (spec.bias is None or spec.activation is None)
+    if has_registers and spec.out_dtype.itemsize == 2 and not spec.save_preactivation:
+        return "kTile"
+    return "kHalf" if config.block_m == 4 * _WGMMA_M else "kNothing"
 
 
 def _has_tma_rows(spec: MatmulSpec) -> bool:

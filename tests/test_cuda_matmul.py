@@ -187,6 +187,17 @@ def test_schedules(config: Config, layouts: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("options", [{}, dict(bias=True, activation="gelu"), dict(out_dtype="float32")], ids=str)
+@pytest.mark.parametrize("config", [c for c in SCHEDULES.values() if c.split_k == 1], ids=str)
+def test_several_tiles_for_each_block(config: Config, options: dict[str, Any], layouts: str) -> None:
+    """What is stored while the next tile is multiplied."""
+    if config.num_accumulators > 128 and options.get("bias"):
+        pytest.skip("192 accumulators leave no registers for a bias")
+    check(make_spec(2600, 2824, 328, layouts=layouts, **options), config, runs=2)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 def test_number_of_stages(num_stages: int) -> None:
     check(make_spec(300, 520, 712), Config(num_stages=num_stages))
@@ -291,13 +302,23 @@ def test_a_cluster_ends_together(config: Config) -> None:
     check(make_spec(64, 28672, 4096), config, runs=200)
 
 
+_SMALL = make_spec(600, 1000, 200, out_dtype="float32", alpha=-0.3)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "config", [Config(block_n=128), Config(block_n=128, ping_pong=True), Config(block_n=128, split_k=2)], ids=str
+    ("config", "spec"),
+    [
+        (Config(block_n=128), _SMALL),
+        (Config(block_n=128, ping_pong=True), _SMALL),
+        (Config(block_n=128, split_k=2), _SMALL),
+        (Config(cluster_m=2), make_spec(2600, 2824, 328)),
+        (Config(256, 192, num_stages=3, cluster_n=2), make_spec(2600, 2824, 328)),
+    ],
+    ids=str,
 )
-def test_thousands_of_runs_agree(config: Config) -> None:
+def test_thousands_of_runs_agree(config: Config, spec: MatmulSpec) -> None:
     """A store by TMA that does not wait for a slow thread of its warp shows in one run of very many."""
-    spec = make_spec(600, 1000, 200, out_dtype="float32", alpha=-0.3)
     operands = [jnp.asarray(x) for x in random_operands(spec)]
     product = jax.jit(lambda *operands: matmul.run(spec, config, *operands))
     agrees = jax.jit(lambda *pair: jnp.array_equal(*pair))

@@ -165,6 +165,24 @@ def test_epilogues(config: Config, shape: tuple[int, int], options: dict[str, An
     check(make_spec(*shape, 136, batch=2, **options), config)
 
 
+@pytest.mark.parametrize("k", [24, 136, 456])
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (Config(128, 64, num_stages=3), {}),
+        (Config(128, 96, num_stages=3, cluster_m=2), dict(bias=True, alpha=0.3)),
+        (Config(256, 64, num_stages=2), dict(activation="relu")),
+        (Config(256, 64, num_stages=3), dict(out_dtype="float32")),
+        (Config(256, 64, num_stages=2, num_staging=4), dict(bias=True, activation="gelu_erf", save_preactivation=True)),
+        (Config(256, 96, num_stages=3, cluster_n=2), dict(bias=True, activation="relu")),
+    ],
+    ids=["tile", "tile-cluster", "tile-tall", "half-float32", "half-saved", "half-cluster"],
+)
+def test_deferred_stores(config: Config, options: dict[str, Any], k: int, emulator: Emulator) -> None:
+    """Behind all of the next tile's steps or some."""
+    check(make_spec(300, 200, k, batch=2, **options), config)
+
+
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_short_rings(num_stages: int, emulator: Emulator) -> None:
     for config in (Config(64, 64, num_stages=num_stages), Config(64, 64, num_stages=num_stages, ping_pong=True)):
@@ -234,6 +252,17 @@ PLANTED: dict[str, tuple[Config, dict[str, str], str | None]] = {
         _CLUSTER, {"i < Config::kStages; ++i, place.next()": "i < 0; ++i, place.next()"},
         "an arrival at a barrier of a block that has left",
     ),
+    "second half multiplied before it is stored": (
+        Config(256, 64, num_stages=3),
+        {
+            "behind(k);\n        issue<1, 2>(acc, place.slot(), first_lhs, first_rhs, false);":
+            "issue<1, 2>(acc, place.slot(), first_lhs, first_rhs, false);\n        behind(k);"
+        },
+        None,
+    ),
+    "deferred piece written before its buffer was read": (
+        Config(128, 256, num_stages=3), {"      wait_free(part);\n": ""}, None
+    ),
     "cluster begins before its barriers are there": (
         _CLUSTER, {"barrier_cluster_wait();\n  }\n\n  if (warpgroup": "}\n\n  if (warpgroup"}, "must be initialised"
     ),
@@ -243,10 +272,12 @@ PLANTED: dict[str, tuple[Config, dict[str, str], str | None]] = {
 @pytest.mark.parametrize(("config", "edits", "message"), PLANTED.values(), ids=PLANTED.keys())
 def test_planted_bugs_are_found(config: Config, edits: dict[str, str], message: str | None, emulator: Emulator) -> None:
     emulator.edits = edits
+    k = 24 if config.block_n == 256 else 520  # Of one step: pieces are stored one behind the other.
+    options = dict(residual=config.block_m == 64, out_dtype="float32" if config.block_m == 256 else "bfloat16")
 
     def try_orders() -> None:
         for emulator.seed in range(8):
-            check(make_spec(300, 200, 520, residual=True), config)
+            check(make_spec(300, 200, k, **options), config)
 
     with pytest.raises(AssertionError if message is None else RuntimeError, match=message):
         try_orders()

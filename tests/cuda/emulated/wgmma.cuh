@@ -1,7 +1,10 @@
 // "wgmma.cuh" for the emulator. A product is computed when it is waited for, by each thread for the
-// elements it holds.
+// elements it holds; accumulators that begin anew are not numbers until then.
 
 #pragma once
+
+#include <algorithm>
+#include <limits>
 
 #include "ptx.cuh"
 
@@ -24,6 +27,7 @@ template <typename T, int kN, bool kLhsIsTransposed, bool kRhsIsTransposed>
 struct Wgmma {
   static void run(float (&acc)[kN / 2], u32 lhs, u32 rhs, int accumulate) {
     float* const out = acc;
+    if (!accumulate) std::fill(acc, acc + kN / 2, std::numeric_limits<float>::quiet_NaN());
     emulator::thread->products.back().push_back([=] {
       const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
       float a[2][16];
