@@ -41,9 +41,9 @@ enum class Deferred {
   // The results of the second of two wgmmas, behind the products of the next tile's first. They
   // wait in their accumulators.
   kHalf,
-  // All, piece by piece behind the next tile's first steps. The results wait in 16 bits beside the
-  // next tile's accumulators, if registers hold both.
-  kTile,
+  // The last kNumPacked pieces, one by one behind the next tile's first steps. They wait in 16 bits
+  // beside the next tile's accumulators, as many as there are registers for.
+  kPacked,
 };
 
 struct Config {
@@ -58,6 +58,7 @@ struct Config {
   // Buffers in which each warp stages pieces of the result.
   static constexpr int kStagingSlots = JK_NUM_STAGING;
   static constexpr Deferred kDeferred = Deferred::JK_DEFERRED;
+  static constexpr int kNumPacked = JK_NUM_PACKED;
   static constexpr int kClusterM = JK_CLUSTER_M;
   static constexpr int kClusterN = JK_CLUSTER_N;
   static constexpr int kSplitK = JK_SPLIT_K;
@@ -66,6 +67,9 @@ struct Config {
   // Whether the dimension that is contracted is the contiguous one.
   static constexpr bool kLhsIsKMajor = JK_LHS_IS_K_MAJOR;
   static constexpr bool kRhsIsKMajor = JK_RHS_IS_K_MAJOR;
+  // Whether one copy loads all of a block's boxes: the tensor map has a dimension of boxes.
+  static constexpr bool kLhsStacksBoxes = JK_LHS_STACKS_BOXES;
+  static constexpr bool kRhsStacksBoxes = JK_RHS_STACKS_BOXES;
   static constexpr bool kHasAlpha = JK_HAS_ALPHA;
   static constexpr bool kHasBias = JK_HAS_BIAS;
   static constexpr bool kHasResidual = JK_HAS_RESIDUAL;
@@ -125,7 +129,7 @@ template <>
 constexpr int kSizeOf<Float32> = 4;
 
 // How one operand's block of (kRows of m or n) x kBlockK lies in a slot, and how it gets there.
-template <int kRows, bool kIsKMajor, int kSharedBy>
+template <int kRows, bool kIsKMajor, bool kStacksBoxes, int kSharedBy>
 struct Operand {
   // A box is one atom wide: of k with all rows, or of the rows (up to the next whole atom) with all
   // of k.
@@ -141,22 +145,25 @@ struct Operand {
   static constexpr u32 kStepBytes = kIsKMajor ? kWgmmaK * 2 : kWgmmaK * kSwizzleBytes;
   static_assert(kBytes % 1024 == 0, "what follows begins on a period of the swizzle");
   static_assert(kPartRows % 8 == 0, "parts begin on a period of the swizzle");
+  static_assert(!kStacksBoxes || (kSharesBoxes && kRows % kAtom == 0), "whole boxes");
 
   // Loads the `part`-th part, for the blocks of the cluster in `sharers`.
   static __device__ __forceinline__ void load(unsigned char* slot, const TensorMap* map, u64* full,
                                               int row, int k, int batch, u32 part, u16 sharers) {
+    if constexpr (kStacksBoxes) {
+      const int first_box = part * kLoads;
+      copy(slot + first_box * kBoxBytes, map, full, {0, k, row / kAtom + first_box, batch},
+           sharers);
+      return;
+    }
     const u32 first_box = kSharesBoxes ? part * kLoads : 0;
     const u32 first_row = kSharesBoxes ? 0 : part * kPartRows;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       unsigned char* to = slot + (first_box + i) * kBoxBytes + first_row * kSwizzleBytes;
       const int across = (first_box + i) * kAtom, along = first_row;
-      const int from[3] = {(kIsKMajor ? k : row) + across, (kIsKMajor ? row : k) + along, batch};
-      if constexpr (kSharedBy > 1) {
-        cp_async_bulk_tensor_multicast(to, map, full, from, sharers);
-      } else {
-        cp_async_bulk_tensor_load(to, map, full, from);
-      }
+      copy(to, map, full, {(kIsKMajor ? k : row) + across, (kIsKMajor ? row : k) + along, batch},
+           sharers);
     }
   }
 
@@ -170,10 +177,23 @@ struct Operand {
     const u32 across = kIsKMajor ? row * kSwizzleBytes : row / kAtom * kBoxBytes;
     return (across + step / kStepsInBox * kBoxBytes + step % kStepsInBox * kStepBytes) >> 4;
   }
+
+ private:
+  template <int kRank>
+  static __device__ __forceinline__ void copy(unsigned char* to, const TensorMap* map, u64* full,
+                                              const int (&from)[kRank], u16 sharers) {
+    if constexpr (kSharedBy > 1) {
+      cp_async_bulk_tensor_multicast(to, map, full, from, sharers);
+    } else {
+      cp_async_bulk_tensor_load(to, map, full, from);
+    }
+  }
 };
 
-using Lhs = Operand<Config::kBlockM, Config::kLhsIsKMajor, Config::kClusterN>;
-using Rhs = Operand<Config::kBlockN, Config::kRhsIsKMajor, Config::kClusterM>;
+using Lhs =
+    Operand<Config::kBlockM, Config::kLhsIsKMajor, Config::kLhsStacksBoxes, Config::kClusterN>;
+using Rhs =
+    Operand<Config::kBlockN, Config::kRhsIsKMajor, Config::kRhsStacksBoxes, Config::kClusterM>;
 
 // Parts of k that meet in a cluster.
 constexpr int kClusterParts = Config::kReduceAdd ? 1 : Config::kSplitK;
@@ -213,9 +233,10 @@ static_assert(Config::kDeferred == Deferred::kNothing ||
                    !Config::kHasResidual),
               "a tile is stored from registers, and slots come back meanwhile");
 static_assert(Config::kDeferred != Deferred::kHalf || kWgmmasM == 2, "halves");
-static_assert(Config::kDeferred != Deferred::kTile ||
-                  (kSizeOf<Config::Output> == 2 && !Config::kSavePreactivation),
-              "one result of 16 bits");
+static_assert(Config::kDeferred != Deferred::kPacked ||
+                  (kSizeOf<Config::Output> == 2 && !Config::kSavePreactivation &&
+                   0 < Config::kNumPacked && Config::kNumPacked <= kWgmmasM * kPieces),
+              "pieces of one result of 16 bits");
 static_assert(!Config::kReduceAdd || (Config::kHasTmaRows && kSizeOf<Config::Output> == 4),
               "TMA adds in float32");
 
@@ -364,7 +385,7 @@ __device__ __forceinline__ void release(SharedStorage& shared, int slot, u32 ran
 constexpr int kInFlight = Config::kStages > 1 ? 1 : 0;
 
 // Steps of a tile behind whose products the one before is stored.
-constexpr int kStepsBefore = Config::kDeferred == Deferred::kTile   ? kWgmmasM * kPieces
+constexpr int kStepsBefore = Config::kDeferred == Deferred::kPacked ? Config::kNumPacked
                              : Config::kDeferred == Deferred::kHalf ? 1
                                                                     : 0;
 
@@ -408,7 +429,7 @@ __device__ __forceinline__ void multiply(SharedStorage& shared, Accumulators& ac
         issue(acc, place.slot(), first_lhs, first_rhs, k > 0);
       }
     }
-    if constexpr (Config::kDeferred == Deferred::kTile) behind(k);
+    if constexpr (Config::kDeferred == Deferred::kPacked) behind(k);
     if (k < k_iters) {
       wgmma_wait<kInFlight>();
       if (k > 0) release(shared, previous(place.slot()), rank);
@@ -674,6 +695,9 @@ struct Operands {
 // What one warp does with its 16 rows of each wgmma's result.
 class Epilogue {
   static constexpr int kCount = kWgmmasM * kPieces;
+  static constexpr int kPacked = Config::kDeferred == Deferred::kPacked ? Config::kNumPacked : 0;
+  // Pieces that are stored at once.
+  static constexpr int kFirst = Config::kDeferred == Deferred::kHalf ? kPieces : kCount - kPacked;
 
  public:
   __device__ __forceinline__ Epilogue(SharedStorage& shared, const Problem& problem,
@@ -731,23 +755,21 @@ class Epilogue {
     }
   }
 
-  // Or deferred: first what the next tile's first products would overwrite, then, behind these, the
+  // Or deferred: first what there is no room for, then, behind the next tile's first products, the
   // rest in kStepsBefore parts.
   __device__ __forceinline__ void begin_finish(const Accumulators& acc, const Tile& tile,
                                                int first_row) {
-    if constexpr (Config::kDeferred == Deferred::kHalf) {
-      finish(acc, tile, first_row, 0, kPieces);
-    } else {
+    finish(acc, tile, first_row, 0, kFirst);
 #pragma unroll
-      for (int p = 0; p < kCount; ++p) {
+    for (int i = 0; i < kPacked; ++i) {
+      const int p = kFirst + i;
 #pragma unroll
-        for (int c = 0; c < kPieceN / 16; ++c) {
-          float values[8];
-          take(values, acc[p / kPieces], p % kPieces, c, piece_of(tile, first_row, p).column);
-          activate(values);
-          pack<Config::Output>(values, packed_[p][c]);
-          if constexpr (Config::kHasBias) __syncwarp();  // Further loads wait here, for registers.
-        }
+      for (int c = 0; c < kPieceN / 16; ++c) {
+        float values[8];
+        take(values, acc[p / kPieces], p % kPieces, c, piece_of(tile, first_row, p).column);
+        activate(values);
+        pack<Config::Output>(values, packed_[i][c]);
+        if constexpr (Config::kHasBias) __syncwarp();  // Further loads wait here, for registers.
       }
     }
     last_ = tile;
@@ -757,13 +779,14 @@ class Epilogue {
   __device__ __forceinline__ void end_finish(const Accumulators& acc, int first_row, int part) {
     if (!has_last_) return;
     if constexpr (Config::kDeferred == Deferred::kHalf) {
-      finish(acc, last_, first_row, kPieces, kCount);
+      finish(acc, last_, first_row, kFirst, kCount);
     } else {
-      unsigned char* staging = staging_[out_slot(part)];
-      wait_free(part);
+      const int p = kFirst + part;
+      unsigned char* staging = staging_[out_slot(p)];
+      wait_free(p);
 #pragma unroll
       for (int c = 0; c < kPieceN / 16; ++c) stage(packed_[part][c], staging, c);
-      send(problem_, operands_.out, staging, piece_of(last_, first_row, part));
+      send(problem_, operands_.out, staging, piece_of(last_, first_row, p));
     }
   }
 
@@ -906,10 +929,10 @@ class Epilogue {
   unsigned char (*staging_)[kStagingBytes];
   u64* residual_full_;
   u32 residual_parity_ = 0;
-  // The tile whose stores are deferred, and its results by piece and 16 columns.
+  // The tile whose stores are deferred, and its packed pieces by 16 columns.
   Tile last_;
   bool has_last_ = false;
-  u32 packed_[kCount][kPieceN / 16][4];
+  u32 packed_[kPacked > 0 ? kPacked : 1][kPieceN / 16][4];
 };
 
 __device__ __forceinline__ void consume(SharedStorage& shared, const Problem& problem,

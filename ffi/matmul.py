@@ -208,8 +208,9 @@ _CLUSTER_SECONDS = 0.1e-6
 _EPILOGUE = 2.0
 #: The share of a store by rows that products of the other consumer do not hide.
 _EXPOSED = 0.8
-#: The share of a deferred store that the next tile's products do not hide.
-_EXPOSED_DEFERRED = {"kNothing": 1.0, "kHalf": 0.7, "kTile": 0.45}
+#: The share of a deferred store that the next tile's products do not hide, of the second half and of packed pieces.
+_EXPOSED_HALF = 0.4
+_EXPOSED_PACKED = 0.45
 
 # The search space. Tiles: block_m, block_n, block_k, ping_pong.
 _TILES = (
@@ -362,7 +363,7 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
     store = tile * (_STORE_SECONDS if by_tma else _STORE_ROWS_SECONDS) * (_EPILOGUE if spec.activation else 1.0)
     # The stores of one consumer hide behind the products of the other.
     if not config.ping_pong:
-        per_wave, at_end = steps + store * _EXPOSED_DEFERRED[_deferred(spec, config)], 0.0
+        per_wave, at_end = steps + store * _exposed(spec, config), 0.0
     elif by_tma:
         per_wave, at_end = max(steps, store), store
     else:
@@ -423,9 +424,6 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
     itemsize = spec.out_dtype.itemsize
     swizzle: Literal["64B", "128B"] = "64B" if config.block_n * itemsize % 128 else "128B"
     span = int(swizzle.removesuffix("B"))
-    tile = lambda buffer, box: custom_call.TensorMap(
-        buffer, box=(1, *box), swizzle="128B", l2_promotion=_l2_promotion(operands[buffer])
-    )
     piece = lambda buffer: custom_call.TensorMap(buffer, box=(1, 16, span // itemsize), swizzle=swizzle)
     matrix = lambda buffer: piece(buffer) if has_tma_rows else custom_call.Pointer(buffer)
     out = jax.ShapeDtypeStruct((*lead, g.m, g.n), spec.out_dtype)
@@ -435,8 +433,8 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
         operands,
         [out] * num_results,
         parameters=[
-            tile(0, _box(g.lhs_layout, config.block_m, config, config.cluster_n)),
-            tile(1, _box(g.rhs_layout, config.block_n, config, config.cluster_m)),
+            _operand(0, operands[0], g.lhs_layout, config.block_m, config, config.cluster_n),
+            _operand(1, operands[1], g.rhs_layout, config.block_n, config, config.cluster_m),
             matrix(first_result),
             matrix(first_result + num_results - 1),
             matrix(residual),
@@ -469,7 +467,10 @@ def compile_gemm(spec: MatmulSpec, config: Config) -> compiler.CompiledKernel:
         save_preactivation=spec.save_preactivation,
         has_tma_rows=_has_tma_rows(spec),
         activation=spec.activation or "none",
+        lhs_stacks_boxes=_stacks_boxes(g.lhs_layout, g.m, config.block_m, config.cluster_n),
+        rhs_stacks_boxes=_stacks_boxes(g.rhs_layout, g.n, config.block_n, config.cluster_m),
         deferred=_deferred(spec, config),
+        num_packed=_num_packed(spec, config),
     )
 
 
@@ -540,25 +541,71 @@ def _l2_promotion(x: jax.Array) -> Literal["128B", "256B"]:
     return "128B" if x.shape[-1] * x.dtype.itemsize % _LINE_BYTES else "256B"
 
 
-def _box(layout: str, block: int, config: Config, shared_by: int) -> tuple[int, int]:
-    """What one copy loads of an operand's block: all, or this CTA's part, of the rows that a swizzle span is wide."""
+def _operand(
+    buffer: int, x: jax.Array, layout: str, block: int, config: Config, shared_by: int
+) -> custom_call.TensorMap:
+    """Boxes of an operand's blocks, a swizzle span wide: what one copy loads of all, or of this CTA's part of them."""
+    tensor_map = functools.partial(
+        custom_call.TensorMap, buffer, swizzle="128B", l2_promotion=_l2_promotion(x)
+    )  # fmt: skip
+    num_boxes = -(-block // _ATOM)
     if layout[1] == "k":
-        return block // shared_by, _ATOM
-    shares_boxes = -(-block // _ATOM) % shared_by == 0
-    return config.block_k // (1 if shares_boxes else shared_by), _ATOM
+        return tensor_map(box=(1, block // shared_by, _ATOM))
+    if _stacks_boxes(layout, x.shape[-1], block, shared_by):
+        batch, k, size = x.shape
+        return tensor_map(
+            box=(1, num_boxes // shared_by, config.block_k, _ATOM),
+            shape=(batch, size // _ATOM, k, _ATOM),
+            strides=(2 * k * size, _SWIZZLE_BYTES, 2 * size),
+        )
+    return tensor_map(box=(1, config.block_k // (1 if num_boxes % shared_by == 0 else shared_by), _ATOM))
 
 
-def _deferred(spec: MatmulSpec, config: Config) -> Literal["kNothing", "kHalf", "kTile"]:
+def _stacks_boxes(layout: str, size: int, block: int, shared_by: int) -> bool:
+    """Whether one copy loads several boxes: of an operand with m or n contiguous, of whole boxes as are its blocks."""
+    return layout[1] != "k" and size % _ATOM == 0 and block % (_ATOM * shared_by) == 0 and block > _ATOM * shared_by
+
+
+def _deferred(spec: MatmulSpec, config: Config) -> Literal["kNothing", "kHalf", "kPacked"]:
     """What of a tile is stored while its block multiplies the next one, if there is one (see gemm.cu)."""
     has_next = _num_groups(spec, config) > _num_clusters(spec, config.cluster_blocks)
     is_shared = config.num_consumers_of_tile == 2 and config.cluster_parts == 1
     by_tma = _has_tma_rows(spec) and spec.residual is None
     if not (has_next and is_shared and by_tma) or config.num_stages == 1:
         return "kNothing"
-    has_registers = config.num_accumulators <= 128 and (spec.bias is None or spec.activation is None)
-    if has_registers and spec.out_dtype.itemsize == 2 and not spec.save_preactivation:
-        return "kTile"
+    if _num_packed(spec, config):
+        return "kPacked"
     return "kHalf" if config.block_m == 4 * _WGMMA_M else "kNothing"
+
+
+def _num_packed(spec: MatmulSpec, config: Config) -> int:
+    """Pieces of a consumer's tile that there are registers for as 16 bits, beside its accumulators."""
+    if config.num_accumulators > _MAX_EPILOGUE_ACCUMULATORS or spec.out_dtype.itemsize != 2 or spec.save_preactivation:
+        return 0
+    if spec.activation == "gelu_erf":
+        return _num_pieces(config) // 4
+    return _num_pieces(config) // (2 if spec.bias is not None and spec.activation is not None else 1)
+
+
+def _num_pieces(config: Config) -> int:
+    """Of a consumer's tile, of 16-bit results."""
+    return (
+        config.block_m
+        // config.num_consumers_of_tile
+        // _WGMMA_M
+        * config.block_n
+        // (64 if config.block_n % 64 == 0 else 32)
+    )
+
+
+def _exposed(spec: MatmulSpec, config: Config) -> float:
+    """The share of a tile's store that takes time of its own."""
+    deferred = _deferred(spec, config)
+    if deferred == "kHalf":
+        return 1 - (1 - _EXPOSED_HALF) / 2
+    if deferred == "kPacked":
+        return 1 - (1 - _EXPOSED_PACKED) * _num_packed(spec, config) / _num_pieces(config)
+    return 1.0
 
 
 def _has_tma_rows(spec: MatmulSpec) -> bool:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,8 +36,9 @@ class Map(ctypes.Structure):
 
     _fields_ = (
         ("data", ctypes.c_void_p),
-        ("sizes", ctypes.c_longlong * 3),
-        ("box", ctypes.c_int * 3),
+        ("sizes", ctypes.c_longlong * 4),
+        ("byte_strides", ctypes.c_longlong * 4),
+        ("box", ctypes.c_int * 4),
         ("swizzle_bytes", ctypes.c_int),
         ("element_bytes", ctypes.c_int),
     )
@@ -99,11 +101,20 @@ class Emulator:
         if isinstance(parameter, custom_call.Pointer):
             return Map(data=buffer.ctypes.data)
         assert isinstance(parameter, custom_call.TensorMap)
-        assert buffer.shape[-1] * buffer.itemsize % 16 == 0
-        triple = lambda values: (ctypes.c_int * 3)(*values[::-1])
-        sizes = (ctypes.c_longlong * 3)(*buffer.shape[::-1])
-        span = int(parameter.swizzle.removesuffix("B"))
-        return Map(buffer.ctypes.data, sizes, triple(parameter.box), span, buffer.itemsize)
+        described = custom_call.check(
+            "gemm", [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype)],
+            parameters=[dataclasses.replace(parameter, buffer=0)], grid=(1,), block=(1,),
+        )  # fmt: skip
+        sizes, strides, box = (described[f"parameter0.{what}"].tolist() for what in ("sizes", "byte_strides", "box"))
+        four = lambda kind, values: (kind * 4)(*values, *[1] * (4 - len(values)))
+        return Map(
+            buffer.ctypes.data,
+            four(ctypes.c_longlong, sizes),
+            four(ctypes.c_longlong, [buffer.itemsize, *strides]),
+            four(ctypes.c_int, box),
+            int(parameter.swizzle.removesuffix("B")),
+            buffer.itemsize,
+        )
 
 
 @pytest.fixture(scope="session")
@@ -140,6 +151,17 @@ def test_schedules(name: str, layouts: str, emulator: Emulator) -> None:
     check(make_spec(config.block_m + 72, config.block_n + 40, k, layouts=layouts), config)
 
 
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize(
+    "config",
+    [Config(128, 192, num_stages=3), Config(256, 128, num_stages=2, cluster_n=2), Config(64, 256, cluster_m=2)],
+    ids=["alone", "cluster-n", "cluster-m"],
+)
+def test_operands_of_whole_boxes(config: Config, layouts: str, emulator: Emulator) -> None:
+    """One copy loads several boxes of an operand whose blocks and contiguous rows are whole boxes."""
+    check(make_spec(config.block_m + 64, config.block_n + 128, 136, batch=2, layouts=layouts), config)
+
+
 @pytest.mark.parametrize(
     ("config", "shape", "options"),
     [
@@ -171,12 +193,14 @@ def test_epilogues(config: Config, shape: tuple[int, int], options: dict[str, An
     [
         (Config(128, 64, num_stages=3), {}),
         (Config(128, 96, num_stages=3, cluster_m=2), dict(bias=True, alpha=0.3)),
+        (Config(128, 128, num_stages=3), dict(bias=True, activation="relu")),
+        (Config(128, 256, num_stages=3), dict(activation="gelu_erf")),
         (Config(256, 64, num_stages=2), dict(activation="relu")),
         (Config(256, 64, num_stages=3), dict(out_dtype="float32")),
         (Config(256, 64, num_stages=2, num_staging=4), dict(bias=True, activation="gelu_erf", save_preactivation=True)),
         (Config(256, 96, num_stages=3, cluster_n=2), dict(bias=True, activation="relu")),
     ],
-    ids=["tile", "tile-cluster", "tile-tall", "half-float32", "half-saved", "half-cluster"],
+    ids=["tile", "tile-cluster", "part", "quarter", "tile-tall", "half-float32", "half-saved", "half-cluster"],
 )
 def test_deferred_stores(config: Config, options: dict[str, Any], k: int, emulator: Emulator) -> None:
     """Behind all of the next tile's steps or some."""

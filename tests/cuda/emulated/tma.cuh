@@ -1,6 +1,9 @@
-// ffi/tma.cuh for the emulator: the same functions, as the GEMM uses them (tensors of rank 3).
+// ffi/tma.cuh for the emulator: the same functions, as the GEMM uses them (tensors of rank 3 and
+// 4).
 
 #pragma once
+
+#include <array>
 
 #include "emulator.cuh"
 
@@ -10,11 +13,13 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-// Innermost dimension first.
+// Innermost dimension first; of rank 3, the last one is 1.
+constexpr int kDimensions = 4;
 struct TensorMap {
   unsigned char* data;
-  long long sizes[3];
-  int box[3];
+  long long sizes[kDimensions];
+  long long byte_strides[kDimensions];
+  int box[kDimensions];
   int swizzle_bytes;
   int element_bytes;
 };
@@ -82,41 +87,47 @@ inline u32 permuted(u32 address, int swizzle_bytes) {
   return address ^ ((address >> 7) % (swizzle_bytes / 16) * 16);
 }
 
+using Place = std::array<int, kDimensions>;
+template <int kRank>
+Place place_of(const int (&at)[kRank]) {
+  Place place = {};
+  std::copy(at, at + kRank, place.begin());
+  return place;
+}
+
 // Calls move(address in shared memory, address in the tensor or null outside) for each element.
 template <typename Move>
-void for_each_element(const TensorMap& map, u32 tile, const int (&at)[3], Move move) {
-  const int size = map.element_bytes;
+void for_each_element(const TensorMap& map, u32 tile, const Place& at, Move move) {
   if (tile % 128 != 0) emulator::fail("a tile must begin on 128 bytes");
-  if (at[0] * size % 16 != 0) emulator::fail("a box must begin on 16 bytes");
-  u32 place = tile;
-  for (int z = 0; z < map.box[2]; ++z) {
-    for (int y = 0; y < map.box[1]; ++y) {
-      for (int x = 0; x < map.box[0]; ++x, place += size) {
-        const long long i[3] = {at[0] + x, at[1] + y, at[2] + z};
-        bool inside = true;
-        for (int d = 0; d < 3; ++d) inside = inside && 0 <= i[d] && i[d] < map.sizes[d];
-        unsigned char* element =
-            map.data + ((i[2] * map.sizes[1] + i[1]) * map.sizes[0] + i[0]) * size;
-        move(permuted(place, map.swizzle_bytes), inside ? element : nullptr);
-      }
+  if (at[0] * map.element_bytes % 16 != 0) emulator::fail("a box must begin on 16 bytes");
+  int count = 1;
+  for (int n : map.box) count *= n;
+  for (int i = 0; i < count; ++i) {
+    bool inside = true;
+    unsigned char* element = map.data;
+    for (int d = 0, rest = i; d < kDimensions; rest /= map.box[d++]) {
+      const long long index = at[d] + rest % map.box[d];
+      inside = inside && 0 <= index && index < map.sizes[d];
+      element += index * map.byte_strides[d];
     }
+    const u32 place = tile + i * map.element_bytes;
+    move(permuted(place, map.swizzle_bytes), inside ? element : nullptr);
   }
 }
 
-inline void load(void* tile, const TensorMap* map, u64* full, const int (&at)[3], u16 ranks) {
+inline void load(void* tile, const TensorMap* map, u64* full, const Place& at, u16 ranks) {
   const u32 to = emulator::offset_of(tile), barrier = emulator::offset_of(full);
-  const int x = at[0], y = at[1], z = at[2];
   for (u32 rank = 0; rank < emulator::cluster->blocks.size(); ++rank) {
     if (!(ranks >> rank & 1)) continue;
     emulator::Block* block = emulator::cluster->blocks[rank].get();
     // From now on nobody may count on what is there.
-    for_each_element(*map, to, {x, y, z}, [&](u32 place, unsigned char*) {
+    for_each_element(*map, to, at, [&](u32 place, unsigned char*) {
       std::memset(block->smem + place, 0xff, map->element_bytes);
     });
     emulator::later([=] {
       emulator::need_alive(*block, "a copy into the memory");
       int bytes = 0;
-      for_each_element(*map, to, {x, y, z}, [&](u32 place, unsigned char* element) {
+      for_each_element(*map, to, at, [&](u32 place, unsigned char* element) {
         bytes += map->element_bytes;
         if (element) std::memcpy(block->smem + place, element, map->element_bytes);
         if (!element) std::memset(block->smem + place, 0, map->element_bytes);
@@ -126,26 +137,28 @@ inline void load(void* tile, const TensorMap* map, u64* full, const int (&at)[3]
     });
   }
 }
-inline void cp_async_bulk_tensor_load(void* tile, const TensorMap* map, u64* full,
-                                      const int (&at)[3]) {
-  load(tile, map, full, at, 1 << cluster_ctarank());
+template <int kRank>
+void cp_async_bulk_tensor_load(void* tile, const TensorMap* map, u64* full,
+                               const int (&at)[kRank]) {
+  load(tile, map, full, place_of(at), 1 << cluster_ctarank());
 }
-inline void cp_async_bulk_tensor_multicast(void* tile, const TensorMap* map, u64* full,
-                                           const int (&at)[3], u16 blocks) {
-  load(tile, map, full, at, blocks);
+template <int kRank>
+void cp_async_bulk_tensor_multicast(void* tile, const TensorMap* map, u64* full,
+                                    const int (&at)[kRank], u16 blocks) {
+  load(tile, map, full, place_of(at), blocks);
 }
 
 enum class Reduction { kAdd };
-inline void store(const TensorMap* map, const void* tile, const int (&at)[3], bool adds) {
+inline void store(const TensorMap* map, const void* tile, const Place& at, bool adds) {
   const u32 from = emulator::offset_of(tile);
-  const int x = at[0], y = at[1], z = at[2];
   emulator::Block* block = emulator::thread->block;
   auto open = emulator::thread->open_stores;
   ++*open;
-  if (x < 0 || y < 0 || z < 0) emulator::fail("a store must not begin before the tensor");
+  if (at[0] < 0 || at[1] < 0 || at[2] < 0)
+    emulator::fail("a store must not begin before the tensor");
   emulator::later([=] {
     emulator::need_alive(*block, "a store from the memory");
-    for_each_element(*map, from, {x, y, z}, [&](u32 place, unsigned char* element) {
+    for_each_element(*map, from, at, [&](u32 place, unsigned char* element) {
       if (!element) return;
       if (!adds) {
         std::memcpy(element, block->smem + place, map->element_bytes);
@@ -162,11 +175,11 @@ inline void store(const TensorMap* map, const void* tile, const int (&at)[3], bo
   });
 }
 inline void cp_async_bulk_tensor_store(const TensorMap* map, const void* tile, const int (&at)[3]) {
-  store(map, tile, at, false);
+  store(map, tile, place_of(at), false);
 }
 template <Reduction>
 void cp_reduce_async_bulk_tensor(const TensorMap* map, const void* tile, const int (&at)[3]) {
-  store(map, tile, at, true);
+  store(map, tile, place_of(at), true);
 }
 inline void cp_async_bulk_commit_group() {
   emulator::thread->stores.push_back(emulator::thread->open_stores);
