@@ -187,12 +187,11 @@ _CANDIDATES = (
     Config(64, 32, 128),
 )
 
-# Of an H200, fitted to 370 times of 27 shapes (2026-11-21).
-# Of one SM: FLOP/s; bytes/s through shared memory and from L2 where they only cost power; bytes/s from L2 of rows that
-# are not whole cache lines, which bind.
-_FLOPS_PER_SM = 7.4e12
-_SMEM_BYTES_PER_SM = 9.3e11
-_L2_BYTES_PER_SM = 1.7e12
+# Of an H200, fitted to 470 times of 40 shapes (2026-11-21).
+# Of one SM: FLOP/s; bytes/s through shared memory, which only cost power; bytes/s from L2 of rows that are not whole
+# cache lines, which bind.
+_FLOPS_PER_SM = 7.1e12
+_SMEM_BYTES_PER_SM = 1.2e12
 _L2_BYTES_PER_SM_OFF_LINES = 7.2e10
 # Of the chip: bytes/s of a kernel that pads rows.
 _COPY_BYTES = 3.5e12
@@ -203,7 +202,7 @@ _STORE_SECONDS = 1.0e-6
 _STORE_ROWS_SECONDS = 2.4e-6
 _LOAD_SECONDS = 0.85e-6
 _REDUCTION_SECONDS = 1.6e-6
-_CLUSTER_SECONDS = 0.1e-6
+_CLUSTER_SECONDS = 0.2e-6
 #: Times as long as a store takes one with an activation.
 _EPILOGUE = 2.0
 #: The share of a store by rows that products of the other consumer do not hide.
@@ -341,8 +340,8 @@ def _num_stages(spec: MatmulSpec, tile: Config) -> int:
 def estimate(spec: MatmulSpec, config: Config) -> float:
     """Waves of tiles, each step of which is bound by the tensor cores, by L2 or by the loads that are under way.
 
-    A cluster reads the operand it shares once. What goes through shared memory or comes from L2 costs a little beside
-    the products: power, which they lack.
+    A cluster reads the operand it shares once. What goes through shared memory costs a little beside the products:
+    power, which they lack.
     """
     g = spec.gemm
     waves = -(-_num_groups(spec, config) // _num_clusters(spec, config.cluster_blocks))
@@ -353,7 +352,7 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
     rows = [(2 * dict(m=g.m, n=g.n, k=g.k)[layout[1]], size) for layout, size in operands]
     is_off_lines = any(row % _LINE_BYTES and row % _TMA_BYTES == 0 for row, _ in rows)
     step = max(
-        flops / _FLOPS_PER_SM + smem_bytes / _SMEM_BYTES_PER_SM + l2_bytes / _L2_BYTES_PER_SM,
+        flops / _FLOPS_PER_SM + smem_bytes / _SMEM_BYTES_PER_SM,
         l2_bytes / _L2_BYTES_PER_SM_OFF_LINES if is_off_lines else 0.0,
         _LOAD_SECONDS / config.num_stages,
     )
@@ -584,7 +583,7 @@ def _num_packed(spec: MatmulSpec, config: Config) -> int:
         return 0
     if spec.activation == "gelu_erf":
         return _num_pieces(config) // 4
-    return _num_pieces(config) // (2 if spec.bias is not None and spec.activation is not None else 1)
+    return _num_pieces(config) * (3 if spec.bias is not None and spec.activation is not None else 4) // 4
 
 
 def _num_pieces(config: Config) -> int:

@@ -95,7 +95,8 @@ def test_defaults_compile_and_lower() -> None:
 
 
 def test_kernels_are_shared_by_shapes_and_tile_orders() -> None:
-    first = matmul.compile_gemm(make_spec(512, 512, 512), Config())
+    """Where blocks have more than one tile."""
+    first = matmul.compile_gemm(make_spec(4096, 4096, 512), Config())
     assert matmul.compile_gemm(make_spec(1024, 4096, 72, batch=3), Config(strip=3, minor="n")) is first
 
 
