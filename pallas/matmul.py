@@ -1,11 +1,13 @@
 """Matrix product on Hopper tensor cores, with its epilogue, in Pallas Mosaic GPU.
 
 Algorithm. A persistent grid walks the output tiles in an order that keeps operands in L2 (a planar
-snake). For each tile one producer warpgroup streams blocks of both operands through a ring of shared
-memory slots (`emit_pipeline_warp_specialized` over explicit BlockSpecs), and two consumer warpgroups
-multiply them with wgmma, each accumulating its half of the tile in float32 registers. The epilogue
+snake). One producer warpgroup streams blocks of both operands, described by BlockSpecs, through a ring of
+shared memory slots, and two consumer warpgroups multiply them with wgmma, each accumulating its half of
+the tile in float32 registers. The ring never stops: the producer is tiles ahead, as far as slots are free
+(JAX's `emit_pipeline_warp_specialized` makes a pipeline of each tile, which fills and drains). The epilogue
 (alpha, bias, activation, residual) works on the accumulators; results leave through a small swizzled staging
-buffer by TMA, while the producer already loads the next tile.
+buffer by TMA. Pieces for which there are registers wait for that, as 16 bits, until the next tile's first
+products are under way.
 
     tile (block_m x block_n), split along n            split along m
     +-----------+-----------+                          +-----------------------+
@@ -43,7 +45,7 @@ from jaxkernels.specs import MatmulSpec
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
-VERSION = 1
+VERSION = 2
 
 _Axis = Literal["m", "n"]
 _NUM_CONSUMERS = 2
@@ -51,8 +53,11 @@ _SWIZZLE_BYTES = 128
 #: Results are staged in shared memory and sent out in pieces of _STORE_M rows by one swizzle span.
 _STORE_M = 64
 _NUM_STORE_SLOTS = 2
-#: Registers each producer thread keeps; the consumers share the rest.
+#: Registers of each producer's and consumer's thread.
 _PRODUCER_REGISTERS = 40
+_CONSUMER_REGISTERS = 232
+#: Of these, for accumulators and results that wait; with more ptxas spills.
+_MAX_TILE_REGISTERS = 160
 
 
 def _erf(x: jax.Array) -> jax.Array:
@@ -294,70 +299,64 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
     out_gmem, *preactivation_gmem = rest
     dtype, out_dtype = lhs_gmem.dtype, out_gmem.dtype
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+    num_stages, is_late = config.num_stages, config.delay_release
     consumer_m = block_m // (_NUM_CONSUMERS if config.split == "m" else 1)
     consumer_n = block_n // (_NUM_CONSUMERS if config.split == "n" else 1)
     # Tiles of the whole cluster, which holds two CTAs side by side along `config.cluster`.
     m_iters = pl.cdiv(g.m, block_m * (2 if config.cluster == "m" else 1))
     n_iters = pl.cdiv(g.n, block_n * (2 if config.cluster == "n" else 1))
+    k_iters = pl.cdiv(g.k, block_k)
+    num_tiles = (g.batch or 1) * m_iters * n_iters
+    num_results = 1 + len(preactivation_gmem)
     store_n = _SWIZZLE_BYTES // jnp.dtype(out_dtype).itemsize
+    pieces = list(itertools.product(range(consumer_m // _STORE_M), range(consumer_n // store_n)))
+    num_deferred = _num_deferred(spec, config)
+    num_now = len(pieces) - num_deferred
 
-    def operand_spec(layout: str, block: int, tile_idx: jax.Array, batch: Any, shared: bool) -> plgpu.BlockSpec:
-        """One pipelined operand: a (block x block_k) block of the tile's row or column, as stored."""
+    def operand_spec(layout: str, axis: _Axis, block: int) -> plgpu.BlockSpec:
+        """One pipelined operand: a (block x block_k) block of a tile's row or column, as stored."""
         k_last = layout[1] == "k"
         shape = (block, block_k) if k_last else (block_k, block)
-        index = (lambda k: (*batch, tile_idx, k)) if k_last else (lambda k: (*batch, k, tile_idx))
+        index = (lambda batch, i, k: (*batch, i, k)) if k_last else (lambda batch, i, k: (*batch, k, i))
         return plgpu.BlockSpec(
-            (*(None for _ in batch), *shape),
+            (*(() if g.batch is None else (None,)), *shape),
             index,
             transforms=_swizzled(shape[1], dtype),
             memory_space=plgpu.SMEM,
-            delay_release=config.delay_release,
-            collective_axes=("cluster",) if shared else (),
+            # CTAs side by side along n work on the same rows, so they share the lhs; along m, the rhs.
+            collective_axes=("cluster",) if config.cluster not in (None, axis) else (),
         )
 
-    def pipeline(body: Any, context: Any, m_idx: Any, n_idx: Any, batch: Any) -> Any:
-        return plgpu.emit_pipeline_warp_specialized(
-            body,
-            grid=(pl.cdiv(g.k, block_k),),
-            memory_registers=_PRODUCER_REGISTERS,
-            in_specs=[
-                # CTAs side by side along n work on the same rows, so they share the lhs; along m, the rhs.
-                operand_spec(g.lhs_layout, block_m, m_idx, batch, shared=config.cluster == "n"),
-                operand_spec(g.rhs_layout, block_n, n_idx, batch, shared=config.cluster == "m"),
-            ],
-            wg_axis="warpgroup",
-            num_compute_wgs=_NUM_CONSUMERS,
-            max_concurrent_steps=config.num_stages,
-            compute_context=context,
-        )
-
-    zero = jnp.int32(0)
-    no_batch = () if g.batch is None else (zero,)
-    allocations = pipeline(lambda *_: None, lambda *_: None, zero, zero, no_batch).get_allocations(lhs_gmem, rhs_gmem)
-
+    operands = (
+        (lhs_gmem, operand_spec(g.lhs_layout, "m", block_m)),
+        (rhs_gmem, operand_spec(g.rhs_layout, "n", block_n)),
+    )
+    ring = lambda block: plgpu.SMEM(
+        (num_stages, *(size for size in block.block_shape if size is not None)), dtype, transforms=block.transforms
+    )
     # In a cluster the neighbour's producer writes our slots too.
     in_cluster = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
 
     @functools.partial(
         pl.run_scoped,
-        allocations=allocations,
+        rings=[ring(block) for _, block in operands],
+        full=plgpu.Barrier(num_arrivals=len(operands), num_barriers=num_stages),
+        empty=(in_cluster if config.cluster else plgpu.Barrier)(num_arrivals=_NUM_CONSUMERS, num_barriers=num_stages),
         out_smem=plgpu.SMEM(
             (_NUM_CONSUMERS, _NUM_STORE_SLOTS, _STORE_M, store_n), out_dtype, transforms=_swizzled(store_n, out_dtype)
         ),
         residual_full=None if residual_gmem is None else plgpu.Barrier(num_barriers=_NUM_CONSUMERS * _NUM_STORE_SLOTS),
-        drained=(in_cluster if config.cluster else plgpu.Barrier)(num_arrivals=_NUM_CONSUMERS)
-        if config.delay_release
-        else None,
         cluster_done=in_cluster(num_arrivals=_NUM_CONSUMERS + 1) if config.cluster else None,
         collective_axes="warpgroup",
     )
-    def _persistent(allocations: Any, out_smem: Any, residual_full: Any, drained: Any, cluster_done: Any) -> None:
-        consumer = lax.axis_index("warpgroup")
-        cta = lax.axis_index("cluster")
+    def _persistent(rings: Any, full: Any, empty: Any, out_smem: Any, residual_full: Any, cluster_done: Any) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        is_producer = warpgroup == _NUM_CONSUMERS
+        tiles = functools.partial(plgpu.nd_loop, (num_tiles,), collective_axes="cta")
+        slot_of = lambda loop_info, k: lax.rem(loop_info.local_index * k_iters + k, jnp.int32(num_stages))
 
-        @plgpu.nd_loop(((g.batch or 1) * m_iters * n_iters,), collective_axes="cta")
-        def _tile(loop_info: plgpu.NDLoopInfo) -> None:
-            (tile,) = loop_info.index
+        def place(tile: Any) -> tuple[Any, Any, Any]:
+            """The batch, row and column of a tile."""
             batch = () if g.batch is None else (lax.div(tile, jnp.int32(m_iters * n_iters)),)
             m_idx, n_idx = plgpu.planar_snake(
                 tile if g.batch is None else lax.rem(tile, jnp.int32(m_iters * n_iters)),
@@ -366,73 +365,137 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
                 config.strip,
             )
             if config.cluster == "m":
-                m_idx = m_idx * 2 + cta
+                m_idx = m_idx * 2 + lax.axis_index("cluster")
             elif config.cluster == "n":
-                n_idx = n_idx * 2 + cta
-            # This consumer's rows and columns: inside the CTA's tile, and in the result.
+                n_idx = n_idx * 2 + lax.axis_index("cluster")
+            return batch, m_idx, n_idx
+
+        @pl.when(is_producer)
+        def _produce() -> None:
+            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+
+            @tiles()
+            def _tile(loop_info: plgpu.NDLoopInfo) -> None:
+                batch, *indices = place(*loop_info.index)
+
+                def load(k: Any, _: None) -> None:
+                    slot = slot_of(loop_info, k)
+                    goes_round = loop_info.local_index * k_iters + k >= num_stages
+                    pl.when(goes_round)(lambda: plgpu.barrier_wait(empty.at[slot]))
+                    for (gmem, block), i, smem in zip(operands, indices, rings):
+                        source = tuple(
+                            index if size is None else pl.ds(index * size, size)
+                            for index, size in zip(block.index_map(batch, i, k), block.block_shape)
+                        )
+                        plgpu.copy_gmem_to_smem(
+                            gmem.at[source], smem.at[slot], full.at[slot], collective_axes=block.collective_axes or None
+                        )
+
+                lax.fori_loop(0, k_iters, load, None)
+
+        @pl.when(jnp.logical_not(is_producer))
+        def _consume() -> None:
+            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+            consumer = warpgroup
+            # This consumer's rows and columns inside the CTA's tile.
             my_rows = pl.ds(consumer * consumer_m, consumer_m) if config.split == "m" else slice(None)
             my_columns = pl.ds(consumer * consumer_n, consumer_n) if config.split == "n" else slice(None)
-            row = m_idx * block_m + (consumer * consumer_m if config.split == "m" else 0)
-            column = n_idx * block_n + (consumer * consumer_n if config.split == "n" else 0)
 
-            def multiply(_: Any, lhs_smem: Any, rhs_smem: Any, acc: Any) -> Any:
-                lhs = lhs_smem.at[my_rows] if g.lhs_layout == "mk" else lhs_smem.at[:, my_rows].transpose((1, 0))
-                rhs = rhs_smem.at[:, my_columns] if g.rhs_layout == "kn" else rhs_smem.at[my_columns].transpose((1, 0))
-                plgpu.wgmma(acc, lhs, rhs)
-                plgpu.wgmma_wait(config.delay_release)
+            def multiply(acc_ref: Any, slot: Any) -> None:
+                plgpu.barrier_wait(full.at[slot])
+                lhs, rhs = (smem.at[slot] for smem in rings)
+                lhs = lhs.at[my_rows] if g.lhs_layout == "mk" else lhs.at[:, my_rows].transpose((1, 0))
+                rhs = rhs.at[:, my_columns] if g.rhs_layout == "kn" else rhs.at[my_columns].transpose((1, 0))
+                plgpu.wgmma(acc_ref, lhs, rhs)
+
+            def multiply_tile(loop_info: plgpu.NDLoopInfo, behind: Any) -> jax.Array:
+                """Returns the products; `behind` is called with 0, 1, ... while the products of as many steps fly."""
+
+                def step(acc_ref: Any, k: Any) -> None:
+                    multiply(acc_ref, slot_of(loop_info, k))
+                    if isinstance(k, int):
+                        behind(k)
+                    plgpu.wgmma_wait(is_late)
+                    pl.when(k >= is_late)(lambda: plgpu.barrier_arrive(empty.at[slot_of(loop_info, k - is_late)]))
+
+                @functools.partial(pl.run_scoped, acc_ref=plgpu.ACC((consumer_m, consumer_n), jnp.float32))
+                def acc(acc_ref: Any) -> jax.Array:
+                    for k in range(num_deferred):
+                        step(acc_ref, k)
+                    lax.fori_loop(num_deferred, k_iters, lambda k, _: step(acc_ref, k), None)
+                    products = acc_ref[...]
+                    if is_late:
+                        plgpu.barrier_arrive(empty.at[slot_of(loop_info, k_iters - 1)])
+                    return products
+
                 return acc
 
-            def consume(run_pipeline: Any) -> None:
-                @functools.partial(pl.run_scoped, acc_ref=plgpu.ACC((consumer_m, consumer_n), jnp.float32))
-                def _scope(acc_ref: Any) -> None:
-                    run_pipeline(acc_ref)
-                    acc = acc_ref[...]
-                    if config.delay_release:
-                        plgpu.barrier_arrive(drained)
-                    store(acc)
+            def target(tile: Any, piece: int) -> tuple[Any, Any]:
+                """Where a piece lies in the result, and whether it does: Mosaic drops a dimension of one tile from the
+                copy, and with it the index that lies outside."""
+                batch, m_idx, n_idx = place(tile)
+                i, j = pieces[piece]
+                row = m_idx * block_m + (consumer * consumer_m if config.split == "m" else 0) + i * _STORE_M
+                column = n_idx * block_n + (consumer * consumer_n if config.split == "n" else 0) + j * store_n
+                is_inside = column < store_n if out_gmem.shape[-1] == store_n else None
+                return (*batch, pl.ds(row, _STORE_M), pl.ds(column, store_n)), is_inside
 
-            def store(acc: Any) -> None:
-                """Applies the epilogue piece by piece and sends each piece out by TMA."""
-                slots = itertools.cycle(range(_NUM_STORE_SLOTS))
-                # The last tile may have ended on the slot this one begins with.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                for i, j in itertools.product(range(consumer_m // _STORE_M), range(consumer_n // store_n)):
-                    piece = acc[i * _STORE_M : (i + 1) * _STORE_M, j * store_n : (j + 1) * store_n]
-                    rows, columns = pl.ds(row + i * _STORE_M, _STORE_M), pl.ds(column + j * store_n, store_n)
-                    target = (*batch, rows, columns)
-                    # Mosaic drops a dimension of one tile from the copy, and with it the index that lies outside.
-                    is_inside = columns.start < store_n if out_gmem.shape[-1] == store_n else None
-                    if spec.alpha != 1:
-                        piece = spec.alpha * piece
-                    if bias_gmem is not None:
-                        bias = plgpu.load(bias_gmem.at[columns], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-                        piece = piece + lax.broadcast_in_dim(bias, piece.shape, [1])
-                    if preactivation_gmem:
-                        send(piece, next(slots), preactivation_gmem[0].at[target], is_inside)
-                    if spec.activation is not None:
-                        piece = _ACTIVATIONS[spec.activation](piece)
-                    residual = None if residual_gmem is None else residual_gmem.at[target]
-                    send(piece, next(slots), out_gmem.at[target], is_inside, residual)
+            def finish(acc: jax.Array, tile: Any, piece: int) -> tuple[jax.Array, jax.Array]:
+                """A piece of the products, scaled and with its bias; and after the activation."""
+                i, j = pieces[piece]
+                x = acc[i * _STORE_M : (i + 1) * _STORE_M, j * store_n : (j + 1) * store_n]
+                if spec.alpha != 1:
+                    x = spec.alpha * x
+                if bias_gmem is not None:
+                    columns = target(tile, piece)[0][-1]
+                    bias = plgpu.load(bias_gmem.at[columns], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+                    x = x + lax.broadcast_in_dim(bias, x.shape, [1])
+                return x, x if spec.activation is None else _ACTIVATIONS[spec.activation](x)
 
-            def send(piece: Any, slot: int, target: Any, is_inside: Any, residual: Any = None) -> None:
+            def send(x: jax.Array, slot: int, to: Any, is_inside: Any, residual: Any = None) -> None:
                 # The slot was last read by the store before the previous one.
                 plgpu.wait_smem_to_gmem(_NUM_STORE_SLOTS - 1, wait_read_only=True)
                 staging = out_smem.at[consumer, slot]
                 if residual is not None:
-                    full = residual_full.at[consumer * _NUM_STORE_SLOTS + slot]
-                    plgpu.copy_gmem_to_smem(residual, staging, full)
-                    plgpu.barrier_wait(full)
-                    piece = piece + staging[...].astype(jnp.float32)
-                staging[...] = piece.astype(out_dtype)
+                    fetched = residual_full.at[consumer * _NUM_STORE_SLOTS + slot]
+                    plgpu.copy_gmem_to_smem(residual, staging, fetched)
+                    plgpu.barrier_wait(fetched)
+                    x = x + staging[...].astype(jnp.float32)
+                staging[...] = x.astype(out_dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(staging, target, is_inside)
+                plgpu.copy_smem_to_gmem(staging, to, is_inside)
 
-            if config.delay_release:
-                # A pipeline that releases late never releases its last slots: the next tile must not fill them
-                # before the products that read them are done.
-                is_producer = consumer == _NUM_CONSUMERS
-                pl.when(jnp.logical_and(is_producer, loop_info.local_index > 0))(lambda: plgpu.barrier_wait(drained))
-            pipeline(multiply, consume, m_idx, n_idx, batch)(lhs_gmem, rhs_gmem, allocations=allocations)
+            def store(x: jax.Array, tile: Any, piece: int, gmem: Any = out_gmem, nth: int = 0) -> None:
+                """Sends a piece out by TMA: of the results, or as the `nth` of the two kinds that there are."""
+                to, is_inside = target(tile, piece)
+                if piece == 0 and nth == 0:  # The last tile may have ended on the slot that this one begins with.
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                residual = residual_gmem.at[to] if residual_gmem is not None and gmem is out_gmem else None
+                send(x, (piece * num_results + nth) % _NUM_STORE_SLOTS, gmem.at[to], is_inside, residual)
+
+            num_ctas = lax.axis_size("cta")
+            nothing = jnp.zeros((_STORE_M, store_n), out_dtype)
+
+            @tiles(init_carry=[plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)] * num_deferred)
+            def packed(loop_info: plgpu.NDLoopInfo, carry: list[jax.Array]) -> list[jax.Array]:
+                """The last pieces of the tile before are stored behind the first products of this one."""
+                (tile,) = loop_info.index
+
+                def behind(k: int) -> None:
+                    pl.when(loop_info.local_index > 0)(lambda: store(carry[k], tile - num_ctas, num_now + k))
+
+                acc = multiply_tile(loop_info, behind)
+                for piece in range(num_now):
+                    before, after = finish(acc, tile, piece)
+                    if preactivation_gmem:
+                        store(before, tile, piece, preactivation_gmem[0])
+                    store(after, tile, piece, nth=num_results - 1)
+                return [finish(acc, tile, piece)[1].astype(out_dtype) for piece in range(num_now, len(pieces))]
+
+            cta = lax.axis_index("cta")
+            last = cta + (num_tiles - 1 - cta) // num_ctas * num_ctas
+            for k, x in enumerate(packed):
+                store(x, last, num_now + k)
 
         if config.cluster:
             # The neighbour still releases slots of our ring, by barriers in our shared memory: do not leave first.
@@ -441,3 +504,18 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
 
     # The staging buffers must outlive the last stores' reads.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _num_deferred(spec: MatmulSpec, config: Config) -> int:
+    """How many pieces of a consumer's part of a tile wait, as 16 bits in registers, to be stored behind the next tile's
+    first steps: as many as there are registers for, where CTAs have a next tile."""
+    g = spec.gemm
+    paired_m, paired_n = (2 if config.cluster == axis else 1 for axis in ("m", "n"))
+    groups = (g.batch or 1) * pl.cdiv(g.m, config.block_m * paired_m) * pl.cdiv(g.n, config.block_n * paired_n)
+    has_next = groups > spec.target.num_sms // (paired_m * paired_n)
+    if not has_next or spec.out_dtype.itemsize != 2 or spec.residual is not None or spec.save_preactivation:
+        return 0
+    accumulators = config.block_m * config.block_n // _NUM_CONSUMERS // 128  # Of one thread.
+    packed = _STORE_M * _SWIZZLE_BYTES // 4 // 128
+    num_pieces = accumulators // (2 * packed)
+    return min(num_pieces, (_MAX_TILE_REGISTERS - accumulators) // packed, pl.cdiv(g.k, config.block_k))

@@ -58,6 +58,21 @@ def test_number_of_stages(num_stages: int) -> None:
     check(make_spec(72, 136, 320), dataclasses.replace(_SMALL_TILE, num_stages=num_stages))
 
 
+@pytest.mark.parametrize("k", [40, 200])
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (matmul.Config(num_stages=2, delay_release=1), {}),
+        (matmul.Config(block_m=256, block_n=128, num_stages=2, split="m"), dict(bias=True, activation="gelu")),
+        (matmul.Config(block_m=64, num_stages=3, cluster="n", delay_release=1), dict(alpha=0.3)),
+        (matmul.Config(block_m=128, block_n=128, num_stages=1), dict(out_dtype="float32")),
+    ],
+    ids=["half", "half-split-m", "cluster", "nothing"],
+)
+def test_stores_behind_the_next_tile(config: matmul.Config, options: dict[str, Any], k: int) -> None:
+    check(make_spec(500, 520, k, **options), config)
+
+
 @pytest.mark.parametrize("minor", ["m", "n"])
 @pytest.mark.parametrize("strip", [1, 3])
 def test_tile_orders(minor: Any, strip: int) -> None:
@@ -167,6 +182,8 @@ def test_same_inputs_give_the_same_bits() -> None:
         ("commit_smem", _SMALL_TILE),
         ("wait_smem_to_gmem", _SMALL_TILE),
         ("wgmma_wait", dataclasses.replace(_SMALL_TILE, num_stages=2)),
+        ("wgmma_wait", matmul.Config(num_stages=2)),
+        ("wait_smem_to_gmem", matmul.Config(num_stages=2)),
     ],
 )
 def test_a_missing_wait_is_a_race(missing: str, config: matmul.Config, monkeypatch: pytest.MonkeyPatch) -> None:
