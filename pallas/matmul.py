@@ -83,7 +83,8 @@ class Config:
       block_m, block_n: output tile of one CTA.
       block_k: depth of one pipeline step.
       num_stages: slots of the operand ring.
-      split: the dimension along which the two consumers divide the tile.
+      split: the dimension along which the two consumers divide the tile; None: they take tiles in turn (ping-pong),
+        so that one stores beside the other's products.
       cluster: the dimension along which two neighbouring CTAs form a cluster and multicast the operand
         they share, or None.
       minor: the tile dimension walked first, in strips of `strip` tiles.
@@ -95,15 +96,14 @@ class Config:
     block_n: int = 256
     block_k: int = 64
     num_stages: int = 4
-    split: _Axis = "n"
+    split: _Axis | None = "n"
     cluster: _Axis | None = None
     minor: _Axis = "m"
     strip: int = 8
     delay_release: int = 0
 
     def __post_init__(self) -> None:
-        consumer_m = self.block_m // (_NUM_CONSUMERS if self.split == "m" else 1)
-        consumer_n = self.block_n // (_NUM_CONSUMERS if self.split == "n" else 1)
+        consumer_m, consumer_n = self.consumer_tile
         if consumer_m % 64 or consumer_n % 64 or self.block_k % 64:
             raise ValueError(
                 "matmul[pallas]: each consumer's tile and block_k must be multiples of 64; got "
@@ -113,6 +113,14 @@ class Config:
             raise ValueError(
                 f"matmul[pallas]: num_stages must exceed delay_release={self.delay_release}; got {self.num_stages}."
             )
+
+    @property
+    def consumer_tile(self) -> tuple[int, int]:
+        """Rows and columns that one consumer multiplies."""
+        return (
+            self.block_m // (_NUM_CONSUMERS if self.split == "m" else 1),
+            self.block_n // (_NUM_CONSUMERS if self.split == "n" else 1),
+        )
 
 
 #: The default is one of these until the model is trusted with the whole space: of 32 shapes measured on an H200
@@ -141,7 +149,7 @@ _LOAD_SECONDS = 1.4e-6
 # The search space: what is tried along each knob, the usual setting first.
 _BLOCKS = (128, 64, 256)
 _BLOCK_KS = (64, 128)
-_SPLITS: tuple[_Axis, ...] = ("n", "m")
+_SPLITS: tuple[_Axis | None, ...] = ("n", "m", None)
 _MAX_STAGES = 6
 _STRIPS = (8, 4, 16)
 #: A consumer's accumulators: 128 registers of each thread. With 256 there is none left for anything else.
@@ -166,6 +174,7 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
     - Tiles: {64, 128, 256} squared, in halves whose sides are multiples of 64 and whose accumulators fit. Blocks of
       256 only for sizes above 128, of 128 along m for m above 64, of 64 along n for n up to 64. With many waves no
       tile under 128 x 128. Halves of 64 columns re-read the lhs: only in tiles up to 128 x 128.
+    - Consumers take tiles in turn where a CTA has two; in the usual walk.
     - block_k 128 halves the barriers of small tiles: up to 128 x 128, for k above 128.
     - The deepest ring of up to 6 slots that fits: a shallower one saves memory that nothing else would use.
     - Clusters where there are two tiles to share an operand; a late release where the ring goes round.
@@ -179,20 +188,21 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
         area = block_m * block_n
         consumer_m = block_m // (_NUM_CONSUMERS if split == "m" else 1)
         consumer_n = block_n // (_NUM_CONSUMERS if split == "n" else 1)
+        needs_two = split is None and num_tiles(block_m, block_n) <= spec.target.num_sms
         illegal = consumer_m % 64 or consumer_n % 64 or consumer_m * consumer_n > _MAX_CONSUMER_TILE
         too_large = (block_m == 256 and g.m <= 128) or (block_n == 256 and g.n <= 128) or (block_m > 64 >= g.m)
         too_small = (block_n == 64 and g.n > 64) or (many and area < 128 * 128)
         narrow = consumer_n == 64 and area > 128 * 128
         needlessly_deep = block_k > 64 and (area > 128 * 128 or g.k <= 128)
         num_stages = min(_MAX_STAGES, _max_stages(spec, block_m, block_n, block_k))
-        if illegal or too_large or too_small or narrow or needlessly_deep or num_stages < 2:
+        if illegal or needs_two or too_large or too_small or narrow or needlessly_deep or num_stages < 2:
             continue
         m_iters, n_iters = tiles(block_m, block_n)
         goes_round = pl.cdiv(g.k, block_k) > num_stages
         sides: tuple[tuple[_Axis, int], ...] = (("m", m_iters), ("n", n_iters))
         clusters: list[_Axis | None] = [None, *(axis for axis, iters in sides if iters > 1)]
         walks: list[tuple[_Axis, int]] = [("m", _STRIPS[0])]
-        if m_iters * n_iters > spec.target.num_sms:
+        if m_iters * n_iters > spec.target.num_sms and split is not None:
             walks.extend((axis, strip) for axis, iters in sides for strip in _STRIPS if strip < iters)
         # Without doubles: the usual walk is often one of those added.
         for delay_release, cluster, (minor, strip) in itertools.product(
@@ -234,7 +244,11 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
         rows, columns = (minor, major) if config.minor == "m" else (major, minor)
         wave_bytes = 2 * (rows * config.block_m + columns * config.block_n) * config.block_k
         step = max(step, wave_bytes / spec.target.memory_bytes_per_s)
-    return pl.cdiv(groups, num_groups) * (_TILE_SECONDS + pl.cdiv(g.k, config.block_k) * step)
+    waves, steps = pl.cdiv(groups, num_groups), pl.cdiv(g.k, config.block_k) * step
+    # One consumer's stores hide behind the other's products.
+    return (
+        waves * max(steps, _TILE_SECONDS) + _TILE_SECONDS if config.split is None else waves * (_TILE_SECONDS + steps)
+    )
 
 
 def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilogue: jax.Array) -> Any:
@@ -300,8 +314,9 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
     dtype, out_dtype = lhs_gmem.dtype, out_gmem.dtype
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     num_stages, is_late = config.num_stages, config.delay_release
-    consumer_m = block_m // (_NUM_CONSUMERS if config.split == "m" else 1)
-    consumer_n = block_n // (_NUM_CONSUMERS if config.split == "n" else 1)
+    consumer_m, consumer_n = config.consumer_tile
+    # Consumers that take tiles in turn have barriers of their own to wait for: each misses the other's phases.
+    in_turn = _NUM_CONSUMERS if config.split is None else 1
     # Tiles of the whole cluster, which holds two CTAs side by side along `config.cluster`.
     m_iters = pl.cdiv(g.m, block_m * (2 if config.cluster == "m" else 1))
     n_iters = pl.cdiv(g.n, block_n * (2 if config.cluster == "n" else 1))
@@ -340,8 +355,10 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
     @functools.partial(
         pl.run_scoped,
         rings=[ring(block) for _, block in operands],
-        full=plgpu.Barrier(num_arrivals=len(operands), num_barriers=num_stages),
-        empty=(in_cluster if config.cluster else plgpu.Barrier)(num_arrivals=_NUM_CONSUMERS, num_barriers=num_stages),
+        full=plgpu.Barrier(num_arrivals=len(operands), num_barriers=num_stages * in_turn),
+        empty=(in_cluster if config.cluster else plgpu.Barrier)(
+            num_arrivals=_NUM_CONSUMERS // in_turn, num_barriers=num_stages
+        ),
         out_smem=plgpu.SMEM(
             (_NUM_CONSUMERS, _NUM_STORE_SLOTS, _STORE_M, store_n), out_dtype, transforms=_swizzled(store_n, out_dtype)
         ),
@@ -352,8 +369,12 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
     def _persistent(rings: Any, full: Any, empty: Any, out_smem: Any, residual_full: Any, cluster_done: Any) -> None:
         warpgroup = lax.axis_index("warpgroup")
         is_producer = warpgroup == _NUM_CONSUMERS
-        tiles = functools.partial(plgpu.nd_loop, (num_tiles,), collective_axes="cta")
-        slot_of = lambda loop_info, k: lax.rem(loop_info.local_index * k_iters + k, jnp.int32(num_stages))
+        # This CTA's tiles are cta, cta + num_ctas, ...
+        cta, num_ctas = lax.axis_index("cta"), lax.axis_size("cta")
+        num_local = lax.div(num_tiles - 1 - cta + num_ctas, num_ctas)
+        tile_of = lambda local: cta + local * num_ctas
+        slot_of = lambda local, k: lax.rem(local * k_iters + k, jnp.int32(num_stages))
+        full_of = lambda local, k: full.at[slot_of(local, k) * in_turn + lax.rem(local, jnp.int32(in_turn))]
 
         def place(tile: Any) -> tuple[Any, Any, Any]:
             """The batch, row and column of a tile."""
@@ -374,13 +395,12 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
         def _produce() -> None:
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
 
-            @tiles()
-            def _tile(loop_info: plgpu.NDLoopInfo) -> None:
-                batch, *indices = place(*loop_info.index)
+            def load_tile(local: Any, _: None) -> None:
+                batch, *indices = place(tile_of(local))
 
                 def load(k: Any, _: None) -> None:
-                    slot = slot_of(loop_info, k)
-                    goes_round = loop_info.local_index * k_iters + k >= num_stages
+                    slot = slot_of(local, k)
+                    goes_round = local * k_iters + k >= num_stages
                     pl.when(goes_round)(lambda: plgpu.barrier_wait(empty.at[slot]))
                     for (gmem, block), i, smem in zip(operands, indices, rings):
                         source = tuple(
@@ -388,10 +408,15 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
                             for index, size in zip(block.index_map(batch, i, k), block.block_shape)
                         )
                         plgpu.copy_gmem_to_smem(
-                            gmem.at[source], smem.at[slot], full.at[slot], collective_axes=block.collective_axes or None
+                            gmem.at[source],
+                            smem.at[slot],
+                            full_of(local, k),
+                            collective_axes=block.collective_axes or None,
                         )
 
                 lax.fori_loop(0, k_iters, load, None)
+
+            lax.fori_loop(0, num_local, load_tile, None)
 
         @pl.when(jnp.logical_not(is_producer))
         def _consume() -> None:
@@ -401,22 +426,23 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
             my_rows = pl.ds(consumer * consumer_m, consumer_m) if config.split == "m" else slice(None)
             my_columns = pl.ds(consumer * consumer_n, consumer_n) if config.split == "n" else slice(None)
 
-            def multiply(acc_ref: Any, slot: Any) -> None:
-                plgpu.barrier_wait(full.at[slot])
-                lhs, rhs = (smem.at[slot] for smem in rings)
-                lhs = lhs.at[my_rows] if g.lhs_layout == "mk" else lhs.at[:, my_rows].transpose((1, 0))
-                rhs = rhs.at[:, my_columns] if g.rhs_layout == "kn" else rhs.at[my_columns].transpose((1, 0))
-                plgpu.wgmma(acc_ref, lhs, rhs)
-
-            def multiply_tile(loop_info: plgpu.NDLoopInfo, behind: Any) -> jax.Array:
+            def multiply_tile(local: Any, behind: Any) -> jax.Array:
                 """Returns the products; `behind` is called with 0, 1, ... while the products of as many steps fly."""
 
                 def step(acc_ref: Any, k: Any) -> None:
-                    multiply(acc_ref, slot_of(loop_info, k))
+                    plgpu.barrier_wait(full_of(local, k))
+                    lhs, rhs = (smem.at[slot_of(local, k)] for smem in rings)
+                    lhs = lhs.at[my_rows] if g.lhs_layout == "mk" else lhs.at[:, my_rows].transpose((1, 0))
+                    rhs = rhs.at[:, my_columns] if g.rhs_layout == "kn" else rhs.at[my_columns].transpose((1, 0))
+                    plgpu.wgmma(acc_ref, lhs, rhs)
                     if isinstance(k, int):
                         behind(k)
                     plgpu.wgmma_wait(is_late)
-                    pl.when(k >= is_late)(lambda: plgpu.barrier_arrive(empty.at[slot_of(loop_info, k - is_late)]))
+                    release = lambda: plgpu.barrier_arrive(empty.at[slot_of(local, k - is_late)])
+                    if num_deferred >= is_late and not isinstance(k, int):
+                        release()
+                    else:
+                        pl.when(k >= is_late)(release)
 
                 @functools.partial(pl.run_scoped, acc_ref=plgpu.ACC((consumer_m, consumer_n), jnp.float32))
                 def acc(acc_ref: Any) -> jax.Array:
@@ -425,7 +451,7 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
                     lax.fori_loop(num_deferred, k_iters, lambda k, _: step(acc_ref, k), None)
                     products = acc_ref[...]
                     if is_late:
-                        plgpu.barrier_arrive(empty.at[slot_of(loop_info, k_iters - 1)])
+                        plgpu.barrier_arrive(empty.at[slot_of(local, k_iters - 1)])
                     return products
 
                 return acc
@@ -473,18 +499,15 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
                 residual = residual_gmem.at[to] if residual_gmem is not None and gmem is out_gmem else None
                 send(x, (piece * num_results + nth) % _NUM_STORE_SLOTS, gmem.at[to], is_inside, residual)
 
-            num_ctas = lax.axis_size("cta")
-            nothing = jnp.zeros((_STORE_M, store_n), out_dtype)
-
-            @tiles(init_carry=[plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)] * num_deferred)
-            def packed(loop_info: plgpu.NDLoopInfo, carry: list[jax.Array]) -> list[jax.Array]:
+            def run_tile(nth: Any, packed: list[jax.Array]) -> list[jax.Array]:
                 """The last pieces of the tile before are stored behind the first products of this one."""
-                (tile,) = loop_info.index
+                local = nth * in_turn + consumer if in_turn > 1 else nth
+                tile = tile_of(local)
 
                 def behind(k: int) -> None:
-                    pl.when(loop_info.local_index > 0)(lambda: store(carry[k], tile - num_ctas, num_now + k))
+                    pl.when(local > 0)(lambda: store(packed[k], tile - num_ctas, num_now + k))
 
-                acc = multiply_tile(loop_info, behind)
+                acc = multiply_tile(local, behind)
                 for piece in range(num_now):
                     before, after = finish(acc, tile, piece)
                     if preactivation_gmem:
@@ -492,10 +515,11 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
                     store(after, tile, piece, nth=num_results - 1)
                 return [finish(acc, tile, piece)[1].astype(out_dtype) for piece in range(num_now, len(pieces))]
 
-            cta = lax.axis_index("cta")
-            last = cta + (num_tiles - 1 - cta) // num_ctas * num_ctas
+            mine = lax.div(num_local - consumer + 1, jnp.int32(in_turn)) if in_turn > 1 else num_local
+            nothing = plgpu.layout_cast(jnp.zeros((_STORE_M, store_n), out_dtype), plgpu.Layout.WGMMA)
+            packed = lax.fori_loop(0, mine, run_tile, [nothing] * num_deferred)
             for k, x in enumerate(packed):
-                store(x, last, num_now + k)
+                store(x, tile_of(num_local - 1), num_now + k)
 
         if config.cluster:
             # The neighbour still releases slots of our ring, by barriers in our shared memory: do not leave first.
@@ -513,7 +537,13 @@ def _num_deferred(spec: MatmulSpec, config: Config) -> int:
     paired_m, paired_n = (2 if config.cluster == axis else 1 for axis in ("m", "n"))
     groups = (g.batch or 1) * pl.cdiv(g.m, config.block_m * paired_m) * pl.cdiv(g.n, config.block_n * paired_n)
     has_next = groups > spec.target.num_sms // (paired_m * paired_n)
-    if not has_next or spec.out_dtype.itemsize != 2 or spec.residual is not None or spec.save_preactivation:
+    if (
+        not has_next
+        or config.split is None
+        or spec.out_dtype.itemsize != 2
+        or spec.residual is not None
+        or spec.save_preactivation
+    ):
         return 0
     accumulators = config.block_m * config.block_n // _NUM_CONSUMERS // 128  # Of one thread.
     packed = _STORE_M * _SWIZZLE_BYTES // 4 // 128

@@ -54,8 +54,18 @@ def test_schedules(layouts: str, cluster: Any, delay_release: int) -> None:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
-def test_number_of_stages(num_stages: int) -> None:
-    check(make_spec(72, 136, 320), dataclasses.replace(_SMALL_TILE, num_stages=num_stages))
+@pytest.mark.parametrize("split", ["n", None])
+def test_number_of_stages(num_stages: int, split: Any) -> None:
+    check(make_spec(72, 136, 320), dataclasses.replace(_SMALL_TILE, num_stages=num_stages, split=split))
+
+
+@pytest.mark.parametrize("layouts", ["mk.kn", "km.nk"])
+@pytest.mark.parametrize("cluster", [None, "m", "n"])
+@pytest.mark.parametrize("delay_release", [0, 1])
+@pytest.mark.parametrize("m", [64, 200, 520])
+def test_ping_pong(m: int, layouts: str, cluster: Any, delay_release: int) -> None:
+    config = matmul.Config(64, 64, num_stages=3, split=None, cluster=cluster, delay_release=delay_release)
+    check(make_spec(m, 72, 200, layouts=layouts, bias=True, activation="silu", save_preactivation=True), config)
 
 
 @pytest.mark.parametrize("k", [40, 200])
@@ -183,6 +193,7 @@ def test_same_inputs_give_the_same_bits() -> None:
         ("wait_smem_to_gmem", _SMALL_TILE),
         ("wgmma_wait", dataclasses.replace(_SMALL_TILE, num_stages=2)),
         ("wgmma_wait", matmul.Config(num_stages=2)),
+        ("wgmma_wait", matmul.Config(64, 64, num_stages=2, split=None)),
         ("wait_smem_to_gmem", matmul.Config(num_stages=2)),
     ],
 )

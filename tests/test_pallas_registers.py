@@ -91,7 +91,21 @@ def test_matmul(config: matmul.Config, layouts: str, spills: Callable[..., list[
     assert spills(functools.partial(matmul.run, spec, config), spec.lhs, spec.rhs) == [0]
 
 
-@pytest.mark.parametrize("schedule", [dict(delay_release=1), dict(cluster="m"), dict(cluster="n")], ids=str)
+_PING_PONG: dict[str, Any] = dict(block_n=128, num_stages=6, split=None)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        dict(delay_release=1),
+        dict(cluster="m"),
+        dict(cluster="n"),
+        _PING_PONG,
+        _PING_PONG | dict(delay_release=1, cluster="m"),
+        dict(block_m=64, split=None, delay_release=1),
+    ],
+    ids=str,
+)
 def test_matmul_schedules(schedule: dict[str, Any], spills: Callable[..., list[int]]) -> None:
     spec = _matmul_spec("mk.kn")
     run = functools.partial(matmul.run, spec, dataclasses.replace(matmul.Config(), **schedule))
