@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkernels import halfprecision
-from jaxkernels.epilogue import ACTIVATIONS
+from jaxkernels.epilogue import ACTIVATIONS, apply_epilogue
 from jaxkernels.specs import MatmulSpec
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
@@ -89,6 +89,7 @@ class Config:
         they share, or None.
       minor: the tile dimension walked first, in strips of `strip` tiles.
       strip: see `minor`.
+      split_k: parts of k, each a product of its own in float32; XLA adds them up, in order, and applies the epilogue.
       delay_release: 1 keeps one wgmma group in flight and releases a slot one step late; 0 waits for each.
     """
 
@@ -100,6 +101,7 @@ class Config:
     cluster: _Axis | None = None
     minor: _Axis = "m"
     strip: int = 8
+    split_k: int = 1
     delay_release: int = 0
 
     def __post_init__(self) -> None:
@@ -109,6 +111,8 @@ class Config:
                 "matmul[pallas]: each consumer's tile and block_k must be multiples of 64; got "
                 f"block_m={self.block_m}, block_n={self.block_n}, block_k={self.block_k} split along {self.split}."
             )
+        if self.split_k < 1:
+            raise ValueError(f"matmul[pallas]: split_k must be positive; got {self.split_k}.")
         if self.num_stages <= self.delay_release:
             raise ValueError(
                 f"matmul[pallas]: num_stages must exceed delay_release={self.delay_release}; got {self.num_stages}."
@@ -151,6 +155,8 @@ _BLOCKS = (128, 64, 256)
 _BLOCK_KS = (64, 128)
 _SPLITS: tuple[_Axis | None, ...] = ("n", "m", None)
 _MAX_STAGES = 6
+_PARTS = (2, 4, 8)
+_MIN_SPLIT_STEPS = 8
 _STRIPS = (8, 4, 16)
 #: A consumer's accumulators: 128 registers of each thread. With 256 there is none left for anything else.
 _MAX_CONSUMER_TILE = 128 * 128
@@ -178,6 +184,7 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
     - block_k 128 halves the barriers of small tiles: up to 128 x 128, for k above 128.
     - The deepest ring of up to 6 slots that fits: a shallower one saves memory that nothing else would use.
     - Clusters where there are two tiles to share an operand; a late release where the ring goes round.
+    - Parts of k where all parts of all tiles run at once, of at least 8 steps each.
     - Strips and their direction where tiles make more than one wave, and the strip is narrower than the result.
     """
     g = spec.gemm
@@ -208,7 +215,13 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
         for delay_release, cluster, (minor, strip) in itertools.product(
             (0, 1) if goes_round else (0,), clusters, dict.fromkeys(walks)
         ):
-            yield Config(block_m, block_n, block_k, num_stages, split, cluster, minor, strip, delay_release)
+            yield Config(
+                block_m, block_n, block_k, num_stages, split, cluster, minor, strip, delay_release=delay_release
+            )
+        for split_k in _PARTS:
+            fits = num_tiles(block_m, block_n) * split_k <= spec.target.num_sms and split is not None
+            if fits and pl.cdiv(g.k, block_k) >= _MIN_SPLIT_STEPS * split_k:
+                yield Config(block_m, block_n, block_k, num_stages, split, split_k=split_k)
 
 
 def _max_stages(spec: MatmulSpec, block_m: int, block_n: int, block_k: int) -> int:
@@ -222,12 +235,13 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
     """Waves of tiles, each step of which is bound by the tensor cores or by getting its operands.
 
     They come from L2 (the one that a cluster shares is read once for both), for the first time from memory (a wave
-    covers strip x the rest of the SMs' tiles), and no faster than the ring has slots under way.
+    covers strip x the rest of the SMs' tiles), and no faster than the ring has slots under way. Sums of parts of k are
+    written and read once more, by another kernel.
     """
     g = spec.gemm
     paired_m, paired_n = (2 if config.cluster == axis else 1 for axis in ("m", "n"))
     m_iters, n_iters = pl.cdiv(g.m, config.block_m), pl.cdiv(g.n, config.block_n)
-    groups = (g.batch or 1) * pl.cdiv(m_iters, paired_m) * pl.cdiv(n_iters, paired_n)
+    groups = config.split_k * (g.batch or 1) * pl.cdiv(m_iters, paired_m) * pl.cdiv(n_iters, paired_n)
     num_groups = spec.target.num_sms // (paired_m * paired_n)
     flops = 2 * config.block_m * config.block_n * config.block_k
     l2_bytes = 2 * (config.block_m / paired_n + config.block_n / paired_m) * config.block_k
@@ -243,21 +257,44 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
         major = min(pl.cdiv(wave, minor), major)
         rows, columns = (minor, major) if config.minor == "m" else (major, minor)
         wave_bytes = 2 * (rows * config.block_m + columns * config.block_n) * config.block_k
-        step = max(step, wave_bytes / spec.target.memory_bytes_per_s)
-    waves, steps = pl.cdiv(groups, num_groups), pl.cdiv(g.k, config.block_k) * step
+        step = max(step, config.split_k * wave_bytes / spec.target.memory_bytes_per_s)
+    waves, steps = pl.cdiv(groups, num_groups), pl.cdiv(g.k, config.block_k * config.split_k) * step
     # One consumer's stores hide behind the other's products.
-    return (
-        waves * max(steps, _TILE_SECONDS) + _TILE_SECONDS if config.split is None else waves * (_TILE_SECONDS + steps)
-    )
+    seconds = waves * (_TILE_SECONDS + steps)
+    if config.split is None:
+        seconds = waves * max(steps, _TILE_SECONDS) + _TILE_SECONDS
+    if config.split_k > 1:
+        sums_bytes = 8 * config.split_k * (g.batch or 1) * g.m * g.n
+        seconds += _TILE_SECONDS + sums_bytes / (spec.target.memory_bytes_per_s or math.inf)
+    return seconds
 
 
 def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilogue: jax.Array) -> Any:
     """Returns the product, or [out] / [out, preactivation] when the spec has an epilogue."""
     if lhs.dtype != rhs.dtype:
         return halfprecision.multiply_mixed(lambda part, a, b: run(part, config, a, b), spec, lhs, rhs)
+    if config.split_k == 1:
+        outs = [spec.unfold(x) for x in _launch(spec, config, lhs, rhs, *epilogue)]
+        return outs if spec.fused else outs[0]
+    num_steps = pl.cdiv(spec.gemm.k, config.block_k)
+    if pl.cdiv(num_steps, config.split_k) * (config.split_k - 1) >= num_steps:
+        raise ValueError(
+            f"matmul[pallas]: every part of split_k={config.split_k} must have some of k={spec.gemm.k}, in blocks of "
+            f"{config.block_k}. Use a smaller split_k."
+        )
+    product = dataclasses.replace(
+        spec, out_dtype=jnp.dtype(jnp.float32), bias=None, activation=None, residual=None, save_preactivation=False
+    )
+    (parts,) = _launch(product, config, lhs, rhs)
+    out = product.unfold(parts.sum(axis=0))
+    results = apply_epilogue(spec, out, *epilogue) if spec.fused else out
+    return jax.tree.map(lambda x: x.astype(spec.out_dtype), results)
+
+
+def _launch(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilogue: jax.Array) -> list[jax.Array]:
+    """Returns (batch?, m, n) results; of parts of k, with the parts in front."""
     g = spec.gemm
-    lhs, rhs = spec.fold(lhs, rhs)
-    lhs, rhs = _pad(lhs), _pad(rhs)
+    lhs, rhs = (_pad(x) for x in spec.fold(lhs, rhs))
     m, n = _padded(g.m, rows=True), _padded(g.n, rows=False)
     lead = () if g.batch is None else (g.batch,)
     operands = list(epilogue)
@@ -268,7 +305,8 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
         inputs.append(jnp.pad(operands.pop(0).astype(jnp.float32), (0, -g.n % columns)))
     if spec.residual is not None:
         inputs.append(_pad(operands.pop(0).astype(spec.out_dtype).reshape(*lead, g.m, g.n)))
-    out_type = jax.ShapeDtypeStruct((*lead, m, n), spec.out_dtype)
+    parts = () if config.split_k == 1 else (config.split_k,)
+    out_type = jax.ShapeDtypeStruct((*parts, *lead, m, n), spec.out_dtype)
     kernel = plgpu.kernel(
         functools.partial(_kernel, spec=spec, config=config),
         out_type=[out_type] * (2 if spec.save_preactivation else 1),
@@ -281,8 +319,7 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
         # Approximate exp and tanh are good to about 11 bits: enough for a 16-bit result only.
         compiler_params=plgpu.CompilerParams(approx_math=spec.out_dtype in halfprecision.INPUTS),
     )
-    outs = [spec.unfold(out[..., : g.m, : g.n]) for out in kernel(lhs, rhs, *inputs)]
-    return outs if spec.fused else outs[0]
+    return [out[..., : g.m, : g.n] for out in kernel(lhs, rhs, *inputs)]
 
 
 def _padded(size: int, *, rows: bool) -> int:
@@ -320,8 +357,8 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
     # Tiles of the whole cluster, which holds two CTAs side by side along `config.cluster`.
     m_iters = pl.cdiv(g.m, block_m * (2 if config.cluster == "m" else 1))
     n_iters = pl.cdiv(g.n, block_n * (2 if config.cluster == "n" else 1))
-    k_iters = pl.cdiv(g.k, block_k)
-    num_tiles = (g.batch or 1) * m_iters * n_iters
+    k_iters = pl.cdiv(pl.cdiv(g.k, block_k), config.split_k)
+    num_tiles = config.split_k * (g.batch or 1) * m_iters * n_iters
     num_results = 1 + len(preactivation_gmem)
     store_n = _SWIZZLE_BYTES // jnp.dtype(out_dtype).itemsize
     pieces = list(itertools.product(range(consumer_m // _STORE_M), range(consumer_n // store_n)))
@@ -376,27 +413,26 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
         slot_of = lambda local, k: lax.rem(local * k_iters + k, jnp.int32(num_stages))
         full_of = lambda local, k: full.at[slot_of(local, k) * in_turn + lax.rem(local, jnp.int32(in_turn))]
 
-        def place(tile: Any) -> tuple[Any, Any, Any]:
-            """The batch, row and column of a tile."""
-            batch = () if g.batch is None else (lax.div(tile, jnp.int32(m_iters * n_iters)),)
-            m_idx, n_idx = plgpu.planar_snake(
-                tile if g.batch is None else lax.rem(tile, jnp.int32(m_iters * n_iters)),
-                (m_iters, n_iters),
-                0 if config.minor == "m" else 1,
-                config.strip,
-            )
+        def place(tile: Any) -> tuple[Any, Any, Any, Any]:
+            """The part of k, batch, row and column of a tile."""
+            product, tile = lax.div(tile, jnp.int32(m_iters * n_iters)), lax.rem(tile, jnp.int32(m_iters * n_iters))
+            num_batches = jnp.int32(g.batch or 1)
+            part = () if config.split_k == 1 else (lax.div(product, num_batches),)
+            batch = () if g.batch is None else (product if config.split_k == 1 else lax.rem(product, num_batches),)
+            m_idx, n_idx = plgpu.planar_snake(tile, (m_iters, n_iters), 0 if config.minor == "m" else 1, config.strip)
             if config.cluster == "m":
                 m_idx = m_idx * 2 + lax.axis_index("cluster")
             elif config.cluster == "n":
                 n_idx = n_idx * 2 + lax.axis_index("cluster")
-            return batch, m_idx, n_idx
+            return part, batch, m_idx, n_idx
 
         @pl.when(is_producer)
         def _produce() -> None:
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
 
             def load_tile(local: Any, _: None) -> None:
-                batch, *indices = place(tile_of(local))
+                part, batch, *indices = place(tile_of(local))
+                first = part[0] * k_iters if part else 0
 
                 def load(k: Any, _: None) -> None:
                     slot = slot_of(local, k)
@@ -405,7 +441,7 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
                     for (gmem, block), i, smem in zip(operands, indices, rings):
                         source = tuple(
                             index if size is None else pl.ds(index * size, size)
-                            for index, size in zip(block.index_map(batch, i, k), block.block_shape)
+                            for index, size in zip(block.index_map(batch, i, first + k), block.block_shape)
                         )
                         plgpu.copy_gmem_to_smem(
                             gmem.at[source],
@@ -459,12 +495,12 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
             def target(tile: Any, piece: int) -> tuple[Any, Any]:
                 """Where a piece lies in the result, and whether it does: Mosaic drops a dimension of one tile from the
                 copy, and with it the index that lies outside."""
-                batch, m_idx, n_idx = place(tile)
+                part, batch, m_idx, n_idx = place(tile)
                 i, j = pieces[piece]
                 row = m_idx * block_m + (consumer * consumer_m if config.split == "m" else 0) + i * _STORE_M
                 column = n_idx * block_n + (consumer * consumer_n if config.split == "n" else 0) + j * store_n
                 is_inside = column < store_n if out_gmem.shape[-1] == store_n else None
-                return (*batch, pl.ds(row, _STORE_M), pl.ds(column, store_n)), is_inside
+                return (*part, *batch, pl.ds(row, _STORE_M), pl.ds(column, store_n)), is_inside
 
             def finish(acc: jax.Array, tile: Any, piece: int) -> tuple[jax.Array, jax.Array]:
                 """A piece of the products, scaled and with its bias; and after the activation."""

@@ -60,6 +60,24 @@ def test_number_of_stages(num_stages: int, split: Any) -> None:
 
 
 @pytest.mark.parametrize("layouts", ["mk.kn", "km.nk"])
+@pytest.mark.parametrize("split_k", [2, 3])
+@pytest.mark.parametrize("k", [264, 384])
+def test_split_k(k: int, split_k: int, layouts: str) -> None:
+    """Also where the last part's blocks lie beyond k."""
+    config = dataclasses.replace(_SMALL_TILE, split_k=split_k)
+    check(make_spec(72, 136, k, layouts=layouts), config)
+    check(make_spec(72, 136, k, layouts=layouts, batch=2), config)
+    epilogue = dict(bias=True, residual=True, activation="gelu", save_preactivation=True, alpha=0.3)
+    check(make_spec(72, 136, k, layouts=layouts, **epilogue), dataclasses.replace(config, cluster="n", split=None))
+
+
+def test_a_part_of_k_with_nothing_in_it_is_refused() -> None:
+    spec = make_spec(72, 136, 200)
+    with pytest.raises(ValueError, match=re.escape("every part of split_k=5 must have some of k=200")):
+        matmul.run(spec, dataclasses.replace(_SMALL_TILE, split_k=5), *map(jnp.asarray, random_operands(spec)))
+
+
+@pytest.mark.parametrize("layouts", ["mk.kn", "km.nk"])
 @pytest.mark.parametrize("cluster", [None, "m", "n"])
 @pytest.mark.parametrize("delay_release", [0, 1])
 @pytest.mark.parametrize("m", [64, 200, 520])
