@@ -169,6 +169,7 @@ _CANDIDATES = (
     Config(256, 192, cluster_n=2),
     Config(128, 256, cluster_m=2),
     Config(128, 256),
+    Config(128, 192),
     Config(256, 128, cluster_n=2),
     Config(128, 160),
     Config(128, 160, cluster_m=4),
@@ -188,10 +189,12 @@ _CANDIDATES = (
 )
 
 # Of an H200, fitted to 470 times of 40 shapes (2026-11-21).
-# Of one SM: FLOP/s; bytes/s through shared memory, which only cost power; bytes/s from L2 of rows that are not whole
-# cache lines, which bind.
-_FLOPS_PER_SM = 7.1e12
-_SMEM_BYTES_PER_SM = 1.2e12
+# Of one SM: FLOP/s; bytes/s that wgmma reads from shared memory, and that are loaded into it, which only cost power;
+# bytes/s from L2, and of rows that are not whole cache lines, which bind.
+_FLOPS_PER_SM = 8.3e12
+_READ_BYTES_PER_SM = 8.9e11
+_LOAD_BYTES_PER_SM = 1.4e12
+_L2_BYTES_PER_SM = 1.5e11
 _L2_BYTES_PER_SM_OFF_LINES = 7.2e10
 # Of the chip: bytes/s of a kernel that pads rows.
 _COPY_BYTES = 3.5e12
@@ -210,6 +213,10 @@ _EXPOSED = 0.8
 #: The share of a deferred store that the next tile's products do not hide, of the second half and of packed pieces.
 _EXPOSED_HALF = 0.4
 _EXPOSED_PACKED = 0.45
+#: The share of the last wave's idle time that products of more waves than these get back, as the clock rises: power
+#: limits them.
+_REGAINED = 1 / 3
+_FEW_WAVES = 3
 
 # The search space. Tiles: block_m, block_n, block_k, ping_pong.
 _TILES = (
@@ -237,7 +244,7 @@ _STRIPS = (8, 4, 16)
 _SPLITS = (2, 4, 8)
 _MAX_STAGES = 8
 _MIN_SPLIT_STEPS = 4
-#: From this many waves of 128 x 256 tiles the last one costs little, and smaller tiles read too much.
+#: From this many waves on the last one costs little, and smaller tiles read too much.
 _MANY_WAVES = 6
 _MAX_EPILOGUE_ACCUMULATORS = 128
 
@@ -341,19 +348,23 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
     """Waves of tiles, each step of which is bound by the tensor cores, by L2 or by the loads that are under way.
 
     A cluster reads the operand it shares once. What goes through shared memory costs a little beside the products:
-    power, which they lack.
+    power, which they lack. A wgmma reads both operands: the fewer its columns, the more for each FLOP.
     """
     g = spec.gemm
-    waves = -(-_num_groups(spec, config) // _num_clusters(spec, config.cluster_blocks))
+    exact = _num_groups(spec, config) / _num_clusters(spec, config.cluster_blocks)
+    waves = float(math.ceil(exact))
+    if waves > _FEW_WAVES:
+        waves -= (waves - exact) * _REGAINED
     flops = 2 * config.block_m * config.block_n * config.block_k
-    smem_bytes = 2 * (config.block_m + config.block_n) * config.block_k
+    read_bytes = 2 * config.block_m // _WGMMA_M * (_WGMMA_M + config.block_n) * config.block_k
+    load_bytes = 2 * (config.block_m + config.block_n) * config.block_k
     l2_bytes = 2 * (config.block_m / config.cluster_n + config.block_n / config.cluster_m) * config.block_k
     operands = ((g.lhs_layout, g.m * g.k), (g.rhs_layout, g.k * g.n))
     rows = [(2 * dict(m=g.m, n=g.n, k=g.k)[layout[1]], size) for layout, size in operands]
     is_off_lines = any(row % _LINE_BYTES and row % _TMA_BYTES == 0 for row, _ in rows)
     step = max(
-        flops / _FLOPS_PER_SM + smem_bytes / _SMEM_BYTES_PER_SM,
-        l2_bytes / _L2_BYTES_PER_SM_OFF_LINES if is_off_lines else 0.0,
+        flops / _FLOPS_PER_SM + read_bytes / _READ_BYTES_PER_SM + load_bytes / _LOAD_BYTES_PER_SM,
+        l2_bytes / (_L2_BYTES_PER_SM_OFF_LINES if is_off_lines else _L2_BYTES_PER_SM),
         _LOAD_SECONDS / config.num_stages,
     )
     steps = -(-g.k // (config.block_k * config.split_k)) * step
@@ -362,7 +373,8 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
     store = tile * (_STORE_SECONDS if by_tma else _STORE_ROWS_SECONDS) * (_EPILOGUE if spec.activation else 1.0)
     # The stores of one consumer hide behind the products of the other.
     if not config.ping_pong:
-        per_wave, at_end = steps + store * _exposed(spec, config), 0.0
+        exposed = store * _exposed(spec, config)
+        per_wave, at_end = steps + exposed, store - exposed
     elif by_tma:
         per_wave, at_end = max(steps, store), store
     else:

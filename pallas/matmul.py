@@ -9,12 +9,12 @@ the tile in float32 registers. The ring never stops: the producer is tiles ahead
 buffer by TMA. Pieces for which there are registers wait for that, as 16 bits, until the next tile's first
 products are under way.
 
-    tile (block_m x block_n), split along n            split along m
-    +-----------+-----------+                          +-----------------------+
-    | consumer0 | consumer1 |                          |       consumer0       |
-    |           |           |                          +-----------------------+
-    +-----------+-----------+                          |       consumer1       |
-                                                       +-----------------------+
+    tile (block_m x block_n), split along m            split along n
+    +-----------------------+                          +-----------+-----------+
+    |       consumer0       |                          | consumer0 | consumer1 |
+    +-----------------------+                          |           |           |
+    |       consumer1       |                          +-----------+-----------+
+    +-----------------------+
 
 Operands lie in memory as "mk" or "km" and "kn" or "nk"; wgmma reads either orientation of 16-bit types
 from shared memory, so no layout is copied. TMA fills what a block reads beyond an array's edge with
@@ -49,6 +49,7 @@ VERSION = 2
 
 _Axis = Literal["m", "n"]
 _NUM_CONSUMERS = 2
+_WARPGROUP = 128
 _SWIZZLE_BYTES = 128
 #: Results are staged in shared memory and sent out in pieces of _STORE_M rows by one swizzle span.
 _STORE_M = 64
@@ -97,12 +98,12 @@ class Config:
     block_n: int = 256
     block_k: int = 64
     num_stages: int = 4
-    split: _Axis | None = "n"
+    split: _Axis | None = "m"
     cluster: _Axis | None = None
     minor: _Axis = "m"
     strip: int = 8
     split_k: int = 1
-    delay_release: int = 0
+    delay_release: int = 1
 
     def __post_init__(self) -> None:
         consumer_m, consumer_n = self.consumer_tile
@@ -127,40 +128,58 @@ class Config:
         )
 
 
-#: The default is one of these until the model is trusted with the whole space: of 32 shapes measured on an H200
-#: (squares, Llama's layers in three layouts, skinny, odd and batched ones; 27 configs each, 2026-11-20) it was within
-#: 5 % of the fastest config on 30, and 9 % behind on the worst.
+#: The default is one of these until the model is trusted with the whole space (measured: docs/pallas-kernels.md).
 _CANDIDATES = (
-    Config(delay_release=1),
     Config(),
-    Config(block_m=256, block_n=128, split="m", delay_release=1),
-    Config(block_n=128, num_stages=6, delay_release=1),
-    Config(block_m=64),
-    Config(block_m=64, block_n=128, block_k=128),
-    Config(block_m=64, block_n=128, num_stages=6),
+    Config(256, 128),
+    Config(128, 192),
+    Config(128, 128, num_stages=6),
+    Config(128, 128, num_stages=6, split_k=2),
+    Config(128, 128, num_stages=6, split_k=4),
+    Config(128, 64, 128),
+    Config(64, 256, split="n", delay_release=0),
+    Config(64, 128, 128, split="n", delay_release=0),
+    Config(64, 128, 128, split="n", delay_release=0, split_k=2),
+    Config(64, 128, 128, split="n", delay_release=0, split_k=4),
+    Config(64, 128, 128, split="n", delay_release=0, split_k=8),
+    Config(64, 128, num_stages=6, split="n", delay_release=0),
 )
 #: Up to this many rows make one tile: two neighbours along n share it.
 _SKINNY = 64
-_SKINNY_CANDIDATE = Config(block_m=64, block_n=128, block_k=128, cluster="n")
+_SKINNY_CANDIDATE = Config(64, 128, 128, split="n", delay_release=0, cluster="n")
 
-# Figures of an H200, fitted to those measurements: reachable bf16 FLOP/s and L2 bytes/s of one SM, the time a tile
-# spends filling the ring and storing its result, and that from asking for a block to having it.
-_FLOPS_PER_SM = 6.4e12
-_L2_BYTES_PER_SM = 3.5e11
-_TILE_SECONDS = 2.2e-6
-_LOAD_SECONDS = 1.4e-6
+# Figures of an H200, fitted to 240 times of 20 shapes (2026-11-21).
+# Of one SM: bf16 FLOP/s, bytes/s from shared memory into the tensor cores and from L2.
+_FLOPS_PER_SM = 8.3e12
+_SMEM_BYTES_PER_SM = 5.2e11
+_L2_BYTES_PER_SM = 1.07e11
+# Seconds: a launch, with the first tile's way; storing a tile of 128 x 256; getting a block that was asked for; a
+# kernel that adds up parts of k.
+_LAUNCH_SECONDS = 1.4e-6
+_STORE_SECONDS = 0.8e-6
+_LOAD_SECONDS = 1.0e-6
+_SUM_SECONDS = 1.2e-6
+#: Times as long as a store takes one with an activation.
+_EPILOGUE = 2.0
+#: The share of a deferred piece's store that the next tile's products hide.
+_HIDDEN = 0.6
+#: The share of the last wave's idle time that products of more waves than these get back, as the clock rises: power
+#: limits them.
+_REGAINED = 1 / 3
+_FEW_WAVES = 3
 
 # The search space: what is tried along each knob, the usual setting first.
-_BLOCKS = (128, 64, 256)
+_BLOCKS_M = (128, 64, 256)
+_BLOCKS_N = (256, 192, 128, 64)
 _BLOCK_KS = (64, 128)
-_SPLITS: tuple[_Axis | None, ...] = ("n", "m", None)
+_SPLITS: tuple[_Axis | None, ...] = ("m", "n", None)
 _MAX_STAGES = 6
 _PARTS = (2, 4, 8)
-_MIN_SPLIT_STEPS = 8
+_MIN_SPLIT_STEPS = 4
 _STRIPS = (8, 4, 16)
 #: A consumer's accumulators: 128 registers of each thread. With 256 there is none left for anything else.
 _MAX_CONSUMER_TILE = 128 * 128
-#: From this many waves of 128 x 256 tiles the last one costs little, and tiles under 128 x 128 read too much.
+#: From this many waves on the last one costs little, and tiles under 128 x 128 read too much.
 _MANY_WAVES = 6
 #: What barriers and the alignment of buffers to 1 KB add to the buffers' own bytes, at most.
 _BARRIER_BYTES = 3072
@@ -171,57 +190,70 @@ def unsupported(spec: MatmulSpec) -> str | None:
 
 
 def shortlist(spec: MatmulSpec) -> tuple[Config, ...]:
-    return (_SKINNY_CANDIDATE, *_CANDIDATES) if spec.gemm.m <= _SKINNY else _CANDIDATES
+    candidates = (_SKINNY_CANDIDATE, *_CANDIDATES) if spec.gemm.m <= _SKINNY else _CANDIDATES
+    return tuple(_trimmed(spec, config) for config in candidates)
+
+
+def _trimmed(spec: MatmulSpec, config: Config) -> Config:
+    """Without a late release where the ring does not go round."""
+    goes_round = pl.cdiv(spec.gemm.k, config.block_k) > config.num_stages
+    return config if goes_round else dataclasses.replace(config, delay_release=0)
 
 
 def search_space(spec: MatmulSpec) -> Iterator[Config]:
     """Yields the tiles and schedules worth measuring.
 
-    - Tiles: {64, 128, 256} squared, in halves whose sides are multiples of 64 and whose accumulators fit. Blocks of
-      256 only for sizes above 128, of 128 along m for m above 64, of 64 along n for n up to 64. With many waves no
-      tile under 128 x 128. Halves of 64 columns re-read the lhs: only in tiles up to 128 x 128.
-    - Consumers take tiles in turn where a CTA has two; in the usual walk.
+    - Tiles: {64, 128, 256} x {64, 128, 192, 256}, in halves whose sides are multiples of 64 and whose accumulators
+      fit: along n where there are 64 rows, else along m, as a wgmma of 256 columns reads least. Blocks of 192 or 256
+      only for sizes above 128, of 128 along m for m above 64, of 64 along n for n up to 64 or a tile of 128 rows. With
+      many waves no tile under 128 x 128.
+    - Consumers take tiles of 128 columns in turn where a CTA has two and there is an activation to hide; in the usual
+      walk.
     - block_k 128 halves the barriers of small tiles: up to 128 x 128, for k above 128.
     - The deepest ring of up to 6 slots that fits: a shallower one saves memory that nothing else would use.
     - Clusters where there are two tiles to share an operand; a late release where the ring goes round.
-    - Parts of k where all parts of all tiles run at once, of at least 8 steps each.
+    - Parts of k where all parts of all tiles run at once, of at least 4 steps each.
     - Strips and their direction where tiles make more than one wave, and the strip is narrower than the result.
     """
     g = spec.gemm
     tiles = lambda block_m, block_n: (pl.cdiv(g.m, block_m), pl.cdiv(g.n, block_n))
     num_tiles = lambda block_m, block_n: (g.batch or 1) * math.prod(tiles(block_m, block_n))
     many = min(g.m, g.n) > 64 and num_tiles(128, 256) >= _MANY_WAVES * spec.target.num_sms
-    for block_m, block_n, split, block_k in itertools.product(_BLOCKS, _BLOCKS, _SPLITS, _BLOCK_KS):
+    for block_m, block_n, split, block_k in itertools.product(_BLOCKS_M, _BLOCKS_N, _SPLITS, _BLOCK_KS):
         area = block_m * block_n
         consumer_m = block_m // (_NUM_CONSUMERS if split == "m" else 1)
         consumer_n = block_n // (_NUM_CONSUMERS if split == "n" else 1)
-        needs_two = split is None and num_tiles(block_m, block_n) <= spec.target.num_sms
+        in_turn = split is None
+        needless = in_turn and (
+            block_n != 128 or spec.activation is None or num_tiles(block_m, block_n) <= spec.target.num_sms
+        )
+        reads_more = split == "n" and block_m > 64
         illegal = consumer_m % 64 or consumer_n % 64 or consumer_m * consumer_n > _MAX_CONSUMER_TILE
-        too_large = (block_m == 256 and g.m <= 128) or (block_n == 256 and g.n <= 128) or (block_m > 64 >= g.m)
-        too_small = (block_n == 64 and g.n > 64) or (many and area < 128 * 128)
-        narrow = consumer_n == 64 and area > 128 * 128
+        too_large = (block_m == 256 and g.m <= 128) or (block_n > 128 >= g.n) or (block_m > 64 >= g.m)
+        too_small = (block_n == 64 and g.n > 64 and block_m != 128) or (many and area < 128 * 128)
         needlessly_deep = block_k > 64 and (area > 128 * 128 or g.k <= 128)
         num_stages = min(_MAX_STAGES, _max_stages(spec, block_m, block_n, block_k))
-        if illegal or needs_two or too_large or too_small or narrow or needlessly_deep or num_stages < 2:
+        if illegal or needless or reads_more or too_large or too_small or needlessly_deep or num_stages < 2:
             continue
+        config = Config(block_m, block_n, block_k, num_stages, split)
         m_iters, n_iters = tiles(block_m, block_n)
-        goes_round = pl.cdiv(g.k, block_k) > num_stages
         sides: tuple[tuple[_Axis, int], ...] = (("m", m_iters), ("n", n_iters))
         clusters: list[_Axis | None] = [None, *(axis for axis, iters in sides if iters > 1)]
         walks: list[tuple[_Axis, int]] = [("m", _STRIPS[0])]
-        if m_iters * n_iters > spec.target.num_sms and split is not None:
+        if m_iters * n_iters > spec.target.num_sms and not in_turn:
             walks.extend((axis, strip) for axis, iters in sides for strip in _STRIPS if strip < iters)
+        parts = [
+            split_k for split_k in _PARTS
+            if num_tiles(block_m, block_n) * split_k <= spec.target.num_sms and not in_turn
+            and pl.cdiv(g.k, block_k) >= _MIN_SPLIT_STEPS * split_k
+        ]  # fmt: skip
         # Without doubles: the usual walk is often one of those added.
-        for delay_release, cluster, (minor, strip) in itertools.product(
-            (0, 1) if goes_round else (0,), clusters, dict.fromkeys(walks)
-        ):
-            yield Config(
-                block_m, block_n, block_k, num_stages, split, cluster, minor, strip, delay_release=delay_release
-            )
-        for split_k in _PARTS:
-            fits = num_tiles(block_m, block_n) * split_k <= spec.target.num_sms and split is not None
-            if fits and pl.cdiv(g.k, block_k) >= _MIN_SPLIT_STEPS * split_k:
-                yield Config(block_m, block_n, block_k, num_stages, split, split_k=split_k)
+        for delay_release in dict.fromkeys(_trimmed(spec, config).delay_release * late for late in (1, 0)):
+            late = dataclasses.replace(config, delay_release=delay_release)
+            for cluster, (minor, strip) in itertools.product(clusters, dict.fromkeys(walks)):
+                yield dataclasses.replace(late, cluster=cluster, minor=minor, strip=strip)
+            for split_k in parts:
+                yield dataclasses.replace(late, split_k=split_k)
 
 
 def _max_stages(spec: MatmulSpec, block_m: int, block_n: int, block_k: int) -> int:
@@ -234,39 +266,48 @@ def _max_stages(spec: MatmulSpec, block_m: int, block_n: int, block_k: int) -> i
 def estimate(spec: MatmulSpec, config: Config) -> float:
     """Waves of tiles, each step of which is bound by the tensor cores or by getting its operands.
 
-    They come from L2 (the one that a cluster shares is read once for both), for the first time from memory (a wave
-    covers strip x the rest of the SMs' tiles), and no faster than the ring has slots under way. Sums of parts of k are
-    written and read once more, by another kernel.
+    A wgmma of 64 rows reads both of its operands from shared memory, which costs beside the products: fewer columns
+    read more for each FLOP. Blocks come from L2 (the one that a cluster shares is read once for both), for the first
+    time from memory (a wave covers strip x the rest of the SMs' tiles), and no faster than the ring has slots under
+    way. Sums of parts of k are written and read once more, by another kernel.
     """
     g = spec.gemm
     paired_m, paired_n = (2 if config.cluster == axis else 1 for axis in ("m", "n"))
     m_iters, n_iters = pl.cdiv(g.m, config.block_m), pl.cdiv(g.n, config.block_n)
-    groups = config.split_k * (g.batch or 1) * pl.cdiv(m_iters, paired_m) * pl.cdiv(n_iters, paired_n)
+    groups = config.split_k * _num_groups(spec, config)
     num_groups = spec.target.num_sms // (paired_m * paired_n)
+    consumer_m, consumer_n = config.consumer_tile
+    num_consumers = 1 if config.split is None else _NUM_CONSUMERS
     flops = 2 * config.block_m * config.block_n * config.block_k
+    smem_bytes = 2 * num_consumers * consumer_m // 64 * (64 + consumer_n) * config.block_k
     l2_bytes = 2 * (config.block_m / paired_n + config.block_n / paired_m) * config.block_k
     step = max(
-        flops / _FLOPS_PER_SM,
+        flops / _FLOPS_PER_SM + smem_bytes / _SMEM_BYTES_PER_SM,
         l2_bytes / _L2_BYTES_PER_SM,
         _LOAD_SECONDS / (config.num_stages - config.delay_release),
     )
     if spec.target.memory_bytes_per_s:
-        wave = min(spec.target.num_sms, m_iters * n_iters)
+        wave = min(spec.target.num_sms // config.split_k, m_iters * n_iters)
         major, minor = (n_iters, m_iters) if config.minor == "m" else (m_iters, n_iters)
         minor = min(config.strip, minor)
         major = min(pl.cdiv(wave, minor), major)
         rows, columns = (minor, major) if config.minor == "m" else (major, minor)
         wave_bytes = 2 * (rows * config.block_m + columns * config.block_n) * config.block_k
         step = max(step, config.split_k * wave_bytes / spec.target.memory_bytes_per_s)
-    waves, steps = pl.cdiv(groups, num_groups), pl.cdiv(g.k, config.block_k * config.split_k) * step
-    # One consumer's stores hide behind the other's products.
-    seconds = waves * (_TILE_SECONDS + steps)
-    if config.split is None:
-        seconds = waves * max(steps, _TILE_SECONDS) + _TILE_SECONDS
+    waves = float(pl.cdiv(groups, num_groups))
+    if waves > _FEW_WAVES:
+        waves -= (waves - groups / num_groups) * _REGAINED
+    steps = pl.cdiv(g.k, config.block_k * config.split_k) * step
+    store = _STORE_SECONDS * config.block_m * config.block_n / (128 * 256) * (_EPILOGUE if spec.activation else 1.0)
+    if config.split is None:  # One consumer's stores hide behind the other's products.
+        seconds = waves * max(steps, store) + store
+    else:
+        hidden = store * _HIDDEN * _num_deferred(spec, config) / _num_pieces(spec, config)
+        seconds = waves * (steps + store - hidden) + hidden
     if config.split_k > 1:
         sums_bytes = 8 * config.split_k * (g.batch or 1) * g.m * g.n
-        seconds += _TILE_SECONDS + sums_bytes / (spec.target.memory_bytes_per_s or math.inf)
-    return seconds
+        seconds += _SUM_SECONDS + sums_bytes / (spec.target.memory_bytes_per_s or math.inf)
+    return _LAUNCH_SECONDS + seconds
 
 
 def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilogue: jax.Array) -> Any:
@@ -410,8 +451,10 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
         cta, num_ctas = lax.axis_index("cta"), lax.axis_size("cta")
         num_local = lax.div(num_tiles - 1 - cta + num_ctas, num_ctas)
         tile_of = lambda local: cta + local * num_ctas
-        slot_of = lambda local, k: lax.rem(local * k_iters + k, jnp.int32(num_stages))
-        full_of = lambda local, k: full.at[slot_of(local, k) * in_turn + lax.rem(local, jnp.int32(in_turn))]
+        # Places in the ring are carried along: a remainder by a number that is no power of two costs every step dearly.
+        following = lambda slot: jnp.where(slot == num_stages - 1, 0, slot + 1)
+        previous = lambda slot: jnp.where(slot == 0, num_stages - 1, slot - 1)
+        full_of = lambda local, slot: full.at[slot * in_turn + lax.rem(local, jnp.int32(in_turn))]
 
         def place(tile: Any) -> tuple[Any, Any, Any, Any]:
             """The part of k, batch, row and column of a tile."""
@@ -430,12 +473,11 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
         def _produce() -> None:
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
 
-            def load_tile(local: Any, _: None) -> None:
+            def load_tile(local: Any, slot: Any) -> Any:
                 part, batch, *indices = place(tile_of(local))
                 first = part[0] * k_iters if part else 0
 
-                def load(k: Any, _: None) -> None:
-                    slot = slot_of(local, k)
+                def load(k: Any, slot: Any) -> Any:
                     goes_round = local * k_iters + k >= num_stages
                     pl.when(goes_round)(lambda: plgpu.barrier_wait(empty.at[slot]))
                     for (gmem, block), i, smem in zip(operands, indices, rings):
@@ -446,13 +488,14 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
                         plgpu.copy_gmem_to_smem(
                             gmem.at[source],
                             smem.at[slot],
-                            full_of(local, k),
+                            full_of(local, slot),
                             collective_axes=block.collective_axes or None,
                         )
+                    return following(slot)
 
-                lax.fori_loop(0, k_iters, load, None)
+                return lax.fori_loop(0, k_iters, load, slot)
 
-            lax.fori_loop(0, num_local, load_tile, None)
+            lax.fori_loop(0, num_local, load_tile, jnp.int32(0))
 
         @pl.when(jnp.logical_not(is_producer))
         def _consume() -> None:
@@ -462,35 +505,38 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
             my_rows = pl.ds(consumer * consumer_m, consumer_m) if config.split == "m" else slice(None)
             my_columns = pl.ds(consumer * consumer_n, consumer_n) if config.split == "n" else slice(None)
 
-            def multiply_tile(local: Any, behind: Any) -> jax.Array:
-                """Returns the products; `behind` is called with 0, 1, ... while the products of as many steps fly."""
+            def multiply_tile(local: Any, slot: Any, behind: Any) -> tuple[jax.Array, Any]:
+                """Returns the products and the next slot; `behind` is called with 0, 1, ... while that step's are under
+                way."""
 
-                def step(acc_ref: Any, k: Any) -> None:
-                    plgpu.barrier_wait(full_of(local, k))
-                    lhs, rhs = (smem.at[slot_of(local, k)] for smem in rings)
+                def step(acc_ref: Any, k: Any, slot: Any) -> Any:
+                    plgpu.barrier_wait(full_of(local, slot))
+                    lhs, rhs = (smem.at[slot] for smem in rings)
                     lhs = lhs.at[my_rows] if g.lhs_layout == "mk" else lhs.at[:, my_rows].transpose((1, 0))
                     rhs = rhs.at[:, my_columns] if g.rhs_layout == "kn" else rhs.at[my_columns].transpose((1, 0))
                     plgpu.wgmma(acc_ref, lhs, rhs)
                     if isinstance(k, int):
                         behind(k)
                     plgpu.wgmma_wait(is_late)
-                    release = lambda: plgpu.barrier_arrive(empty.at[slot_of(local, k - is_late)])
+                    release = lambda: plgpu.barrier_arrive(empty.at[previous(slot) if is_late else slot])
                     if num_deferred >= is_late and not isinstance(k, int):
                         release()
                     else:
                         pl.when(k >= is_late)(release)
+                    return following(slot)
 
                 @functools.partial(pl.run_scoped, acc_ref=plgpu.ACC((consumer_m, consumer_n), jnp.float32))
-                def acc(acc_ref: Any) -> jax.Array:
+                def result(acc_ref: Any) -> tuple[jax.Array, Any]:
+                    next_slot = slot
                     for k in range(num_deferred):
-                        step(acc_ref, k)
-                    lax.fori_loop(num_deferred, k_iters, lambda k, _: step(acc_ref, k), None)
+                        next_slot = step(acc_ref, k, next_slot)
+                    next_slot = lax.fori_loop(num_deferred, k_iters, functools.partial(step, acc_ref), next_slot)
                     products = acc_ref[...]
                     if is_late:
-                        plgpu.barrier_arrive(empty.at[slot_of(local, k_iters - 1)])
-                    return products
+                        plgpu.barrier_arrive(empty.at[previous(next_slot)])
+                    return products, next_slot
 
-                return acc
+                return result
 
             def target(tile: Any, piece: int) -> tuple[Any, Any]:
                 """Where a piece lies in the result, and whether it does: Mosaic drops a dimension of one tile from the
@@ -535,25 +581,30 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
                 residual = residual_gmem.at[to] if residual_gmem is not None and gmem is out_gmem else None
                 send(x, (piece * num_results + nth) % _NUM_STORE_SLOTS, gmem.at[to], is_inside, residual)
 
-            def run_tile(nth: Any, packed: list[jax.Array]) -> list[jax.Array]:
+            def run_tile(nth: Any, carry: tuple[Any, list[jax.Array]]) -> tuple[Any, list[jax.Array]]:
                 """The last pieces of the tile before are stored behind the first products of this one."""
+                slot, packed = carry
                 local = nth * in_turn + consumer if in_turn > 1 else nth
                 tile = tile_of(local)
 
                 def behind(k: int) -> None:
                     pl.when(local > 0)(lambda: store(packed[k], tile - num_ctas, num_now + k))
 
-                acc = multiply_tile(local, behind)
+                acc, slot = multiply_tile(local, slot, behind)
                 for piece in range(num_now):
                     before, after = finish(acc, tile, piece)
                     if preactivation_gmem:
                         store(before, tile, piece, preactivation_gmem[0])
                     store(after, tile, piece, nth=num_results - 1)
-                return [finish(acc, tile, piece)[1].astype(out_dtype) for piece in range(num_now, len(pieces))]
+                packed = [finish(acc, tile, piece)[1].astype(out_dtype) for piece in range(num_now, len(pieces))]
+                return skip_others(slot), packed
 
+            # The other consumer's tile lies between two of this one's.
+            skip_others = lambda slot: lax.rem(slot + k_iters, jnp.int32(num_stages)) if in_turn > 1 else slot
+            first_slot = lax.rem(consumer * k_iters, jnp.int32(num_stages)) if in_turn > 1 else jnp.int32(0)
             mine = lax.div(num_local - consumer + 1, jnp.int32(in_turn)) if in_turn > 1 else num_local
             nothing = plgpu.layout_cast(jnp.zeros((_STORE_M, store_n), out_dtype), plgpu.Layout.WGMMA)
-            packed = lax.fori_loop(0, mine, run_tile, [nothing] * num_deferred)
+            _, packed = lax.fori_loop(0, mine, run_tile, (first_slot, [nothing] * num_deferred))
             for k, x in enumerate(packed):
                 store(x, tile_of(num_local - 1), num_now + k)
 
@@ -569,10 +620,8 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
 def _num_deferred(spec: MatmulSpec, config: Config) -> int:
     """How many pieces of a consumer's part of a tile wait, as 16 bits in registers, to be stored behind the next tile's
     first steps: as many as there are registers for, where CTAs have a next tile."""
-    g = spec.gemm
-    paired_m, paired_n = (2 if config.cluster == axis else 1 for axis in ("m", "n"))
-    groups = (g.batch or 1) * pl.cdiv(g.m, config.block_m * paired_m) * pl.cdiv(g.n, config.block_n * paired_n)
-    has_next = groups > spec.target.num_sms // (paired_m * paired_n)
+    num_clusters = spec.target.num_sms // (2 if config.cluster else 1)
+    has_next = config.split_k * _num_groups(spec, config) > num_clusters
     if (
         not has_next
         or config.split is None
@@ -581,7 +630,20 @@ def _num_deferred(spec: MatmulSpec, config: Config) -> int:
         or spec.save_preactivation
     ):
         return 0
-    accumulators = config.block_m * config.block_n // _NUM_CONSUMERS // 128  # Of one thread.
-    packed = _STORE_M * _SWIZZLE_BYTES // 4 // 128
-    num_pieces = accumulators // (2 * packed)
-    return min(num_pieces, (_MAX_TILE_REGISTERS - accumulators) // packed, pl.cdiv(g.k, config.block_k))
+    accumulators = math.prod(config.consumer_tile) // _WARPGROUP  # Of one thread.
+    packed = _STORE_M * _SWIZZLE_BYTES // 4 // _WARPGROUP
+    return min(
+        _num_pieces(spec, config), (_MAX_TILE_REGISTERS - accumulators) // packed, pl.cdiv(spec.gemm.k, config.block_k)
+    )
+
+
+def _num_pieces(spec: MatmulSpec, config: Config) -> int:
+    """Pieces in which a consumer's part of a tile is stored."""
+    return math.prod(config.consumer_tile) * spec.out_dtype.itemsize // (_STORE_M * _SWIZZLE_BYTES)
+
+
+def _num_groups(spec: MatmulSpec, config: Config) -> int:
+    """Tiles of a whole cluster, of one part of k."""
+    paired_m, paired_n = (2 if config.cluster == axis else 1 for axis in ("m", "n"))
+    g = spec.gemm
+    return (g.batch or 1) * pl.cdiv(g.m, config.block_m * paired_m) * pl.cdiv(g.n, config.block_n * paired_n)

@@ -103,7 +103,7 @@ def lower_matmul(config: matmul.Config, layouts: str = "mk.kn", *, epilogue: boo
 
 
 _CANDIDATES = [
-    pytest.param(c, id=f"{c.block_m}x{c.block_n}x{c.block_k}-{c.delay_release}-{c.cluster}")
+    pytest.param(c, id=f"{c.block_m}x{c.block_n}x{c.block_k}-{c.delay_release}-{c.cluster}-{c.split_k}")
     for c in (*matmul._CANDIDATES, matmul._SKINNY_CANDIDATE)
 ]
 

@@ -23,7 +23,7 @@ from jaxkernels.specs import MatmulSpec
 
 #: A Hopper GPU of two SMs, so that a handful of small tiles makes a CTA walk several.
 _SMALL_GPU = dataclasses.replace(hardware.lookup("NVIDIA H200"), num_sms=2)
-_SMALL_TILE = matmul.Config(block_m=64, block_n=128, num_stages=2)
+_SMALL_TILE = matmul.Config(block_m=64, block_n=128, num_stages=2, split="n", delay_release=0)
 
 make_spec = functools.partial(products.make_spec, out_dtype="bfloat16", residual_dtype="bfloat16", target=_SMALL_GPU)
 
@@ -41,7 +41,7 @@ def check(spec: MatmulSpec, config: matmul.Config = _SMALL_TILE) -> None:
 @pytest.mark.parametrize("split", ["m", "n"])
 def test_layouts(layouts: str, split: str) -> None:
     block_m, block_n = (128, 64) if split == "m" else (64, 128)
-    config = matmul.Config(block_m=block_m, block_n=block_n, num_stages=2, split=split)
+    config = dataclasses.replace(_SMALL_TILE, block_m=block_m, block_n=block_n, split=split)
     check(make_spec(128, 192, 256, layouts=layouts), config)
 
 
@@ -90,12 +90,13 @@ def test_ping_pong(m: int, layouts: str, cluster: Any, delay_release: int) -> No
 @pytest.mark.parametrize(
     ("config", "options"),
     [
-        (matmul.Config(num_stages=2, delay_release=1), {}),
-        (matmul.Config(block_m=256, block_n=128, num_stages=2, split="m"), dict(bias=True, activation="gelu")),
-        (matmul.Config(block_m=64, num_stages=3, cluster="n", delay_release=1), dict(alpha=0.3)),
-        (matmul.Config(block_m=128, block_n=128, num_stages=1), dict(out_dtype="float32")),
+        (matmul.Config(num_stages=2), {}),
+        (matmul.Config(256, 128, num_stages=2, delay_release=0), dict(bias=True, activation="gelu")),
+        (matmul.Config(128, 192, num_stages=3), dict(bias=True)),
+        (matmul.Config(64, 256, num_stages=3, split="n", cluster="n"), dict(alpha=0.3)),
+        (matmul.Config(128, 128, num_stages=1, delay_release=0), dict(out_dtype="float32")),
     ],
-    ids=["half", "half-split-m", "cluster", "nothing"],
+    ids=["half", "half-tall", "all", "cluster", "nothing"],
 )
 def test_stores_behind_the_next_tile(config: matmul.Config, options: dict[str, Any], k: int) -> None:
     check(make_spec(500, 520, k, **options), config)
@@ -211,7 +212,7 @@ def test_same_inputs_give_the_same_bits() -> None:
         ("wait_smem_to_gmem", _SMALL_TILE),
         ("wgmma_wait", dataclasses.replace(_SMALL_TILE, num_stages=2)),
         ("wgmma_wait", matmul.Config(num_stages=2)),
-        ("wgmma_wait", matmul.Config(64, 64, num_stages=2, split=None)),
+        ("wgmma_wait", matmul.Config(64, 64, num_stages=2, split=None, delay_release=0)),
         ("wait_smem_to_gmem", matmul.Config(num_stages=2)),
     ],
 )
@@ -229,7 +230,7 @@ def test_a_missing_wait_is_a_race(missing: str, config: matmul.Config, monkeypat
         (
             dict(block_m=96),
             "matmul[pallas]: each consumer's tile and block_k must be multiples of 64; got "
-            "block_m=96, block_n=256, block_k=64 split along n.",
+            "block_m=96, block_n=256, block_k=64 split along m.",
         ),
         (dict(num_stages=1, delay_release=1), "matmul[pallas]: num_stages must exceed delay_release=1; got 1."),
     ],
@@ -247,12 +248,70 @@ def test_refusals(spec: MatmulSpec, reason: str) -> None:
 
 def test_the_model_prefers_tiles_that_fill_the_machine() -> None:
     h200 = hardware.lookup("NVIDIA H200")
-    tile = lambda *sizes: dataclasses.astuple(
-        dispatch.default_config("matmul", "pallas", dataclasses.replace(make_spec(*sizes), target=h200))
-    )[:2]
-    assert tile(8192, 8192, 8192) == (128, 256)
-    assert tile(1024, 1024, 1024) == (64, 128)
-    assert tile(64, 4096, 4096)[0] == 64
+    config = lambda *sizes: dispatch.default_config(
+        "matmul", "pallas", dataclasses.replace(make_spec(*sizes), target=h200)
+    )
+    assert config(8192, 8192, 8192) == matmul.Config()
+    assert dataclasses.astuple(config(1024, 1024, 1024))[:2] == (64, 128)
+    assert config(64, 4096, 4096).block_m == 64
+    assert config(256, 4096, 14336) == matmul.Config(128, 128, num_stages=6, split_k=2)
+
+
+def check_on_this_chip(spec: MatmulSpec, config: matmul.Config, runs: int) -> None:
+    """Holds the kernel to the error rule, and every run to the bits of the first."""
+    spec = dataclasses.replace(spec, target=hardware.chip_of(jax.devices()[0]))
+    operands = random_operands(spec)
+    arrays = [jnp.asarray(x) for x in operands]
+    product = jax.jit(lambda *arrays: matmul.run(spec, config, *arrays))
+    outs = product(*arrays)
+    assert_right(spec, operands, outs)
+    agrees = jax.jit(lambda *pair: jnp.array([jnp.array_equal(*xs) for xs in zip(*map(jax.tree.leaves, pair))]).all())
+    assert all(agrees(outs, product(*arrays)) for _ in range(runs))
+
+
+#: What the search space has of every kind; several tiles for each CTA, and sizes that no tile divides.
+_ON_THE_CHIP = {
+    "usual": matmul.Config(),
+    "early": matmul.Config(delay_release=0),
+    "one-slot": matmul.Config(num_stages=1, delay_release=0),
+    "six-slots": matmul.Config(128, 128, num_stages=6),
+    "wide": matmul.Config(128, 192),
+    "tall": matmul.Config(256, 128, minor="n", strip=4),
+    "pairs-m": matmul.Config(cluster="m"),
+    "pairs-n": matmul.Config(cluster="n", delay_release=0),
+    "narrow": matmul.Config(128, 64, 128),
+    "split-n": matmul.Config(64, 256, split="n", cluster="n"),
+    "in-turn": matmul.Config(128, 128, num_stages=5, split=None),
+    "in-turn-pairs": matmul.Config(64, 128, 128, num_stages=3, split=None, cluster="m"),
+    "split-k": matmul.Config(128, 128, num_stages=5, split_k=3),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layouts", ["mk.kn", "mk.nk", "km.kn", "km.nk"])
+@pytest.mark.parametrize("name", _ON_THE_CHIP)
+def test_schedules_on_the_chip(name: str, layouts: str) -> None:
+    check_on_this_chip(make_spec(2600, 2824, 584, layouts=layouts), _ON_THE_CHIP[name], runs=20)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["usual", "tall", "split-n", "in-turn", "split-k"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(bias=True, activation="gelu"),
+        dict(bias=True, residual=True, activation="silu", save_preactivation=True, alpha=0.3),
+        dict(out_dtype="float32", batch=2),
+    ],
+    ids=["bias-gelu", "all", "float32-batch"],
+)
+def test_epilogues_on_the_chip(name: str, options: dict[str, Any]) -> None:
+    check_on_this_chip(make_spec(1400, 2824, 584, **options), _ON_THE_CHIP[name], runs=20)
+
+
+@pytest.mark.gpu
+def test_thousands_of_runs_agree() -> None:
+    check_on_this_chip(make_spec(2600, 2824, 328), matmul.Config(), runs=2000)
 
 
 @pytest.mark.gpu
@@ -262,7 +321,7 @@ def test_a_cluster_ends_together(cluster: str, delay_release: int) -> None:
     """A block that left while its neighbour still released slots to it broke the context, in one run of hundreds."""
     spec = dataclasses.replace(make_spec(64, 28672, 4096), target=hardware.chip_of(jax.devices()[0]))
     lhs, rhs = (jax.random.normal(jax.random.key(i), x.shape, x.dtype) for i, x in enumerate((spec.lhs, spec.rhs)))
-    config = matmul.Config(cluster=cluster, delay_release=delay_release)
+    config = matmul.Config(64, 256, split="n", cluster=cluster, delay_release=delay_release)
     product = jax.jit(lambda lhs, rhs: matmul.run(spec, config, lhs, rhs))
     expected = np.asarray(product(lhs, rhs))
     for _ in range(200):

@@ -83,7 +83,7 @@ def _matmul_spec(layouts: str, **epilogue: Any) -> MatmulSpec:
 @pytest.mark.parametrize(
     "config",
     [*matmul._CANDIDATES, matmul._SKINNY_CANDIDATE],
-    ids=lambda c: f"{c.block_m}x{c.block_n}x{c.block_k}-{c.delay_release}-{c.cluster}",
+    ids=lambda c: f"{c.block_m}x{c.block_n}x{c.block_k}-{c.delay_release}-{c.cluster}-{c.split_k}",
 )
 @pytest.mark.parametrize("layouts", ["mk.kn", "km.nk"])
 def test_matmul(config: matmul.Config, layouts: str, spills: Callable[..., list[int]]) -> None:
@@ -97,12 +97,14 @@ _PING_PONG: dict[str, Any] = dict(block_n=128, num_stages=6, split=None)
 @pytest.mark.parametrize(
     "schedule",
     [
-        dict(delay_release=1),
+        dict(delay_release=0),
         dict(cluster="m"),
         dict(cluster="n"),
+        dict(block_m=256, block_n=128, cluster="n", minor="n", strip=4),
+        dict(block_m=64, split="n", num_stages=3),
         _PING_PONG,
-        _PING_PONG | dict(delay_release=1, cluster="m"),
-        dict(block_m=64, split=None, delay_release=1),
+        _PING_PONG | dict(delay_release=0, cluster="m"),
+        dict(block_m=64, split=None),
     ],
     ids=str,
 )
