@@ -1,4 +1,5 @@
-"""The command line: `jaxkernels train`, `sample`, `tune`, `bench`, `report`, `doctor`; or `python -m jaxkernels`.
+"""The command line: `jaxkernels train`, `sample`, `tune`, `bench`, `study`, `report`, `doctor`; or
+`python -m jaxkernels`.
 
 What a command needs is imported when it runs, so that `--help` does not wait for it.
 """
@@ -13,7 +14,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from jaxkernels import dispatch
-from jaxkernels.bench.cli import bench, report
+from jaxkernels.bench.cli import bench, report, study
 from jaxkernels.models.config import PRESETS, InputError, TrainingConfig
 from jaxkernels.tuning.cli import tune
 
@@ -285,6 +286,7 @@ def doctor(
 
 app.command()(tune)
 app.command()(bench)
+app.command()(study)
 app.command()(report)
 
 

@@ -1,4 +1,4 @@
-"""The commands `jaxkernels bench` and `jaxkernels report`."""
+"""The commands `jaxkernels bench`, `jaxkernels study` and `jaxkernels report`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxkernels.bench.runner import Settings
     from jaxkernels.bench.suites import Op
 
-__all__ = ["bench", "report"]
+__all__ = ["bench", "report", "study"]
 
 _WHAT, _AGAINST, _OUT = "What is timed", "Sides", "Output"
 
@@ -302,6 +302,47 @@ def _show_changes(old: Results, new: Results, console: Console) -> None:
         problem = f"{row.op} {row.shape} {row.dtype}"
         name = side.name if side.is_ours else f"{side.name} (baseline)"
         console.print(f"{problem} {name} | {row.regime} | {times} | {change.verdict}, {change.factor:.3f} x")
+
+
+def study(
+    shapes: Annotated[list[str] | None, typer.Option(help="Products MxNxK; may be repeated.")] = None,
+    json: Annotated[pathlib.Path | None, typer.Option("--json", help="Write every point there.")] = None,
+    plot: Annotated[pathlib.Path | None, typer.Option(help="Draw them into this file.")] = None,
+) -> None:
+    """Time the GEMMs of both backends with rings of 1, 2, 3, ... slots and with several clusters, after checking them.
+
+    It shows what the pipeline is worth; `jaxkernels tune` is what finds the fastest configuration.
+    """
+    import jax
+
+    from jaxkernels.bench import results as results_lib
+    from jaxkernels.bench import study as study_lib
+    from jaxkernels.bench import suites
+    from jaxkernels.bench.telemetry import Telemetry
+
+    console = Console(highlight=False, soft_wrap=True)
+    problems = [suites.parse_shape("gemm", text) for text in shapes or ["8192x8192x8192", "2048x2048x2048"]]
+    device = jax.devices()[0]
+    if device.platform not in ("gpu", "cuda"):
+        raise InputError(f"study: needs a CUDA GPU to measure on; this machine has {device}.")
+    points = []
+    with Telemetry(device.local_hardware_id or 0) as telemetry:
+        where = results_lib.environment(device, telemetry, sys.argv[1:])
+        console.print(f"{where['device']}, driver {where['driver']}, jax {where['versions']['jax']}, {where['clock']}")
+        for problem in problems:
+            for point in study_lib.study(problem, device):
+                points.append(point)
+                share = "" if point.share_of_peak is None else f", {point.share_of_peak:.1%} of peak"
+                console.print(
+                    f"{point.shape} {point.backend} {point.tile} {point.knob} {point.value} | "
+                    f"{point.seconds * 1e6:,.1f} us | {point.flops_per_s / 1e12:.4g} TFLOP/s{share}"
+                )
+    if json is not None:
+        study_lib.save(points, where, json)
+        console.print(f"written to {json}")
+    if plot is not None:
+        study_lib.plot(points, plot)
+        console.print(f"drawn {plot}")
 
 
 def report(

@@ -1,0 +1,225 @@
+"""How a GEMM's pipeline moves its speed: slots of the ring and clusters, for the kernels of both backends.
+
+    for point in study(parse_shape("gemm", "8192x8192x8192"), device):
+        print(point)
+
+All points of a shape are measured in turns, in bursts, after their results were checked.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkernels as jk
+from jaxkernels import dispatch, hardware
+from jaxkernels.bench.cases import MatmulCase
+from jaxkernels.bench.measure import Call, Clock, clock_for, measure
+from jaxkernels.bench.suites import Problem, peak_flops_per_s
+from jaxkernels.folders import write_whole
+from jaxkernels.models.config import InputError
+
+__all__ = ["Point", "Variant", "load", "lower", "plot", "save", "study", "variants"]
+
+_SCHEMA = 1
+_SECONDS = 8.0
+#: Of the largest value of the reference: results of 16 bits that are right differ by 2^-8 of themselves.
+_TOLERANCE = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One configuration, and what it is an example of.
+
+    Attributes:
+      backend: whose kernel.
+      tile: of one block, e.g. "128 x 256".
+      knob: what is varied.
+      value: e.g. "4" slots, "2 x 1" blocks along m and n.
+      config: the backend's.
+    """
+
+    backend: str
+    tile: str
+    knob: Literal["num_stages", "cluster"]
+    value: str
+    config: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A measured variant: seconds (median, p10, p90), FLOP/s and their share of the tensor cores' peak."""
+
+    shape: str
+    backend: str
+    tile: str
+    knob: str
+    value: str
+    seconds: float
+    p10: float
+    p90: float
+    flops_per_s: float
+    share_of_peak: float | None
+
+
+_TILES = ((128, 256), (128, 128))
+_STAGES = range(1, 9)
+_CLUSTERS = {
+    "cuda": {
+        "1 x 1": {},
+        "2 x 1": dict(cluster_m=2),
+        "1 x 2": dict(cluster_n=2),
+        "2 x 2": dict(cluster_m=2, cluster_n=2),
+        "4 x 1": dict(cluster_m=4),
+    },
+    "pallas": {"1 x 1": {}, "2 x 1": dict(cluster="m"), "1 x 2": dict(cluster="n")},
+}
+
+
+def variants() -> Iterator[Variant]:
+    """Rings of 1 to 8 slots in two tiles, and clusters of the larger tile in its usual ring; not all fit a chip."""
+    for backend, clusters in _CLUSTERS.items():
+        config = dispatch.load("matmul", backend).Config
+        # A slot that is released a step late needs another one to go on with.
+        late = lambda n, backend=backend: {} if backend == "cuda" else dict(delay_release=min(1, n - 1))
+        for block_m, block_n in _TILES:
+            tile = f"{block_m} x {block_n}"
+            for n in _STAGES:
+                yield Variant(backend, tile, "num_stages", str(n), config(block_m, block_n, num_stages=n, **late(n)))
+        block_m, block_n = _TILES[0]
+        for value, knobs in clusters.items():
+            yield Variant(backend, f"{block_m} x {block_n}", "cluster", value, config(block_m, block_n, **knobs))
+
+
+def study(problem: Problem, device: Any, *, clock: Clock | None = None) -> Iterator[Point]:
+    """Measures every variant that fits the device.
+
+    Args:
+      problem: a product of two row-major matrices, without an epilogue.
+      device: the device to run on.
+      clock: None: the one for the device.
+
+    Raises:
+      InputError: the problem is another one, or a variant's result is wrong.
+    """
+    case = problem.case
+    if not isinstance(case, MatmulCase) or case != MatmulCase(case.m, case.n, case.k):
+        raise InputError(f"study: needs a plain product MxNxK of bfloat16; got {case}.")
+    operands = [jnp.asarray(x, device=device) for x in case.operands().values()]
+    expected = jnp.matmul(*operands, preferred_element_type=jnp.float32)
+    with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        lowered = zip(variants(), pool.map(functools.partial(lower, operands), variants()))
+        fitting = {variant: program for variant, program in lowered if program is not None}
+        programs = dict(zip(fitting, pool.map(lambda program: program.compile(), fitting.values())))
+    for variant, program in programs.items():
+        error = float(jnp.max(jnp.abs(program(*operands) - expected)) / jnp.max(jnp.abs(expected)))
+        if not error <= _TOLERANCE:
+            raise InputError(f"study: {variant} is wrong by {error:.2g} of the largest value.")
+    samples = measure(
+        {str(i): Call(program, [tuple(operands)]) for i, program in enumerate(programs.values())},
+        regime="burst",
+        budget_s=_SECONDS,
+        clock=clock or clock_for(device.platform),
+    )
+    peak = peak_flops_per_s(problem, hardware.chip_of(device))
+    for variant, times in zip(programs, samples.values()):
+        rate = problem.flops / times.median
+        where = (problem.shape, variant.backend, variant.tile, variant.knob, variant.value)
+        yield Point(*where, times.median, times.p10, times.p90, rate, None if peak is None else rate / peak)
+
+
+def lower(operands: Sequence[Any], variant: Variant, platforms: tuple[str, ...] | None = None) -> Any | None:
+    """The variant's program, lowered for the operands (for other platforms than theirs, if given).
+
+    None if its ring does not fit into shared memory.
+    """
+    multiply = functools.partial(jk.matmul, backend=variant.backend, config=variant.config)
+    try:
+        return jax.jit(multiply).trace(*operands).lower(lowering_platforms=platforms)
+    except ValueError as e:
+        if "shared memory" in str(e):
+            return None
+        raise
+
+
+def save(points: Sequence[Point], environment: dict[str, Any], path: pathlib.Path) -> None:
+    """Writes JSON; times in seconds."""
+    digits = lambda value: float(f"{value:.6g}") if isinstance(value, float) else value
+    rows = [{name: digits(value) for name, value in dataclasses.asdict(point).items()} for point in points]
+    write_whole(path, json.dumps(dict(study=_SCHEMA, environment=environment, points=rows), indent=1) + "\n")
+
+
+def load(path: pathlib.Path) -> list[Point]:
+    """Reads what `save` wrote.
+
+    Raises:
+      InputError: the file is missing or holds something else.
+    """
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as e:
+        raise InputError(f"study: {path} cannot be read: {e}.") from e
+    if not isinstance(values, dict) or values.get("study") != _SCHEMA:
+        raise InputError(f"study: {path} holds no study of schema {_SCHEMA}.")
+    return [Point(**point) for point in values["points"]]
+
+
+def plot(points: Sequence[Point], path: pathlib.Path) -> None:
+    """Draws a row for each shape: speed over the ring's slots, and by cluster."""
+    from matplotlib.figure import Figure
+
+    shapes = list(dict.fromkeys(point.shape for point in points))
+    figure = Figure(figsize=(10, 3.4 * len(shapes)), layout="constrained")
+    grid = figure.subplots(len(shapes), 2, squeeze=False)
+    for shape, (left, right) in zip(shapes, grid):
+        here = [point for point in points if point.shape == shape]
+        _draw_slots(left, [point for point in here if point.knob == "num_stages"])
+        _draw_clusters(right, [point for point in here if point.knob == "cluster"])
+        left.set_title(shape, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _height(point: Point) -> float:
+    """Percent of peak; TFLOP/s where that is not known."""
+    return point.flops_per_s / 1e12 if point.share_of_peak is None else 100 * point.share_of_peak
+
+
+def _unit(points: Sequence[Point]) -> str:
+    return "TFLOP/s" if any(point.share_of_peak is None for point in points) else "% of the tensor cores' peak"
+
+
+def _draw_slots(axes: Any, points: Sequence[Point]) -> None:
+    for backend, tile in dict.fromkeys((point.backend, point.tile) for point in points):
+        line = [point for point in points if (point.backend, point.tile) == (backend, tile)]
+        style = "-" if tile == points[0].tile else "--"
+        x, y = [int(point.value) for point in line], [_height(point) for point in line]
+        axes.plot(x, y, style, marker="o", label=f"{backend}, {tile}")
+    axes.set(xlabel="slots of the ring", ylabel=_unit(points), ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def _draw_clusters(axes: Any, points: Sequence[Point]) -> None:
+    values = list(dict.fromkeys(point.value for point in points))
+    backends = list(dict.fromkeys(point.backend for point in points))
+    for i, backend in enumerate(backends):
+        mine = [point for point in points if point.backend == backend]
+        places = np.array([values.index(point.value) for point in mine]) + (i - 0.5) * 0.38
+        axes.bar(places, [_height(point) for point in mine], 0.36, label=backend)
+    heights = [_height(point) for point in points]
+    axes.set_xticks(range(len(values)), values)
+    axes.set(xlabel="blocks of a cluster along m x n", ylabel=_unit(points))
+    axes.set_ylim(0.8 * min(heights), 1.02 * max(heights))
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize=8)

@@ -1,0 +1,78 @@
+"""`jaxkernels study`: the variants can be lowered, what is refused says why, files and pictures hold every point."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from typer.testing import CliRunner
+
+from jaxkernels.bench import study
+from jaxkernels.bench.suites import parse_shape
+from jaxkernels.cli import app
+from jaxkernels.models.config import InputError
+
+POINTS = [
+    study.Point("mk,kn 64x64x64", backend, "128 x 256", knob, value, 1e-6, 9e-7, 2e-6, 1e12, share)
+    for backend in ("cuda", "pallas")
+    for knob, value in (("num_stages", "1"), ("num_stages", "2"), ("cluster", "1 x 1"))
+    for share in (0.25,)
+]
+
+
+def test_variants_differ_in_one_knob_and_lower() -> None:
+    """But for rings that do not fit into shared memory."""
+    x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+    fits: dict[tuple[str, str], list[int]] = {}
+    for variant in study.variants():
+        lowered = study.lower([x, x], variant, platforms=("cuda",))
+        if variant.knob == "cluster":
+            assert lowered is not None
+        elif lowered is not None:
+            fits.setdefault((variant.backend, variant.tile), []).append(int(variant.value))
+    assert fits == {
+        ("cuda", "128 x 256"): [1, 2, 3, 4], ("cuda", "128 x 128"): [1, 2, 3, 4, 5, 6],
+        ("pallas", "128 x 256"): [1, 2, 3, 4], ("pallas", "128 x 128"): [1, 2, 3, 4, 5, 6],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", ["512x512x512:nt", "2x512x512x512", "512x512x512:float16"])
+def test_only_plain_products_are_studied(shape: str) -> None:
+    with pytest.raises(InputError, match="study: needs a plain product"):
+        next(study.study(parse_shape("gemm", shape), jax.devices()[0]))
+
+
+def test_files_hold_every_point(tmp_path: pathlib.Path) -> None:
+    study.save(POINTS, dict(device="a chip"), tmp_path / "study.json")
+    assert study.load(tmp_path / "study.json") == POINTS
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(InputError, match="holds no study"):
+        study.load(tmp_path / "other.json")
+    with pytest.raises(InputError, match="cannot be read"):
+        study.load(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize("share", [0.25, None])
+def test_a_picture_is_drawn(share: float | None, tmp_path: pathlib.Path) -> None:
+    points = [dataclasses.replace(point, share_of_peak=share) for point in POINTS]
+    study.plot(points, tmp_path / "new" / "study.png")
+    assert (tmp_path / "new" / "study.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="is about machines without a GPU")
+def test_the_command_needs_a_gpu() -> None:
+    result = CliRunner().invoke(app, ["study"])
+    assert result.exit_code == 1
+    assert re.search("study: needs a CUDA GPU", result.stderr)
+
+
+@pytest.mark.gpu
+def test_both_backends_are_measured(tmp_path: pathlib.Path) -> None:
+    points = list(study.study(parse_shape("gemm", "512x512x512"), jax.devices()[0]))
+    assert {point.backend for point in points} == {"cuda", "pallas"}
+    assert len(points) == 28
+    assert all(point.p10 <= point.seconds <= point.p90 and 0 < point.share_of_peak < 1 for point in points)
