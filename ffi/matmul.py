@@ -444,8 +444,8 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
         operands,
         [out] * num_results,
         parameters=[
-            _operand(0, operands[0], g.lhs_layout, config.block_m, config, config.cluster_n),
-            _operand(1, operands[1], g.rhs_layout, config.block_n, config, config.cluster_m),
+            _operand(0, operands[0], _lhs_blocks(spec, config), config),
+            _operand(1, operands[1], _rhs_blocks(spec, config), config),
             matrix(first_result),
             matrix(first_result + num_results - 1),
             matrix(residual),
@@ -478,8 +478,8 @@ def compile_gemm(spec: MatmulSpec, config: Config) -> compiler.CompiledKernel:
         save_preactivation=spec.save_preactivation,
         has_tma_rows=_has_tma_rows(spec),
         activation=spec.activation or "none",
-        lhs_stacks_boxes=_stacks_boxes(g.lhs_layout, g.m, config.block_m, config.cluster_n),
-        rhs_stacks_boxes=_stacks_boxes(g.rhs_layout, g.n, config.block_n, config.cluster_m),
+        lhs_stacks_boxes=_lhs_blocks(spec, config).stacks_boxes,
+        rhs_stacks_boxes=_rhs_blocks(spec, config).stacks_boxes,
         deferred=_deferred(spec, config),
         num_packed=_num_packed(spec, config),
     )
@@ -552,29 +552,56 @@ def _l2_promotion(x: jax.Array) -> Literal["128B", "256B"]:
     return "128B" if x.shape[-1] * x.dtype.itemsize % _LINE_BYTES else "256B"
 
 
-def _operand(
-    buffer: int, x: jax.Array, layout: str, block: int, config: Config, shared_by: int
-) -> custom_call.TensorMap:
-    """Boxes of an operand's blocks, a swizzle span wide: what one copy loads of all, or of this CTA's part of them."""
-    tensor_map = functools.partial(
-        custom_call.TensorMap, buffer, swizzle="128B", l2_promotion=_l2_promotion(x)
-    )  # fmt: skip
-    num_boxes = -(-block // _ATOM)
-    if layout[1] == "k":
-        return tensor_map(box=(1, block // shared_by, _ATOM))
-    if _stacks_boxes(layout, x.shape[-1], block, shared_by):
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """How an operand is cut into blocks of m (or n) by block_k.
+
+    Attributes:
+      is_k_major: whether k is the contiguous dimension.
+      size: of m or n.
+      block: of m or n.
+      shared_by: CTAs of a cluster that each load a part.
+    """
+
+    is_k_major: bool
+    size: int
+    block: int
+    shared_by: int
+
+    @property
+    def num_boxes(self) -> int:
+        """A box is a swizzle span wide; those of a block with k contiguous follow each other along k."""
+        return 1 if self.is_k_major else -(-self.block // _ATOM)
+
+    @property
+    def stacks_boxes(self) -> bool:
+        """Whether one copy loads several boxes: they, and those of the whole operand, are whole ones."""
+        are_whole = self.size % _ATOM == 0 and self.block % (_ATOM * self.shared_by) == 0
+        return not self.is_k_major and are_whole and self.num_boxes > self.shared_by
+
+
+def _lhs_blocks(spec: MatmulSpec, config: Config) -> _Blocks:
+    return _Blocks(spec.gemm.lhs_layout == "mk", spec.gemm.m, config.block_m, config.cluster_n)
+
+
+def _rhs_blocks(spec: MatmulSpec, config: Config) -> _Blocks:
+    return _Blocks(spec.gemm.rhs_layout == "nk", spec.gemm.n, config.block_n, config.cluster_m)
+
+
+def _operand(buffer: int, x: jax.Array, blocks: _Blocks, config: Config) -> custom_call.TensorMap:
+    """What one copy loads of an operand's block: all, or this CTA's part of it, of one box or of several."""
+    tensor_map = functools.partial(custom_call.TensorMap, buffer, swizzle="128B", l2_promotion=_l2_promotion(x))
+    if blocks.is_k_major:
+        return tensor_map(box=(1, blocks.block // blocks.shared_by, _ATOM))
+    if blocks.stacks_boxes:
         batch, k, size = x.shape
         return tensor_map(
-            box=(1, num_boxes // shared_by, config.block_k, _ATOM),
+            box=(1, blocks.num_boxes // blocks.shared_by, config.block_k, _ATOM),
             shape=(batch, size // _ATOM, k, _ATOM),
             strides=(2 * k * size, _SWIZZLE_BYTES, 2 * size),
         )
-    return tensor_map(box=(1, config.block_k // (1 if num_boxes % shared_by == 0 else shared_by), _ATOM))
-
-
-def _stacks_boxes(layout: str, size: int, block: int, shared_by: int) -> bool:
-    """Whether one copy loads several boxes: of an operand with m or n contiguous, of whole boxes as are its blocks."""
-    return layout[1] != "k" and size % _ATOM == 0 and block % (_ATOM * shared_by) == 0 and block > _ATOM * shared_by
+    shares_boxes = blocks.num_boxes % blocks.shared_by == 0
+    return tensor_map(box=(1, config.block_k // (1 if shares_boxes else blocks.shared_by), _ATOM))
 
 
 def _deferred(spec: MatmulSpec, config: Config) -> Literal["kNothing", "kHalf", "kPacked"]:

@@ -39,6 +39,7 @@ class Map(ctypes.Structure):
         ("sizes", ctypes.c_longlong * 4),
         ("byte_strides", ctypes.c_longlong * 4),
         ("box", ctypes.c_int * 4),
+        ("rank", ctypes.c_int),
         ("swizzle_bytes", ctypes.c_int),
         ("element_bytes", ctypes.c_int),
     )
@@ -112,6 +113,7 @@ class Emulator:
             four(ctypes.c_longlong, sizes),
             four(ctypes.c_longlong, [buffer.itemsize, *strides]),
             four(ctypes.c_int, box),
+            len(box),
             int(parameter.swizzle.removesuffix("B")),
             buffer.itemsize,
         )
@@ -130,7 +132,8 @@ def emulator(libraries: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Emulat
     monkeypatch.setattr(matmul.custom_call, "launch", emulator.launch)
 
     def pad_rows(spec: MatmulSpec, x: jnp.ndarray) -> jnp.ndarray:
-        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 8)])
+        """Rows that TMA cannot take, to whole cache lines."""
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 64 if x.shape[-1] % 8 else 0)])
 
     monkeypatch.setattr(matmul, "_pad_rows", pad_rows)
     return emulator
@@ -160,6 +163,12 @@ def test_schedules(name: str, layouts: str, emulator: Emulator) -> None:
 def test_operands_of_whole_boxes(config: Config, layouts: str, emulator: Emulator) -> None:
     """One copy loads several boxes of an operand whose blocks and contiguous rows are whole boxes."""
     check(make_spec(config.block_m + 64, config.block_n + 128, 136, batch=2, layouts=layouts), config)
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_padded_rows_are_no_whole_boxes(layouts: str, emulator: Emulator) -> None:
+    """The kernel is compiled for the sizes of the product, and not for those of what was padded."""
+    check(make_spec(185, 251, 72, layouts=layouts), Config(128, 128, num_stages=3))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ struct TensorMap {
   long long sizes[kDimensions];
   long long byte_strides[kDimensions];
   int box[kDimensions];
+  int rank;
   int swizzle_bytes;
   int element_bytes;
 };
@@ -89,7 +90,8 @@ inline u32 permuted(u32 address, int swizzle_bytes) {
 
 using Place = std::array<int, kDimensions>;
 template <int kRank>
-Place place_of(const int (&at)[kRank]) {
+Place place_of(const TensorMap& map, const int (&at)[kRank]) {
+  if (map.rank != kRank) emulator::fail("a copy must have as many coordinates as its tensor map");
   Place place = {};
   std::copy(at, at + kRank, place.begin());
   return place;
@@ -140,12 +142,12 @@ inline void load(void* tile, const TensorMap* map, u64* full, const Place& at, u
 template <int kRank>
 void cp_async_bulk_tensor_load(void* tile, const TensorMap* map, u64* full,
                                const int (&at)[kRank]) {
-  load(tile, map, full, place_of(at), 1 << cluster_ctarank());
+  load(tile, map, full, place_of(*map, at), 1 << cluster_ctarank());
 }
 template <int kRank>
 void cp_async_bulk_tensor_multicast(void* tile, const TensorMap* map, u64* full,
                                     const int (&at)[kRank], u16 blocks) {
-  load(tile, map, full, place_of(at), blocks);
+  load(tile, map, full, place_of(*map, at), blocks);
 }
 
 enum class Reduction { kAdd };
@@ -175,11 +177,11 @@ inline void store(const TensorMap* map, const void* tile, const Place& at, bool 
   });
 }
 inline void cp_async_bulk_tensor_store(const TensorMap* map, const void* tile, const int (&at)[3]) {
-  store(map, tile, place_of(at), false);
+  store(map, tile, place_of(*map, at), false);
 }
 template <Reduction>
 void cp_reduce_async_bulk_tensor(const TensorMap* map, const void* tile, const int (&at)[3]) {
-  store(map, tile, place_of(at), true);
+  store(map, tile, place_of(*map, at), true);
 }
 inline void cp_async_bulk_commit_group() {
   emulator::thread->stores.push_back(emulator::thread->open_stores);
