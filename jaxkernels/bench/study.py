@@ -215,11 +215,11 @@ def _draw_clusters(axes: Any, points: Sequence[Point]) -> None:
     backends = list(dict.fromkeys(point.backend for point in points))
     for i, backend in enumerate(backends):
         mine = [point for point in points if point.backend == backend]
-        places = np.array([values.index(point.value) for point in mine]) + (i - 0.5) * 0.38
-        axes.bar(places, [_height(point) for point in mine], 0.36, label=backend)
-    heights = [_height(point) for point in points]
+        places = np.array([values.index(point.value) for point in mine]) + (i - 0.5) * 0.4
+        bars = axes.bar(places, [_height(point) for point in mine], 0.38, label=backend)
+        axes.bar_label(bars, fmt="%.1f", fontsize=7)
     axes.set_xticks(range(len(values)), values)
     axes.set(xlabel="blocks of a cluster along m x n", ylabel=_unit(points))
-    axes.set_ylim(0.8 * min(heights), 1.02 * max(heights))
+    axes.set_ylim(0, 1.2 * max(map(_height, points)))
     axes.grid(axis="y", alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, ncols=len(backends))
