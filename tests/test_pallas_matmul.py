@@ -252,7 +252,7 @@ def test_the_model_prefers_tiles_that_fill_the_machine() -> None:
         "matmul", "pallas", dataclasses.replace(make_spec(*sizes), target=h200)
     )
     assert config(8192, 8192, 8192) == matmul.Config()
-    assert dataclasses.astuple(config(1024, 1024, 1024))[:2] == (64, 128)
+    assert sorted(dataclasses.astuple(config(1024, 1024, 1024))[:2]) == [64, 128]
     assert config(64, 4096, 4096).block_m == 64
     assert config(256, 4096, 14336) == matmul.Config(128, 128, num_stages=6, split_k=2)
 
