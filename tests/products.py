@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
+import re
 from typing import Any
 
 import jax
@@ -10,12 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from numerics import assert_accurate
 
-from jaxkernels import hardware
+from jaxkernels import dispatch, hardware
 from jaxkernels.bench.cases import random_array
 from jaxkernels.specs import ArrayType, MatmulSpec
+from jaxkernels.tuning import cache
 from jaxkernels.xla import matmul as xla_matmul
 
-__all__ = ["H200", "LAYOUTS", "REFUSALS", "assert_right", "make_spec", "random_operands", "types_of"]
+__all__ = [
+    "H200", "LAYOUTS", "REFUSALS", "assert_right", "make_spec", "random_operands", "shipped_winners", "types_of",
+]  # fmt: skip
 
 H200 = hardware.lookup("NVIDIA H200")
 LAYOUTS = ("mk.kn", "mk.nk", "km.kn", "km.nk")
@@ -53,6 +59,23 @@ def make_spec(
         residual=array(residual_dtype or out_dtype, m, n) if residual else None,
         **epilogue,
     )
+
+
+def shipped_winners(backend: str) -> list[tuple[MatmulSpec, Any]]:
+    """A product and its configuration for each that the tables hold of a backend, in each pair of layouts."""
+    config = dispatch.load("matmul", backend).Config
+    winners = {}
+    for path in (pathlib.Path(cache.__file__).parent / "tables").glob("*.json"):
+        for entry in json.loads(path.read_text()):
+            key = entry["key"]
+            if (key["op"], key["backend"]) != ("matmul", backend):
+                continue
+            lhs, rhs = (list(map(int, re.findall(r"\d+", key["spec"][x].split("[")[1]))) for x in ("lhs", "rhs"))
+            (lhs_k,), (rhs_k,) = key["spec"]["dimension_numbers"][0]
+            layouts = f"{('km', 'mk')[lhs_k]}.{('kn', 'nk')[rhs_k]}"
+            spec = make_spec(lhs[1 - lhs_k], rhs[1 - rhs_k], lhs[lhs_k], layouts=layouts)
+            winners.setdefault((layouts, config(**entry["winner"])), spec)
+    return [(spec, config) for (_, config), spec in winners.items()]
 
 
 def types_of(spec: MatmulSpec) -> list[ArrayType]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from products import LAYOUTS, REFUSALS, assert_right, make_spec, random_operands, types_of
+from products import LAYOUTS, REFUSALS, assert_right, make_spec, random_operands, shipped_winners, types_of
 
 from jaxkernels import dispatch, ffi, hardware
 from jaxkernels.bench.cases import random_array
@@ -92,6 +92,11 @@ def test_defaults_compile_and_lower() -> None:
         for layouts in LAYOUTS:
             spec = make_spec(m, n, k, layouts=layouts, bias=True, activation="gelu", save_preactivation=True)
             assert f"@{ffi.TARGET}" in lower(spec, dispatch.default_config("matmul", "cuda", spec))
+
+
+@pytest.mark.parametrize(("spec", "config"), shipped_winners("cuda"), ids=str)
+def test_every_shipped_winner_compiles_without_spills(spec: MatmulSpec, config: Config) -> None:
+    assert matmul.compile_gemm(spec, config).cubin
 
 
 def test_kernels_are_shared_by_shapes_and_tile_orders() -> None:

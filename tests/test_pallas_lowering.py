@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases import ATTENTION_CASES, MATMUL_CASES, AttentionCase, MatmulCase
+from products import shipped_winners, types_of
 
 from jaxkernels import dispatch, hardware
 from jaxkernels.pallas import attention_backward, attention_forward, matmul
@@ -112,6 +113,11 @@ _CANDIDATES = [
 @pytest.mark.parametrize("layouts", ["mk.kn", "mk.nk", "km.kn", "km.nk"])
 def test_every_candidate_lowers_for_every_layout(config: matmul.Config, layouts: str) -> None:
     lower_matmul(config, layouts, out="bfloat16")
+
+
+@pytest.mark.parametrize(("spec", "config"), shipped_winners("pallas"), ids=str)
+def test_every_shipped_winner_lowers(spec: MatmulSpec, config: matmul.Config) -> None:
+    lower(functools.partial(matmul.run, spec, config), *structs(*types_of(spec)))
 
 
 @pytest.mark.parametrize("config", _CANDIDATES)

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from products import shipped_winners, types_of
 
 import jaxkernels as jk
 from jaxkernels import dispatch, hardware
@@ -89,6 +90,11 @@ def _matmul_spec(layouts: str, **epilogue: Any) -> MatmulSpec:
 def test_matmul(config: matmul.Config, layouts: str, spills: Callable[..., list[int]]) -> None:
     spec = _matmul_spec(layouts)
     assert spills(functools.partial(matmul.run, spec, config), spec.lhs, spec.rhs) == [0]
+
+
+@pytest.mark.parametrize(("spec", "config"), shipped_winners("pallas"), ids=str)
+def test_shipped_winners(spec: MatmulSpec, config: matmul.Config, spills: Callable[..., list[int]]) -> None:
+    assert set(spills(functools.partial(matmul.run, spec, config), *types_of(spec))) == {0}
 
 
 _PING_PONG: dict[str, Any] = dict(block_n=128, num_stages=6, split=None)
