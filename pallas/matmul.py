@@ -406,7 +406,7 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
     num_deferred = _num_deferred(spec, config)
     num_now = len(pieces) - num_deferred
 
-    def operand_spec(layout: str, axis: _Axis, block: int) -> plgpu.BlockSpec:
+    def operand_spec(layout: str, axis: _Axis, block: int) -> Any:
         """One pipelined operand: a (block x block_k) block of a tile's row or column, as stored."""
         k_last = layout[1] == "k"
         shape = (block, block_k) if k_last else (block_k, block)
