@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkernels import halfprecision
+from jaxkernels import halfprecision, hardware
 from jaxkernels.epilogue import apply_epilogue
 from jaxkernels.ffi import compiler, custom_call, launcher, wgmma
 from jaxkernels.specs import MatmulSpec
@@ -213,10 +213,6 @@ _EXPOSED = 0.8
 #: The share of a deferred store that the next tile's products do not hide, of the second half and of packed pieces.
 _EXPOSED_HALF = 0.4
 _EXPOSED_PACKED = 0.45
-#: The share of the last wave's idle time that products of more waves than these get back, as the clock rises: power
-#: limits them.
-_REGAINED = 1 / 3
-_FEW_WAVES = 3
 
 # The search space. Tiles: block_m, block_n, block_k, ping_pong.
 _TILES = (
@@ -351,10 +347,7 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
     power, which they lack. A wgmma reads both operands: the fewer its columns, the more for each FLOP.
     """
     g = spec.gemm
-    exact = _num_groups(spec, config) / _num_clusters(spec, config.cluster_blocks)
-    waves = float(math.ceil(exact))
-    if waves > _FEW_WAVES:
-        waves -= (waves - exact) * _REGAINED
+    waves = hardware.waves(_num_groups(spec, config), _num_clusters(spec, config.cluster_blocks))
     flops = 2 * config.block_m * config.block_n * config.block_k
     read_bytes = 2 * config.block_m // _WGMMA_M * (_WGMMA_M + config.block_n) * config.block_k
     load_bytes = 2 * (config.block_m + config.block_n) * config.block_k
@@ -433,8 +426,8 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
     compiled = compile_gemm(spec, config)
     has_tma_rows = _has_tma_rows(spec)
     itemsize = spec.out_dtype.itemsize
-    swizzle: Literal["64B", "128B"] = "64B" if config.block_n * itemsize % 128 else "128B"
-    span = int(swizzle.removesuffix("B"))
+    span = _piece_bytes(config, itemsize)
+    swizzle: Literal["64B", "128B"] = "64B" if span == 64 else "128B"
     piece = lambda buffer: custom_call.TensorMap(buffer, box=(1, 16, span // itemsize), swizzle=swizzle)
     matrix = lambda buffer: piece(buffer) if has_tma_rows else custom_call.Pointer(buffer)
     out = jax.ShapeDtypeStruct((*lead, g.m, g.n), spec.out_dtype)
@@ -627,13 +620,13 @@ def _num_packed(spec: MatmulSpec, config: Config) -> int:
 
 def _num_pieces(config: Config) -> int:
     """Of a consumer's tile, of 16-bit results."""
-    return (
-        config.block_m
-        // config.num_consumers_of_tile
-        // _WGMMA_M
-        * config.block_n
-        // (64 if config.block_n % 64 == 0 else 32)
-    )
+    wgmmas = config.block_m // config.num_consumers_of_tile // _WGMMA_M
+    return wgmmas * (2 * config.block_n // _piece_bytes(config, itemsize=2))
+
+
+def _piece_bytes(config: Config, itemsize: int) -> int:
+    """Across a piece in which results are staged: a swizzle span that divides the tile's row."""
+    return 64 if config.block_n * itemsize % _SWIZZLE_BYTES else _SWIZZLE_BYTES
 
 
 def _exposed(spec: MatmulSpec, config: Config) -> float:

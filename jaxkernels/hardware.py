@@ -13,11 +13,16 @@ from typing import Any
 
 import jax
 
-__all__ = ["DEFAULT_CUDA_TARGET", "PLATFORMS", "Chip", "chip_of", "cuda_target", "host", "lookup"]
+__all__ = ["DEFAULT_CUDA_TARGET", "PLATFORMS", "Chip", "chip_of", "cuda_target", "host", "lookup", "waves"]
 
 
 #: The JAX lowering platforms that operations have a rule for.
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+#: The share of the last wave's idle time that work of more waves than these gets back, as the clock rises: power limits
+#: it (H200; docs/cuda-gemm.md, "What the tensor cores allow").
+_REGAINED = 1 / 3
+_FEW_WAVES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,3 +167,9 @@ def cuda_target(devices: Iterable[Any] = ()) -> Chip:
     if jax.default_backend() == "gpu":
         return chip_of(jax.local_devices()[0])
     return lookup(DEFAULT_CUDA_TARGET)
+
+
+def waves(pieces: int, places: int) -> float:
+    """How many times as long as one piece of work many equal ones take, of which a chip holds `places` at once."""
+    count = float(-(-pieces // places))
+    return count - (count - pieces / places) * _REGAINED if count > _FEW_WAVES else count

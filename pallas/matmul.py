@@ -39,7 +39,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkernels import halfprecision
+from jaxkernels import halfprecision, hardware
 from jaxkernels.epilogue import ACTIVATIONS, apply_epilogue
 from jaxkernels.specs import MatmulSpec
 
@@ -163,10 +163,6 @@ _SUM_SECONDS = 1.2e-6
 _EPILOGUE = 2.0
 #: The share of a deferred piece's store that the next tile's products hide.
 _HIDDEN = 0.6
-#: The share of the last wave's idle time that products of more waves than these get back, as the clock rises: power
-#: limits them.
-_REGAINED = 1 / 3
-_FEW_WAVES = 3
 
 # The search space: what is tried along each knob, the usual setting first.
 _BLOCKS_M = (128, 64, 256)
@@ -275,7 +271,6 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
     paired_m, paired_n = (2 if config.cluster == axis else 1 for axis in ("m", "n"))
     m_iters, n_iters = pl.cdiv(g.m, config.block_m), pl.cdiv(g.n, config.block_n)
     groups = config.split_k * _num_groups(spec, config)
-    num_groups = spec.target.num_sms // (paired_m * paired_n)
     consumer_m, consumer_n = config.consumer_tile
     num_consumers = 1 if config.split is None else _NUM_CONSUMERS
     flops = 2 * config.block_m * config.block_n * config.block_k
@@ -294,9 +289,7 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
         rows, columns = (minor, major) if config.minor == "m" else (major, minor)
         wave_bytes = 2 * (rows * config.block_m + columns * config.block_n) * config.block_k
         step = max(step, config.split_k * wave_bytes / spec.target.memory_bytes_per_s)
-    waves = float(pl.cdiv(groups, num_groups))
-    if waves > _FEW_WAVES:
-        waves -= (waves - groups / num_groups) * _REGAINED
+    waves = hardware.waves(groups, _num_clusters(spec, config))
     steps = pl.cdiv(g.k, config.block_k * config.split_k) * step
     store = _STORE_SECONDS * config.block_m * config.block_n / (128 * 256) * (_EPILOGUE if spec.activation else 1.0)
     if config.split is None:  # One consumer's stores hide behind the other's products.
@@ -351,7 +344,7 @@ def _launch(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *e
     kernel = plgpu.kernel(
         functools.partial(_kernel, spec=spec, config=config),
         out_type=[out_type] * (2 if spec.save_preactivation else 1),
-        grid=(spec.target.num_sms // (2 if config.cluster else 1),),
+        grid=(_num_clusters(spec, config),),
         grid_names=("cta",),
         cluster=(2,) if config.cluster else (1,),
         cluster_names=("cluster",),
@@ -620,8 +613,7 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
 def _num_deferred(spec: MatmulSpec, config: Config) -> int:
     """How many pieces of a consumer's part of a tile wait, as 16 bits in registers, to be stored behind the next tile's
     first steps: as many as there are registers for, where CTAs have a next tile."""
-    num_clusters = spec.target.num_sms // (2 if config.cluster else 1)
-    has_next = config.split_k * _num_groups(spec, config) > num_clusters
+    has_next = config.split_k * _num_groups(spec, config) > _num_clusters(spec, config)
     if (
         not has_next
         or config.split is None
@@ -640,6 +632,11 @@ def _num_deferred(spec: MatmulSpec, config: Config) -> int:
 def _num_pieces(spec: MatmulSpec, config: Config) -> int:
     """Pieces in which a consumer's part of a tile is stored."""
     return math.prod(config.consumer_tile) * spec.out_dtype.itemsize // (_STORE_M * _SWIZZLE_BYTES)
+
+
+def _num_clusters(spec: MatmulSpec, config: Config) -> int:
+    """How many clusters (or CTAs alone) the chip holds at once."""
+    return spec.target.num_sms // (2 if config.cluster else 1)
 
 
 def _num_groups(spec: MatmulSpec, config: Config) -> int:

@@ -203,7 +203,7 @@ def _run(
     begin = saved = time.perf_counter()
     with settings.telemetry, console.status("starting") as spinner:
         where = results_lib.environment(settings.device, settings.telemetry, sys.argv[1:])
-        console.print(f"{where['device']}, driver {where['driver']}, jax {where['versions']['jax']}, {where['clock']}")
+        _show_environment(where, console)
         if settings.telemetry.reason is not None:
             console.print(f"clocks, power and temperature are not sampled: {settings.telemetry.reason}")
         so_far = lambda: results_lib.Results(where | dict(seconds=time.perf_counter() - begin), tuple(rows))
@@ -220,6 +220,10 @@ def _run(
     if json is not None:
         results_lib.save(results, json)
     return results
+
+
+def _show_environment(where: dict[str, Any], console: Console) -> None:
+    console.print(f"{where['device']}, driver {where['driver']}, jax {where['versions']['jax']}, {where['clock']}")
 
 
 #: Columns of the live table: problem and side, time, speed, share of peak, ratio; the rest is as wide as it is.
@@ -328,7 +332,7 @@ def study(
     points = []
     with Telemetry(device.local_hardware_id or 0) as telemetry:
         where = results_lib.environment(device, telemetry, sys.argv[1:])
-        console.print(f"{where['device']}, driver {where['driver']}, jax {where['versions']['jax']}, {where['clock']}")
+        _show_environment(where, console)
         for problem in problems:
             for point in study_lib.study(problem, device):
                 points.append(point)

@@ -20,7 +20,10 @@ from jaxkernels.folders import write_whole
 from jaxkernels.models.config import InputError
 from jaxkernels.versions import installed_version
 
-__all__ = ["SCHEMA", "Change", "Results", "Row", "Side", "cells", "compare", "environment", "line", "load", "save"]
+__all__ = [
+    "SCHEMA", "Change", "Results", "Row", "Side", "cells", "compare", "environment", "line", "load", "read", "save",
+    "write",
+]  # fmt: skip
 
 #: Of the JSON; a file of another schema is refused.
 SCHEMA = 1
@@ -214,12 +217,18 @@ def _commit() -> str | None:
 
 def save(results: Results, path: pathlib.Path) -> None:
     """Writes JSON, the whole of it or nothing; times in seconds."""
-    values = dict(schema=SCHEMA, environment=results.environment, rows=[dataclasses.asdict(r) for r in results.rows])
+    write(
+        dict(schema=SCHEMA, environment=results.environment, rows=[dataclasses.asdict(r) for r in results.rows]), path
+    )
+
+
+def write(values: dict[str, Any], path: pathlib.Path) -> None:
+    """Writes JSON that people read and diff, the whole of it or nothing."""
     write_whole(path, json.dumps(_rounded(values), indent=1) + "\n")
 
 
 def _rounded(value: Any) -> Any:
-    """Six digits of every measured number: files that people read and diff."""
+    """Six digits of every measured number."""
     if isinstance(value, dict):
         return {name: _rounded(x) for name, x in value.items()}
     if isinstance(value, list | tuple):
@@ -233,14 +242,23 @@ def load(path: pathlib.Path) -> Results:
     Raises:
       InputError: the file is missing or holds something else.
     """
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as e:
-        raise InputError(f"bench: {path} cannot be read: {e}.") from e
+    values = read(path, "bench")
     if not isinstance(values, dict) or values.get("schema") != SCHEMA:
         found = values.get("schema") if isinstance(values, dict) else None
         raise InputError(f"bench: {path} is not a benchmark of schema {SCHEMA}; its schema is {found}.")
     return Results(values["environment"], tuple(map(_row, values["rows"])))
+
+
+def read(path: pathlib.Path, command: str) -> Any:
+    """What a file of JSON holds.
+
+    Raises:
+      InputError: it is missing or holds something else; `command` is who says so.
+    """
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as e:
+        raise InputError(f"{command}: {path} cannot be read: {e}.") from e
 
 
 def _row(values: dict[str, Any]) -> Row:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import json
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -23,10 +22,10 @@ import numpy as np
 
 import jaxkernels as jk
 from jaxkernels import dispatch, hardware
+from jaxkernels.bench import results
 from jaxkernels.bench.cases import MatmulCase
 from jaxkernels.bench.measure import Call, Clock, clock_for, measure
 from jaxkernels.bench.suites import Problem, peak_flops_per_s
-from jaxkernels.folders import write_whole
 from jaxkernels.models.config import InputError
 
 __all__ = ["Point", "Variant", "load", "lower", "plot", "save", "study", "variants"]
@@ -154,9 +153,8 @@ def lower(operands: Sequence[Any], variant: Variant, platforms: tuple[str, ...] 
 
 def save(points: Sequence[Point], environment: dict[str, Any], path: pathlib.Path) -> None:
     """Writes JSON; times in seconds."""
-    digits = lambda value: float(f"{value:.6g}") if isinstance(value, float) else value
-    rows = [{name: digits(value) for name, value in dataclasses.asdict(point).items()} for point in points]
-    write_whole(path, json.dumps(dict(study=_SCHEMA, environment=environment, points=rows), indent=1) + "\n")
+    values = [dataclasses.asdict(point) for point in points]
+    results.write(dict(study=_SCHEMA, environment=environment, points=values), path)
 
 
 def load(path: pathlib.Path) -> list[Point]:
@@ -165,10 +163,7 @@ def load(path: pathlib.Path) -> list[Point]:
     Raises:
       InputError: the file is missing or holds something else.
     """
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as e:
-        raise InputError(f"study: {path} cannot be read: {e}.") from e
+    values = results.read(path, "study")
     if not isinstance(values, dict) or values.get("study") != _SCHEMA:
         raise InputError(f"study: {path} holds no study of schema {_SCHEMA}.")
     return [Point(**point) for point in values["points"]]
