@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ __all__ = [
     "ROWS",
     "TILE",
     "TRANSFORMS",
+    "hide_unseen",
     "key_iters",
     "mask",
     "pad_heads",
@@ -129,20 +131,33 @@ def mask(
       keys_in_rows: whether s is (keys, queries) rather than (queries, keys). Its rows beyond the last key
         are then left as they are: each is on its own, and none is stored.
     """
-    key_axis, query_axis = (0, 1) if keys_in_rows else (1, 0)
+    key_axis = 0 if keys_in_rows else 1
     num_keys, block_kv = spec.k.shape[1], s.shape[key_axis]
-    ragged = num_keys % block_kv != 0 and not keys_in_rows
-    if not spec.causal and not ragged:
+    if not spec.causal and (num_keys % block_kv == 0 or keys_in_rows):
         return s
-
-    def masked(s: jax.Array) -> jax.Array:
-        last_seen = jnp.int32(num_keys - 1)
-        if spec.causal:
-            i = plgpu.broadcasted_iota(jnp.int32, s.shape, query_axis, layout=TILE) + query_start
-            last_seen = jnp.minimum(i, last_seen) if ragged else i
-        j = plgpu.broadcasted_iota(jnp.int32, s.shape, key_axis, layout=TILE) + key_start
-        return jnp.where(j <= last_seen, s, -jnp.inf)
-
     # The block's first query sees the fewest keys.
     last_seen = jnp.minimum(query_start, num_keys - 1) if spec.causal else num_keys - 1
-    return lax.cond(key_start + (block_kv - 1) > last_seen, masked, lambda s: s, s)
+    hide = functools.partial(
+        hide_unseen, spec=spec, query_start=query_start, key_start=key_start, keys_in_rows=keys_in_rows
+    )
+    return lax.cond(key_start + (block_kv - 1) > last_seen, hide, lambda s: s, s)
+
+
+def hide_unseen(
+    s: jax.Array,
+    spec: AttentionSpec,
+    query_start: jax.Array | int,
+    key_start: jax.Array | int,
+    *,
+    keys_in_rows: bool = False,
+) -> jax.Array:
+    """As `mask`, in any block: compares every place."""
+    key_axis, query_axis = (0, 1) if keys_in_rows else (1, 0)
+    num_keys = spec.k.shape[1]
+    ragged = num_keys % s.shape[key_axis] != 0 and not keys_in_rows
+    last_seen = jnp.int32(num_keys - 1)
+    if spec.causal:
+        i = plgpu.broadcasted_iota(jnp.int32, s.shape, query_axis, layout=TILE) + query_start
+        last_seen = jnp.minimum(i, last_seen) if ragged else i
+    j = plgpu.broadcasted_iota(jnp.int32, s.shape, key_axis, layout=TILE) + key_start
+    return jnp.where(j <= last_seen, s, -jnp.inf)

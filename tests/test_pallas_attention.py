@@ -55,12 +55,13 @@ def widened(spec: AttentionSpec) -> AttentionSpec:
 def check(
     spec: AttentionSpec,
     forward: attention_forward.Config = _FORWARD,
-    backward: attention_backward.Config = _BACKWARD,
+    backward: attention_backward.Config | None = _BACKWARD,
     *,
     offset: int | None = None,
     scale_queries: float = 1.0,
 ) -> None:
-    """Runs both passes interpreted and holds out, lse, dq, dk and dv to the error rule."""
+    """Runs both passes interpreted and holds out, lse, dq, dk and dv to the error rule; the first two without
+    `backward`."""
     assert attention_forward.unsupported(spec) is None
     rng = np.random.default_rng(0)
     q, k, v = (random_array(rng, x.shape, x.dtype) for x in (spec.q, spec.k, spec.v))
@@ -72,6 +73,8 @@ def check(
     def both(run_forward: Any, run_backward: Any, *operands: jax.Array) -> dict[str, np.ndarray]:
         q, k, v, dout, dlse = operands
         out, lse = run_forward(q, k, v, *extras)
+        if backward is None:
+            return dict(out=np.asarray(out), lse=np.asarray(lse))
         grads = run_backward(q, k, v, *extras, out, lse, dout, dlse)
         return {name: np.asarray(x) for name, x in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads))}
 
@@ -130,17 +133,27 @@ def test_dtypes(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "forward",
+    "schedule",
     [
-        attention_forward.Config(block_kv=128, num_stages=1),
-        attention_forward.Config(block_kv=64, num_stages=3),
-        attention_forward.Config(block_q=128, block_kv=64),
+        dict(block_kv=128),
+        dict(block_kv=128, num_stages=1, overlap=False),
+        dict(num_stages=3),
+        dict(block_q=128),
+        dict(overlap=False),
+        dict(ping_pong=False),
+        dict(num_q_slots=2),
+        dict(num_q_slots=2, overlap=False, ping_pong=False),
+        dict(persistent=False),
+        dict(strip=1),
+        dict(strip=2),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_forward_schedules(forward: attention_forward.Config, causal: bool) -> None:
-    check(make_spec(200, 264, causal=causal), forward=forward)
+def test_forward_schedules(schedule: dict[str, Any], causal: bool) -> None:
+    """Nine items on two CTAs, a strip that does not divide the heads, ragged ends of queries and keys."""
+    spec = make_spec(264, 200, heads=(3, 1), causal=causal)
+    check(spec, dataclasses.replace(_FORWARD, **schedule), None)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +250,19 @@ def test_refuses_what_has_no_kernel_shape() -> None:
         (
             lambda: attention_forward.Config(block_kv=32),
             "attention_forward[pallas]: block_q and block_kv must be multiples of 64 and num_stages at least 1; "
-            "got Config(block_q=64, block_kv=32, num_stages=2).",
+            "got Config(block_q=64, block_kv=32, num_stages=2, num_q_slots=1, persistent=True, overlap=True, "
+            "ping_pong=True, strip=0).",
+        ),
+        (
+            lambda: attention_forward.Config(num_stages=1),
+            "attention_forward[pallas]: overlap waits for values while others are in use, and needs at least 2 for "
+            "num_stages; got Config(block_q=64, block_kv=128, num_stages=1, num_q_slots=1, persistent=True, "
+            "overlap=True, ping_pong=True, strip=0).",
+        ),
+        (
+            lambda: attention_forward.Config(num_q_slots=0),
+            "attention_forward[pallas]: num_q_slots must be at least 1 and strip not negative; got Config(block_q=64, "
+            "block_kv=128, num_stages=2, num_q_slots=0, persistent=True, overlap=True, ping_pong=True, strip=0).",
         ),
         (
             lambda: attention_backward.Config(dq_num_stages=0),
@@ -245,7 +270,7 @@ def test_refuses_what_has_no_kernel_shape() -> None:
             "Config(dq_block_kv=64, dq_num_stages=0, dkv_block_q=64, dkv_num_stages=2, split_outputs=False).",
         ),
     ],
-    ids=["forward", "backward"],
+    ids=["forward", "one slot", "no queries", "backward"],
 )
 def test_configs_refuse_what_cannot_run(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
