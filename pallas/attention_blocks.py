@@ -152,12 +152,21 @@ def hide_unseen(
     keys_in_rows: bool = False,
 ) -> jax.Array:
     """As `mask`, in any block: compares every place."""
-    key_axis, query_axis = (0, 1) if keys_in_rows else (1, 0)
-    num_keys = spec.k.shape[1]
-    ragged = num_keys % s.shape[key_axis] != 0 and not keys_in_rows
-    last_seen = jnp.int32(num_keys - 1)
-    if spec.causal:
-        i = plgpu.broadcasted_iota(jnp.int32, s.shape, query_axis, layout=TILE) + query_start
-        last_seen = jnp.minimum(i, last_seen) if ragged else i
-    j = plgpu.broadcasted_iota(jnp.int32, s.shape, key_axis, layout=TILE) + key_start
-    return jnp.where(j <= last_seen, s, -jnp.inf)
+    num_keys, columns = spec.k.shape[1], 8
+    rows = plgpu.broadcasted_iota(jnp.int32, (s.shape[0], columns), 0, layout=TILE)
+    column = plgpu.broadcasted_iota(jnp.int32, (s.shape[0], columns), 1, layout=TILE)
+    if keys_in_rows:
+        unseen_until = rows + (key_start - query_start) - column
+        is_seen = lambda first: unseen_until <= first
+    else:
+        last_seen = rows + query_start if spec.causal else jnp.full_like(rows, num_keys - 1)
+        if spec.causal and num_keys % s.shape[1]:
+            last_seen = jnp.minimum(last_seen, num_keys - 1)
+        seen_until = last_seen - key_start - column
+        is_seen = lambda first: first <= seen_until
+    # Of eight columns a thread has the same two, whichever eight these are: it compares four numbers with constants.
+    # (LLVM keeps the numbers of all the columns in registers, throughout the loop, where it sees them.)
+    tiles = [
+        jnp.where(is_seen(first), s[:, first : first + columns], -jnp.inf) for first in range(0, s.shape[1], columns)
+    ]
+    return jnp.concatenate(tiles, axis=1)

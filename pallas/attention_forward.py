@@ -18,7 +18,8 @@ Of one consumer the products of two blocks are in flight at once, and its softma
     consumer 1         softmax 0 ...... | Q K_1  P_0 V_0 .            | Q K_2  P_1 V_1 .
                                         |         . softmax 1 ....... |         . softmax 2
 
-Results leave through staging buffers by TMA, which nobody waits for before the next item's results.
+The item's last P V is in flight together with the next item's first Q K^T (`bridge`). Results leave through staging
+buffers by TMA, which nobody waits for before the next item's results.
 
 With a causal mask, blocks beyond the diagonal are neither loaded nor visited. Blocks are walked from the last one back:
 those that the mask touches come first, and only these are masked. Items come in strips of heads whose keys and values
@@ -45,7 +46,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkernels.pallas.attention_blocks import (
-    BARRIER_BYTES,
     FLOPS_PER_SM,
     LAUNCH_SECONDS,
     NUM_CONSUMERS,
@@ -69,7 +69,9 @@ VERSION = 2
 
 #: Registers of a consumer's thread, and of these for accumulators, logits and probabilities.
 _CONSUMER_REGISTERS = 240
-_MAX_TILE_REGISTERS = 208
+_MAX_TILE_REGISTERS = 200
+#: What barriers and the alignment of buffers to 1 KB add to the buffers' own bytes, at most.
+_BARRIER_BYTES = 1024
 #: Outputs are staged in shared memory and sent out in pieces of this many columns, one swizzle span.
 _STORE_COLUMNS = 64
 #: Keys and values of the heads that are walked together: half of an H200's L2.
@@ -96,6 +98,7 @@ class Config:
         logits are computed.
       persistent: whether a CTA for each SM takes items in turn; else there is one for each item.
       overlap: whether a consumer's softmax runs beside its own products with the values before.
+      bridge: whether an item's first logits are computed together with the last output of the item before.
       ping_pong: whether the consumers take turns at the tensor cores.
       strip: heads that are walked together; 0: as many as L2 holds the keys and values of.
     """
@@ -106,6 +109,7 @@ class Config:
     num_q_slots: int = 1
     persistent: bool = True
     overlap: bool = True
+    bridge: bool = True
     ping_pong: bool = True
     strip: int = 0
 
@@ -156,7 +160,7 @@ def _smem_bytes(spec: AttentionSpec, config: Config) -> int:
     rows = NUM_CONSUMERS * config.block_q
     slot = 2 * config.block_kv * (head_dim + value_dim)
     return (
-        rows * (2 * head_dim * config.num_q_slots + 2 * _STORE_COLUMNS + 4) + config.num_stages * slot + BARRIER_BYTES
+        rows * (2 * head_dim * config.num_q_slots + 2 * _STORE_COLUMNS + 4) + config.num_stages * slot + _BARRIER_BYTES
     )
 
 
@@ -205,7 +209,13 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
         grid_names=("cta",),
         num_threads=NUM_CONSUMERS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            # Rows are reduced among the four threads that hold them.
+            reduction_scratch_bytes=0,
+            # Warpgroups write staging buffers only: a barrier follows in `commit_smem`, one comes before in the wait.
+            unsafe_no_auto_barriers=True,
+        ),
     )
     out, lse = kernel(q, k, v, *(x.reshape(1) for x in extras))
     return [out[:, :num_queries, :, :head_dim], jnp.swapaxes(lse[:, :, :num_queries], 1, 2)]
@@ -271,23 +281,6 @@ def _kernel(q_gmem: Any, k_gmem: Any, v_gmem: Any, *refs: Any, spec: AttentionSp
     num_pieces, num_store_slots = value_dim // _STORE_COLUMNS, _num_store_slots(spec, config)
     tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=TRANSFORMS)
 
-    @functools.partial(
-        pl.run_scoped,
-        q_smem=tile(num_q_slots * NUM_CONSUMERS, block_q, head_dim),
-        k_smem=tile(num_stages, block_kv, head_dim),
-        v_smem=tile(num_stages, block_kv, value_dim),
-        out_smem=tile(NUM_CONSUMERS * num_store_slots, block_q, _STORE_COLUMNS),
-        lse_smem=plgpu.SMEM((NUM_CONSUMERS, block_q), jnp.float32),
-        # A consumer has queries of its own, and waits for its own only.
-        q_full=plgpu.Barrier(num_barriers=num_q_slots * NUM_CONSUMERS),
-        q_empty=plgpu.Barrier(num_barriers=num_q_slots * NUM_CONSUMERS),
-        k_full=plgpu.Barrier(num_barriers=num_stages),
-        v_full=plgpu.Barrier(num_barriers=num_stages),
-        k_empty=plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=num_stages),
-        v_empty=plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=num_stages),
-        turn=plgpu.Barrier(num_barriers=NUM_CONSUMERS) if config.ping_pong else None,
-        collective_axes="warpgroup",
-    )
     def _attend(
         q_smem: Any,
         k_smem: Any,
@@ -388,9 +381,15 @@ def _kernel(q_gmem: Any, k_gmem: Any, v_gmem: Any, *refs: Any, spec: AttentionSp
             # Finite: a row that sees nothing of its last blocks has no maximum yet, and -inf - -inf is no number.
             no_max = plgpu.layout_cast(jnp.full((block_q,), jnp.finfo(jnp.float32).min, jnp.float32), ROWS)
 
+            def release_keys(nth: Any, slot: Any, block: Any) -> None:
+                """The logits of a block are computed: of the item's last one, its queries are not needed any more."""
+                plgpu.barrier_arrive(k_empty.at[slot])
+                pl.when(block == 0)(lambda: plgpu.barrier_arrive(q_empty.at[q_slot_of(nth, consumer)]))
+
             def begin(nth: Any, slot: Any) -> Any:
                 """The first logits of an item, on their own."""
                 item = schedule[nth]
+                block = item.num_blocks - 1
                 plgpu.barrier_wait(q_full.at[q_slot_of(nth, consumer)])
                 plgpu.barrier_wait(k_full.at[slot])
 
@@ -401,48 +400,55 @@ def _kernel(q_gmem: Any, k_gmem: Any, v_gmem: Any, *refs: Any, spec: AttentionSp
                     pass_turn()
                     return plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
 
-                plgpu.barrier_arrive(k_empty.at[slot])
-                p, row_sum, row_max = probabilities(hide(s, item, item.num_blocks - 1, maybe=last_is_masked), no_max)
+                release_keys(nth, slot, block)
+                p, row_sum, row_max = probabilities(hide(s, item, block, maybe=last_is_masked), no_max)
                 p, row_sum, row_max = lax.optimization_barrier((p, row_sum, row_max))
                 plgpu.barrier_wait(v_full.at[slot])
                 return slot, p.astype(dtype), row_max, row_sum
 
             def attend(acc_ref: Any) -> None:
+                def multiply(s_ref: Any, nth: Any, next_slot: Any, p: jax.Array, slot: Any) -> jax.Array:
+                    """Adds P V of one block to the output, and returns the logits of the next."""
+                    multiply_values = lambda: plgpu.wgmma(acc_ref, p, v_smem.at[slot])
+                    await_turn()
+                    if config.overlap:
+                        multiply_keys(s_ref, nth, next_slot)
+                        multiply_values()
+                        pass_turn()
+                        return plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+                    multiply_values()
+                    multiply_keys(s_ref, nth, next_slot)
+                    pass_turn()
+                    s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
+                    # A single slot must be free before anyone waits for what comes next.
+                    plgpu.barrier_arrive(v_empty.at[slot])
+                    return s
+
+                def output(slot: Any) -> jax.Array:
+                    acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+                    if config.overlap:
+                        plgpu.barrier_arrive(v_empty.at[slot])
+                    return acc
+
                 def step(nth: Any, item: _Item, masked: bool, i: Any, carry: Any) -> Any:
                     """The logits of the i-th block from the end, and the output of the one before."""
                     slot, p, row_max, row_sum = carry
                     next_slot = following(slot)
                     block = item.num_blocks - 1 - i
 
-                    def multiply_values() -> None:
-                        plgpu.wgmma(acc_ref, p, v_smem.at[slot])
-
                     @functools.partial(pl.run_scoped, s_ref=plgpu.ACC((block_q, block_kv), jnp.float32))
                     def carry(s_ref: Any) -> Any:
                         plgpu.barrier_wait(k_full.at[next_slot])
-                        await_turn()
-                        if config.overlap:
-                            multiply_keys(s_ref, nth, next_slot)
-                            multiply_values()
-                        else:
-                            multiply_values()
-                            multiply_keys(s_ref, nth, next_slot)
-                        pass_turn()
-                        s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1 if config.overlap else 0)
-                        if not config.overlap:  # A single slot must be free before the wait for what comes next.
-                            plgpu.barrier_arrive(v_empty.at[slot])
-                        plgpu.barrier_arrive(k_empty.at[next_slot])
-                        s = hide(s, item, block, maybe=masked)
-                        next_p, next_sum, new_max = probabilities(s, row_max)
+                        s = multiply(s_ref, nth, next_slot, p, slot)
+                        release_keys(nth, next_slot, block)
+                        next_p, next_sum, new_max = probabilities(hide(s, item, block, maybe=masked), row_max)
                         alpha = jnp.exp2(row_max - new_max)
                         next_sum = row_sum * alpha + next_sum
                         next_p, next_sum, new_max, alpha = lax.optimization_barrier((next_p, next_sum, new_max, alpha))
                         # The next product's values. To wait for them here ends a block of instructions, and so keeps
                         # ptxas from moving the wait for this product up before the exponentials.
                         plgpu.barrier_wait(v_full.at[next_slot])
-                        acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
-                        if config.overlap:
-                            plgpu.barrier_arrive(v_empty.at[slot])
+                        acc = output(slot)
                         acc_ref[...] = acc * spread(alpha, acc.shape)
                         return next_slot, next_p.astype(dtype), new_max, next_sum
 
@@ -460,24 +466,71 @@ def _kernel(q_gmem: Any, k_gmem: Any, v_gmem: Any, *refs: Any, spec: AttentionSp
                         first_unmasked, item.num_blocks, functools.partial(step, nth, item, False), carry
                     )
 
-                def finish(nth: Any, row_max: jax.Array, row_sum: jax.Array) -> None:
+                def end(nth: Any, carry: Any) -> Any:
+                    """The last output of an item, on its own."""
+                    slot, p, row_max, row_sum = carry
+                    normalizer = stage_lse(row_max, row_sum)
+                    await_turn()
+                    plgpu.wgmma(acc_ref, p, v_smem.at[slot])
+                    pass_turn()
+                    acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+                    plgpu.barrier_arrive(v_empty.at[slot])
+                    store(nth, acc, normalizer)
+                    return following(slot)
+
+                def bridge(nth: Any, carry: Any) -> Any:
+                    """The last output of an item, and the first logits of the next.
+
+                    After the last item these are computed from what shared memory holds, and dropped.
+                    """
+                    slot, p, row_max, row_sum = carry
+                    next_slot = following(slot)
+                    item = schedule[nth + 1]
+                    block = item.num_blocks - 1
+                    if_any = pl.when(nth + 1 < schedule.num_items())
+                    normalizer = stage_lse(row_max, row_sum)
+
+                    @functools.partial(pl.run_scoped, s_ref=plgpu.ACC((block_q, block_kv), jnp.float32))
+                    def carry(s_ref: Any) -> Any:
+                        @if_any
+                        def _wait() -> None:
+                            plgpu.barrier_wait(q_full.at[q_slot_of(nth + 1, consumer)])
+                            plgpu.barrier_wait(k_full.at[next_slot])
+
+                        s = multiply(s_ref, nth + 1, next_slot, p, slot)
+                        if_any(lambda: release_keys(nth + 1, next_slot, block))
+                        s = hide(s, item, block, maybe=last_is_masked)
+                        next_p, next_sum, new_max = lax.optimization_barrier(probabilities(s, no_max))
+                        if_any(lambda: plgpu.barrier_wait(v_full.at[next_slot]))
+                        acc = output(slot)
+                        next_p = lax.optimization_barrier(next_p.astype(dtype))
+                        store(nth, acc, normalizer)
+                        return next_slot, next_p, new_max, next_sum
+
+                    return carry
+
+                def stage_lse(row_max: jax.Array, row_sum: jax.Array) -> jax.Array:
+                    """Writes logsumexps to shared memory, which frees their registers; returns 1 / row_sum."""
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    lse_smem.at[consumer][...] = (row_max + jnp.log2(row_sum)) * math.log(2)
+                    return lax.optimization_barrier(1 / row_sum)
+
+                def store(nth: Any, acc: jax.Array, normalizer: jax.Array) -> None:
+                    """Sends the results of an item on their way, and clears the output."""
                     # Computed anew: no register holds it all the while.
                     item = schedule[lax.optimization_barrier(nth)]
-                    acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
                     rows = pl.ds(item.q_base + consumer * block_q, block_q)
-                    out = (acc * spread(1 / row_sum, acc.shape)).astype(dtype)
                     for first in range(0, num_pieces, num_store_slots):
                         pieces = range(first, min(first + num_store_slots, num_pieces))
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        if first:
+                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         staging = [out_smem.at[consumer * num_store_slots + i] for i in range(len(pieces))]
-                        columns = [pl.ds(i * _STORE_COLUMNS, _STORE_COLUMNS) for i in pieces]
                         for i, smem in zip(pieces, staging):
-                            smem[...] = out[:, i * _STORE_COLUMNS : (i + 1) * _STORE_COLUMNS]
-                        if first == 0:
-                            lse_smem.at[consumer][...] = (row_max + jnp.log2(row_sum)) * math.log(2)
+                            piece = acc[:, i * _STORE_COLUMNS : (i + 1) * _STORE_COLUMNS]
+                            smem[...] = (piece * spread(normalizer, piece.shape)).astype(dtype)
                         plgpu.commit_smem()
-                        for smem, piece in zip(staging, columns):
-                            to = out_gmem.at[item.batch, rows, item.head, piece]
+                        for i, smem in zip(pieces, staging):
+                            to = out_gmem.at[item.batch, rows, item.head, pl.ds(i * _STORE_COLUMNS, _STORE_COLUMNS)]
                             plgpu.copy_smem_to_gmem(smem, to, commit_group=False)
                         if first == 0:
                             to = lse_gmem.at[item.batch, item.head, rows]
@@ -485,19 +538,31 @@ def _kernel(q_gmem: Any, k_gmem: Any, v_gmem: Any, *refs: Any, spec: AttentionSp
                         plgpu.commit_smem_to_gmem_group()
                     acc_ref[...] = plgpu.layout_cast(jnp.zeros_like(acc), TILE)
 
-                def run_item(nth: Any, slot: Any) -> Any:
-                    item = schedule[nth]
-                    slot, p, row_max, row_sum = walk(nth, item, begin(nth, slot))
-                    plgpu.barrier_arrive(q_empty.at[q_slot_of(nth, consumer)])
-                    await_turn()
-                    plgpu.wgmma(acc_ref, p, v_smem.at[slot])
-                    pass_turn()
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(v_empty.at[slot])
-                    finish(nth, row_max, row_sum)
-                    return following(slot)
-
-                lax.fori_loop(0, schedule.num_items(), run_item, jnp.int32(0))
+                if config.bridge:
+                    run_item = lambda nth, carry: bridge(nth, walk(nth, schedule[nth], carry))
+                    first = begin(jnp.int32(0), jnp.int32(0))
+                else:
+                    run_item = lambda nth, slot: end(nth, walk(nth, schedule[nth], begin(nth, slot)))
+                    first = jnp.int32(0)
+                lax.fori_loop(0, schedule.num_items(), run_item, first)
 
             pl.run_scoped(attend, plgpu.ACC((block_q, value_dim), jnp.float32))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    pl.run_scoped(
+        _attend,
+        tile(num_q_slots * NUM_CONSUMERS, block_q, head_dim),
+        tile(num_stages, block_kv, head_dim),
+        tile(num_stages, block_kv, value_dim),
+        tile(NUM_CONSUMERS * num_store_slots, block_q, _STORE_COLUMNS),
+        plgpu.SMEM((NUM_CONSUMERS, block_q), jnp.float32),
+        # A consumer has queries of its own, and waits for its own only.
+        plgpu.Barrier(num_barriers=num_q_slots * NUM_CONSUMERS),
+        plgpu.Barrier(num_barriers=num_q_slots * NUM_CONSUMERS),
+        plgpu.Barrier(num_barriers=num_stages),
+        plgpu.Barrier(num_barriers=num_stages),
+        plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=num_stages),
+        plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=num_stages),
+        plgpu.Barrier(num_barriers=NUM_CONSUMERS) if config.ping_pong else None,
+        collective_axes="warpgroup",
+    )

@@ -140,9 +140,11 @@ def test_dtypes(dtype: str) -> None:
         dict(num_stages=3),
         dict(block_q=128),
         dict(overlap=False),
+        dict(bridge=False),
+        dict(overlap=False, bridge=False),
         dict(ping_pong=False),
         dict(num_q_slots=2),
-        dict(num_q_slots=2, overlap=False, ping_pong=False),
+        dict(num_q_slots=2, overlap=False, bridge=False, ping_pong=False),
         dict(persistent=False),
         dict(strip=1),
         dict(strip=2),
@@ -251,18 +253,19 @@ def test_refuses_what_has_no_kernel_shape() -> None:
             lambda: attention_forward.Config(block_kv=32),
             "attention_forward[pallas]: block_q and block_kv must be multiples of 64 and num_stages at least 1; "
             "got Config(block_q=64, block_kv=32, num_stages=2, num_q_slots=1, persistent=True, overlap=True, "
-            "ping_pong=True, strip=0).",
+            "bridge=True, ping_pong=True, strip=0).",
         ),
         (
             lambda: attention_forward.Config(num_stages=1),
             "attention_forward[pallas]: overlap waits for values while others are in use, and needs at least 2 for "
             "num_stages; got Config(block_q=64, block_kv=128, num_stages=1, num_q_slots=1, persistent=True, "
-            "overlap=True, ping_pong=True, strip=0).",
+            "overlap=True, bridge=True, ping_pong=True, strip=0).",
         ),
         (
             lambda: attention_forward.Config(num_q_slots=0),
             "attention_forward[pallas]: num_q_slots must be at least 1 and strip not negative; got Config(block_q=64, "
-            "block_kv=128, num_stages=2, num_q_slots=0, persistent=True, overlap=True, ping_pong=True, strip=0).",
+            "block_kv=128, num_stages=2, num_q_slots=0, persistent=True, overlap=True, bridge=True, "
+            "ping_pong=True, strip=0).",
         ),
         (
             lambda: attention_backward.Config(dq_num_stages=0),
