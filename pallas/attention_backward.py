@@ -58,7 +58,7 @@ from jaxkernels.specs import AttentionSpec
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
-VERSION = 1
+VERSION = 2
 
 _LOG2E = math.log2(math.e)
 #: Rows of a consumer's tile: queries in kernel 1, keys in kernel 2.

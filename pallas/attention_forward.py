@@ -23,7 +23,7 @@ buffers by TMA, which nobody waits for before the next item's results.
 
 With a causal mask, blocks beyond the diagonal are neither loaded nor visited. Blocks are walked from the last one back:
 those that the mask touches come first, and only these are masked. Items come in strips of heads whose keys and values
-stay in L2, the longest of a strip first; the CTA with the first item of one round gets the last of the next.
+stay in L2, the longest of a strip first; which CTA does which is planned before the launch, so that all end together.
 Head dimensions are padded to multiples of 64 by XLA, lengths to multiples of 8; beyond these TMA reads zeros and drops
 what it would write.
 
@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 import itertools
 import math
 from collections.abc import Iterator
@@ -43,13 +44,12 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxkernels.pallas.attention_blocks import (
     FLOPS_PER_SM,
     LAUNCH_SECONDS,
-    NUM_CONSUMERS,
-    PRODUCER_REGISTERS,
     ROWS,
     TILE,
     TRANSFORMS,
@@ -67,15 +67,17 @@ __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", 
 
 VERSION = 2
 
-#: Registers of a consumer's thread, and of these for accumulators, logits and probabilities.
-_CONSUMER_REGISTERS = 240
-_MAX_TILE_REGISTERS = 200
+#: For so many consumers: registers of the producer's threads, of a consumer's, and of these for accumulators, logits
+#: and probabilities.
+_REGISTERS = {2: (24, 240, 184), 3: (32, 160, 120)}
 #: What barriers and the alignment of buffers to 1 KB add to the buffers' own bytes, at most.
 _BARRIER_BYTES = 1024
 #: Outputs are staged in shared memory and sent out in pieces of this many columns, one swizzle span.
 _STORE_COLUMNS = 64
 #: Keys and values of the heads that are walked together: half of an H200's L2.
 _STRIP_BYTES = 25e6
+#: What an item costs beside its steps, in steps.
+_ITEM_STEPS = 0.7
 
 # The search space: what is tried along each knob, the usual setting first.
 _BLOCK_QS = (64, 128)
@@ -101,6 +103,7 @@ class Config:
       bridge: whether an item's first logits are computed together with the last output of the item before.
       ping_pong: whether the consumers take turns at the tensor cores.
       strip: heads that are walked together; 0: as many as L2 holds the keys and values of.
+      num_consumers: consumer warpgroups of a CTA, 2 or 3.
     """
 
     block_q: int = 64
@@ -112,22 +115,20 @@ class Config:
     bridge: bool = True
     ping_pong: bool = True
     strip: int = 0
+    num_consumers: int = 2
 
     def __post_init__(self) -> None:
-        if self.block_q % 64 or self.block_kv % 64 or self.num_stages < 1:
-            raise ValueError(
-                "attention_forward[pallas]: block_q and block_kv must be multiples of 64 and num_stages at least 1; "
-                f"got {self}."
-            )
-        if self.overlap and self.num_stages < 2:
-            raise ValueError(
-                "attention_forward[pallas]: overlap waits for values while others are in use, and needs at least 2 for "
-                f"num_stages; got {self}."
-            )
-        if self.num_q_slots < 1 or self.strip < 0:
-            raise ValueError(
-                f"attention_forward[pallas]: num_q_slots must be at least 1 and strip not negative; got {self}."
-            )
+        rules = {
+            "block_q and block_kv must be multiples of 64": self.block_q % 64 or self.block_kv % 64,
+            "num_stages and num_q_slots must be at least 1": min(self.num_stages, self.num_q_slots) < 1,
+            # It waits for values while others are in use.
+            "overlap needs num_stages of at least 2": self.overlap and self.num_stages < 2,
+            "strip must not be negative": self.strip < 0,
+            "num_consumers must be 2 or 3": self.num_consumers not in _REGISTERS,
+        }
+        for rule, is_broken in rules.items():
+            if is_broken:
+                raise ValueError(f"attention_forward[pallas]: {rule}; got {self}.")
 
 
 def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
@@ -138,26 +139,29 @@ def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
 def search_space(spec: AttentionSpec) -> Iterator[Config]:
     """Yields the blocks whose tiles fit the registers and whose rings fit shared memory.
 
-    A single slot, which nothing can be loaded beside, only where two do not fit.
-    Blocks of 128 queries only where there are more than 128, of 192 keys only where there are more than 128.
+    A single slot, which nothing can be loaded beside, only where two do not fit; a second one for queries beside the
+    usual rings. Items of more than 128 queries and blocks of 192 keys only where there are more than 128.
     """
     _, value_dim = padded_head_dims(spec)
     num_queries, num_keys = spec.q.shape[1], spec.k.shape[1]
-    for block_q, block_kv in itertools.product(_BLOCK_QS, _BLOCK_KVS):
+    for num_consumers, block_q, block_kv in itertools.product(_REGISTERS, _BLOCK_QS, _BLOCK_KVS):
         # The output and the logits in float32, the probabilities in 16 bits, over the 128 threads of a consumer.
         registers = block_q * (value_dim + block_kv * 3 // 2) // 128
-        wasteful = (block_q > 64 and num_queries <= 128) or (block_kv > 128 and num_keys <= 128)
-        if registers > _MAX_TILE_REGISTERS or wasteful:
+        wasteful = (num_consumers * block_q > 128 and num_queries <= 128) or (block_kv > 128 and num_keys <= 128)
+        if registers > _REGISTERS[num_consumers][2] or wasteful:
             continue
-        rings = [Config(block_q, block_kv, n, overlap=n > 1) for n in _STAGES]
+        rings = [Config(block_q, block_kv, n, overlap=n > 1, num_consumers=num_consumers) for n in _STAGES]
         fits = [config for config in rings if _num_store_slots(spec, config) > 0]
-        yield from [config for config in fits if config.num_stages > 1] or fits
+        fits = [config for config in fits if config.num_stages > 1] or fits
+        yield from fits
+        more_queries = [dataclasses.replace(config, num_q_slots=2) for config in fits[:1]]
+        yield from [config for config in more_queries if _num_store_slots(spec, config) > 0]
 
 
 def _smem_bytes(spec: AttentionSpec, config: Config) -> int:
     """Queries, the rings, logsumexps and barriers, and one piece of each consumer's output."""
     head_dim, value_dim = padded_head_dims(spec)
-    rows = NUM_CONSUMERS * config.block_q
+    rows = _rows(config)
     slot = 2 * config.block_kv * (head_dim + value_dim)
     return (
         rows * (2 * head_dim * config.num_q_slots + 2 * _STORE_COLUMNS + 4) + config.num_stages * slot + _BARRIER_BYTES
@@ -166,7 +170,7 @@ def _smem_bytes(spec: AttentionSpec, config: Config) -> int:
 
 def _num_store_slots(spec: AttentionSpec, config: Config) -> int:
     """Pieces of a consumer's output that shared memory has room for, beside the rings; all of them at most."""
-    piece = 2 * NUM_CONSUMERS * config.block_q * _STORE_COLUMNS
+    piece = 2 * _rows(config) * _STORE_COLUMNS
     room = spec.target.smem_bytes - (_smem_bytes(spec, config) - piece)
     return min(room // piece, padded_head_dims(spec)[1] // _STORE_COLUMNS)
 
@@ -174,7 +178,7 @@ def _num_store_slots(spec: AttentionSpec, config: Config) -> int:
 def estimate(spec: AttentionSpec, config: Config) -> float:
     """Steps of all CTAs over the SMs, or the longest CTA's; the products of a step, and waiting for the turn."""
     batch, num_queries, num_heads, _ = spec.q.shape
-    rows = NUM_CONSUMERS * config.block_q
+    rows = _rows(config)
     ctas = batch * num_heads * pl.cdiv(num_queries, rows)
     longest = pl.cdiv(spec.k.shape[1], config.block_kv)
     step = 2 * rows * config.block_kv * sum(padded_head_dims(spec)) / FLOPS_PER_SM + _TURN_SECONDS
@@ -195,19 +199,17 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
     num_queries, head_dim = q.shape[1], v.shape[3]
     q, k, v = pad_heads(q), pad_heads(k), pad_heads(v)
     batch, _, num_heads, _ = q.shape
-    rows = NUM_CONSUMERS * config.block_q
-    num_q_blocks = pl.cdiv(num_queries, rows)
-    num_items = batch * num_heads * num_q_blocks
+    plan = _plan(spec, config)
     kernel = plgpu.kernel(
         functools.partial(_kernel, spec=spec, config=config),
         out_type=[
             jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype),
             # Whole blocks: Mosaic clips a store of contiguous bytes at the end of the array, not of the row.
-            jax.ShapeDtypeStruct((batch, num_heads, num_q_blocks * rows), jnp.float32),
+            jax.ShapeDtypeStruct((batch, num_heads, num_queries + -num_queries % _rows(config)), jnp.float32),
         ],
-        grid=(min(num_items, spec.target.num_sms) if config.persistent else num_items,),
+        grid=(len(plan),),
         grid_names=("cta",),
-        num_threads=NUM_CONSUMERS + 1,
+        num_threads=config.num_consumers + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -217,8 +219,47 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
             unsafe_no_auto_barriers=True,
         ),
     )
-    out, lse = kernel(q, k, v, *(x.reshape(1) for x in extras))
+    out, lse = kernel(q, k, v, jnp.asarray(plan), *(x.reshape(1) for x in extras))
     return [out[:, :num_queries, :, :head_dim], jnp.swapaxes(lse[:, :, :num_queries], 1, 2)]
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(spec: AttentionSpec, config: Config) -> np.ndarray:
+    """The items of each CTA, in order: how many there are, their numbers, and one number more that stands for none.
+
+    An item's number is head * num_q_blocks + q_block, heads of all batch elements counted. Items go to the CTA that has
+    least to do so far: strip by strip, the longest first; but a third of the blocks of queries, those that see least,
+    are kept for the end and even out what is left.
+    """
+    batch, num_queries, num_heads, _ = spec.q.shape
+    num_keys, heads, rows = spec.k.shape[1], batch * num_heads, _rows(config)
+    num_q_blocks = pl.cdiv(num_queries, rows)
+    # Where the queries are a part of the sequence, some part in the middle.
+    offset = max(0, num_keys - num_queries) // 2 if spec.query_offset else 0
+    steps = lambda q_block: pl.cdiv(
+        min((q_block + 1) * rows + offset, num_keys) if spec.causal else num_keys, config.block_kv
+    )
+    strip = min(config.strip or _default_strip(spec), heads)
+    strips = [range(first, min(first + strip, heads)) for first in range(0, heads, strip)]
+    num_last = num_q_blocks // 3 if spec.causal else 0
+    items = [(q, head) for strip in strips for q in reversed(range(num_last, num_q_blocks)) for head in strip]
+    items += [(q, head) for q in reversed(range(num_last)) for head in range(heads)]
+    num_ctas = min(len(items), spec.target.num_sms) if config.persistent else len(items)
+    loads = [(0.0, cta) for cta in range(num_ctas)]
+    taken: list[list[int]] = [[] for _ in loads]
+    for q_block, head in items:
+        load, cta = loads[0]
+        taken[cta].append(head * num_q_blocks + q_block)
+        heapq.heapreplace(loads, (load + steps(q_block) + _ITEM_STEPS, cta))
+    plan = np.zeros((num_ctas, 2 + max(map(len, taken))), np.int32)
+    for row, numbers in zip(plan, taken):
+        row[: 1 + len(numbers)] = len(numbers), *numbers
+    return plan
+
+
+def _rows(config: Config) -> int:
+    """Queries of a work item."""
+    return config.num_consumers * config.block_q
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,50 +272,16 @@ class _Item:
     num_blocks: Any
 
 
-class _Schedule:
-    """Which items a CTA works on, in order."""
-
-    def __init__(self, spec: AttentionSpec, config: Config, offset: Any):
-        batch, num_queries, self.num_heads, _ = spec.q.shape
-        self.spec, self.block_kv, self.offset = spec, config.block_kv, offset
-        self.rows = NUM_CONSUMERS * config.block_q
-        self.num_q_blocks = pl.cdiv(num_queries, self.rows)
-        self.heads = batch * self.num_heads
-        self.strip = min(config.strip or _default_strip(spec), self.heads)
-        self.cta, self.num_ctas = lax.axis_index("cta"), lax.axis_size("cta")
-
-    def num_items(self) -> Any:
-        """How many items this CTA has. Not an attribute: each warpgroup computes it, or a register waits for it."""
-        num_rounds, rest = divmod(self.heads * self.num_q_blocks, self.num_ctas)
-        return num_rounds + (self._turn(num_rounds) < rest).astype(jnp.int32) if rest else num_rounds
-
-    def _turn(self, nth: Any) -> Any:
-        """This CTA's place among those that take their nth items: the last to begin one round begins the next."""
-        if isinstance(nth, int):
-            return self.num_ctas - 1 - self.cta if nth % 2 else self.cta
-        return jnp.where(lax.rem(nth, jnp.int32(2)) == 1, self.num_ctas - 1 - self.cta, self.cta)
-
-    def __getitem__(self, nth: Any) -> _Item:
-        div, rem = (lambda a, b: lax.div(a, jnp.int32(b))), (lambda a, b: lax.rem(a, jnp.int32(b)))
-        i = nth * self.num_ctas + self._turn(nth)
-        strip, i = div(i, self.strip * self.num_q_blocks), rem(i, self.strip * self.num_q_blocks)
-        first = strip * self.strip
-        width = self.strip if self.heads % self.strip == 0 else jnp.minimum(self.strip, self.heads - first)
-        head, q_block = first + rem(i, width), div(i, width)
-        if self.spec.causal:  # The last queries see the most keys.
-            q_block = self.num_q_blocks - 1 - q_block
-        q_base = q_block * self.rows
-        num_blocks = key_iters(self.spec, q_base + self.rows + self.offset, self.block_kv)
-        return _Item(div(head, self.num_heads), rem(head, self.num_heads), q_base, num_blocks)
-
-
 def _default_strip(spec: AttentionSpec) -> int:
     """Query heads whose keys and values L2 holds."""
     return max(1, int(_STRIP_BYTES / (2 * spec.k.shape[1] * sum(padded_head_dims(spec))))) * spec.group_size
 
 
-def _kernel(q_gmem: Any, k_gmem: Any, v_gmem: Any, *refs: Any, spec: AttentionSpec, config: Config) -> None:
+def _kernel(
+    q_gmem: Any, k_gmem: Any, v_gmem: Any, plan_gmem: Any, *refs: Any, spec: AttentionSpec, config: Config
+) -> None:
     *offset_gmem, out_gmem, lse_gmem = refs
+    num_consumers = config.num_consumers
     dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
     block_q, block_kv = config.block_q, config.block_kv
     num_stages, num_q_slots = config.num_stages, config.num_q_slots
@@ -297,20 +304,29 @@ def _kernel(q_gmem: Any, k_gmem: Any, v_gmem: Any, *refs: Any, spec: AttentionSp
     ) -> None:
         warpgroup = lax.axis_index("warpgroup")
         offset = query_offset(offset_gmem)
-        schedule = _Schedule(spec, config, offset)
+        cta = lax.axis_index("cta")
+        num_items = lambda: plan_gmem[cta, 0]
+        number_of = lambda nth: plan_gmem[cta, nth + 1]
+
+        def item_of(number: Any) -> _Item:
+            num_q_blocks, num_heads = jnp.int32(pl.cdiv(spec.q.shape[1], _rows(config))), jnp.int32(spec.q.shape[2])
+            head, q_base = lax.div(number, num_q_blocks), lax.rem(number, num_q_blocks) * _rows(config)
+            num_blocks = key_iters(spec, q_base + _rows(config) + offset, block_kv)
+            return _Item(lax.div(head, num_heads), lax.rem(head, num_heads), q_base, num_blocks)
+
         following = lambda slot: jnp.where(slot == num_stages - 1, 0, slot + 1)
-        # In a consumer's eyes; the producer fills the slots of all.
-        q_slot_of = lambda nth, consumer: lax.rem(nth, jnp.int32(num_q_slots)) * NUM_CONSUMERS + consumer
+        q_slot_of = lambda nth, consumer: lax.rem(nth, jnp.int32(num_q_slots)) * num_consumers + consumer
 
-        @pl.when(warpgroup == NUM_CONSUMERS)
+        @pl.when(warpgroup == num_consumers)
         def _produce() -> None:
-            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            plgpu.set_max_registers(_REGISTERS[num_consumers][0], action="decrease")
 
-            def load_item(nth: Any, slot: Any) -> Any:
-                item = schedule[nth]
+            def load_item(nth: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+                number, slot = carry
+                item, next_number = item_of(number), number_of(nth + 1)
                 kv_head = lax.div(item.head, jnp.int32(spec.group_size))
                 # JAX refuses slices that it sees end beyond the array, as the last block may: hide where they start.
-                origin = schedule.cta * 0
+                origin = cta * 0
 
                 def load(gmem: Any, smem: Any, full: Any, empty: Any, block: Any, slot: Any) -> None:
                     plgpu.barrier_wait(empty.at[slot])
@@ -322,7 +338,7 @@ def _kernel(q_gmem: Any, k_gmem: Any, v_gmem: Any, *refs: Any, spec: AttentionSp
 
                 last = item.num_blocks - 1
                 load_keys(last, slot)
-                for consumer in range(NUM_CONSUMERS):
+                for consumer in range(num_consumers):
                     q_slot = q_slot_of(nth, consumer)
                     rows = (item.batch, pl.ds(item.q_base + consumer * block_q, block_q), item.head)
                     plgpu.barrier_wait(q_empty.at[q_slot])
@@ -335,13 +351,13 @@ def _kernel(q_gmem: Any, k_gmem: Any, v_gmem: Any, *refs: Any, spec: AttentionSp
 
                 slot = lax.fori_loop(1, item.num_blocks, load_step, slot)
                 load_values(0, slot)
-                return following(slot)
+                return next_number, following(slot)
 
-            lax.fori_loop(0, schedule.num_items(), load_item, jnp.int32(0))
+            lax.fori_loop(0, num_items(), load_item, (number_of(0), jnp.int32(0)))
 
-        @pl.when(warpgroup < NUM_CONSUMERS)
+        @pl.when(warpgroup < num_consumers)
         def _consume() -> None:
-            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+            plgpu.set_max_registers(_REGISTERS[num_consumers][1], action="increase")
             consumer = warpgroup
             c = spec.scale * math.log2(math.e)
             spread = lambda x, shape: lax.broadcast_in_dim(x, shape, [0])
@@ -351,17 +367,17 @@ def _kernel(q_gmem: Any, k_gmem: Any, v_gmem: Any, *refs: Any, spec: AttentionSp
                 plgpu.barrier_arrive(k_empty.at[slot])
                 plgpu.barrier_arrive(v_empty.at[slot])
             for slot in range(num_q_slots):
-                plgpu.barrier_arrive(q_empty.at[slot * NUM_CONSUMERS + consumer])
+                plgpu.barrier_arrive(q_empty.at[slot * num_consumers + consumer])
 
             def pass_turn() -> None:
                 if turn is not None:
-                    plgpu.barrier_arrive(turn.at[NUM_CONSUMERS - 1 - consumer])
+                    plgpu.barrier_arrive(turn.at[jnp.where(consumer == num_consumers - 1, 0, consumer + 1)])
 
             def await_turn() -> None:
                 if turn is not None:
                     plgpu.barrier_wait(turn.at[consumer])
 
-            pl.when(consumer == NUM_CONSUMERS - 1)(pass_turn)
+            pl.when(consumer == num_consumers - 1)(pass_turn)
 
             def multiply_keys(s_ref: Any, nth: Any, slot: Any) -> None:
                 plgpu.wgmma(s_ref, q_smem.at[q_slot_of(nth, consumer)], k_smem.at[slot].transpose((1, 0)))
@@ -386,9 +402,8 @@ def _kernel(q_gmem: Any, k_gmem: Any, v_gmem: Any, *refs: Any, spec: AttentionSp
                 plgpu.barrier_arrive(k_empty.at[slot])
                 pl.when(block == 0)(lambda: plgpu.barrier_arrive(q_empty.at[q_slot_of(nth, consumer)]))
 
-            def begin(nth: Any, slot: Any) -> Any:
+            def begin(nth: Any, item: _Item, slot: Any) -> Any:
                 """The first logits of an item, on their own."""
-                item = schedule[nth]
                 block = item.num_blocks - 1
                 plgpu.barrier_wait(q_full.at[q_slot_of(nth, consumer)])
                 plgpu.barrier_wait(k_full.at[slot])
@@ -457,7 +472,7 @@ def _kernel(q_gmem: Any, k_gmem: Any, v_gmem: Any, *refs: Any, spec: AttentionSp
                 def walk(nth: Any, item: _Item, carry: Any) -> Any:
                     """All blocks but the last, which `begin` has seen to."""
                     first_unmasked = 1
-                    if spec.causal and (offset_gmem or block_kv % schedule.rows):
+                    if spec.causal and (offset_gmem or block_kv % _rows(config)):
                         last_seen = jnp.minimum(item.q_base + consumer * block_q + offset, spec.k.shape[1] - 1)
                         num_unmasked = lax.div(last_seen + 1, jnp.int32(block_kv))
                         first_unmasked = jnp.maximum(1, item.num_blocks - num_unmasked)
@@ -466,7 +481,7 @@ def _kernel(q_gmem: Any, k_gmem: Any, v_gmem: Any, *refs: Any, spec: AttentionSp
                         first_unmasked, item.num_blocks, functools.partial(step, nth, item, False), carry
                     )
 
-                def end(nth: Any, carry: Any) -> Any:
+                def end(number: Any, carry: Any) -> Any:
                     """The last output of an item, on its own."""
                     slot, p, row_max, row_sum = carry
                     normalizer = stage_lse(row_max, row_sum)
@@ -475,19 +490,19 @@ def _kernel(q_gmem: Any, k_gmem: Any, v_gmem: Any, *refs: Any, spec: AttentionSp
                     pass_turn()
                     acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
                     plgpu.barrier_arrive(v_empty.at[slot])
-                    store(nth, acc, normalizer)
+                    store(number, acc, normalizer)
                     return following(slot)
 
-                def bridge(nth: Any, carry: Any) -> Any:
+                def bridge(nth: Any, number: Any, next_number: Any, carry: Any) -> Any:
                     """The last output of an item, and the first logits of the next.
 
                     After the last item these are computed from what shared memory holds, and dropped.
                     """
                     slot, p, row_max, row_sum = carry
                     next_slot = following(slot)
-                    item = schedule[nth + 1]
+                    item = item_of(next_number)
                     block = item.num_blocks - 1
-                    if_any = pl.when(nth + 1 < schedule.num_items())
+                    if_any = pl.when(nth + 1 < count)
                     normalizer = stage_lse(row_max, row_sum)
 
                     @functools.partial(pl.run_scoped, s_ref=plgpu.ACC((block_q, block_kv), jnp.float32))
@@ -504,7 +519,7 @@ def _kernel(q_gmem: Any, k_gmem: Any, v_gmem: Any, *refs: Any, spec: AttentionSp
                         if_any(lambda: plgpu.barrier_wait(v_full.at[next_slot]))
                         acc = output(slot)
                         next_p = lax.optimization_barrier(next_p.astype(dtype))
-                        store(nth, acc, normalizer)
+                        store(number, acc, normalizer)
                         return next_slot, next_p, new_max, next_sum
 
                     return carry
@@ -515,10 +530,10 @@ def _kernel(q_gmem: Any, k_gmem: Any, v_gmem: Any, *refs: Any, spec: AttentionSp
                     lse_smem.at[consumer][...] = (row_max + jnp.log2(row_sum)) * math.log(2)
                     return lax.optimization_barrier(1 / row_sum)
 
-                def store(nth: Any, acc: jax.Array, normalizer: jax.Array) -> None:
+                def store(number: Any, acc: jax.Array, normalizer: jax.Array) -> None:
                     """Sends the results of an item on their way, and clears the output."""
                     # Computed anew: no register holds it all the while.
-                    item = schedule[lax.optimization_barrier(nth)]
+                    item = item_of(lax.optimization_barrier(number))
                     rows = pl.ds(item.q_base + consumer * block_q, block_q)
                     for first in range(0, num_pieces, num_store_slots):
                         pieces = range(first, min(first + num_store_slots, num_pieces))
@@ -538,31 +553,34 @@ def _kernel(q_gmem: Any, k_gmem: Any, v_gmem: Any, *refs: Any, spec: AttentionSp
                         plgpu.commit_smem_to_gmem_group()
                     acc_ref[...] = plgpu.layout_cast(jnp.zeros_like(acc), TILE)
 
-                if config.bridge:
-                    run_item = lambda nth, carry: bridge(nth, walk(nth, schedule[nth], carry))
-                    first = begin(jnp.int32(0), jnp.int32(0))
-                else:
-                    run_item = lambda nth, slot: end(nth, walk(nth, schedule[nth], begin(nth, slot)))
-                    first = jnp.int32(0)
-                lax.fori_loop(0, schedule.num_items(), run_item, first)
+                def run_item(nth: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+                    number, carry = carry
+                    item, next_number = item_of(number), number_of(nth + 1)
+                    if config.bridge:
+                        return next_number, bridge(nth, number, next_number, walk(nth, item, carry))
+                    return next_number, end(number, walk(nth, item, begin(nth, item, carry)))
+
+                count, number, slot = num_items(), number_of(0), jnp.int32(0)
+                first = begin(jnp.int32(0), item_of(number), slot) if config.bridge else slot
+                lax.fori_loop(0, count, run_item, (number, first))
 
             pl.run_scoped(attend, plgpu.ACC((block_q, value_dim), jnp.float32))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     pl.run_scoped(
         _attend,
-        tile(num_q_slots * NUM_CONSUMERS, block_q, head_dim),
+        tile(num_q_slots * num_consumers, block_q, head_dim),
         tile(num_stages, block_kv, head_dim),
         tile(num_stages, block_kv, value_dim),
-        tile(NUM_CONSUMERS * num_store_slots, block_q, _STORE_COLUMNS),
-        plgpu.SMEM((NUM_CONSUMERS, block_q), jnp.float32),
+        tile(num_consumers * num_store_slots, block_q, _STORE_COLUMNS),
+        plgpu.SMEM((num_consumers, block_q), jnp.float32),
         # A consumer has queries of its own, and waits for its own only.
-        plgpu.Barrier(num_barriers=num_q_slots * NUM_CONSUMERS),
-        plgpu.Barrier(num_barriers=num_q_slots * NUM_CONSUMERS),
+        plgpu.Barrier(num_barriers=num_q_slots * num_consumers),
+        plgpu.Barrier(num_barriers=num_q_slots * num_consumers),
         plgpu.Barrier(num_barriers=num_stages),
         plgpu.Barrier(num_barriers=num_stages),
-        plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=num_stages),
-        plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=num_stages),
-        plgpu.Barrier(num_barriers=NUM_CONSUMERS) if config.ping_pong else None,
+        plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages),
+        plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages),
+        plgpu.Barrier(num_barriers=num_consumers) if config.ping_pong else None,
         collective_axes="warpgroup",
     )

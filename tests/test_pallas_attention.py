@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from typing import Any
 
@@ -148,6 +149,8 @@ def test_dtypes(dtype: str) -> None:
         dict(persistent=False),
         dict(strip=1),
         dict(strip=2),
+        dict(num_consumers=3),
+        dict(num_consumers=3, overlap=False, bridge=False, num_q_slots=2, persistent=False),
     ],
     ids=str,
 )
@@ -193,6 +196,65 @@ def test_same_inputs_give_the_same_bits() -> None:
             grads = attention_backward.run(spec, _BACKWARD, q, k, v, out, lse, out, lse)
         bits.add(b"".join(np.asarray(x).tobytes() for x in (out, lse, *grads)))
     assert len(bits) == 1
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "shape", [(16, 1024, 16, 128), (4, 4096, 16, 128), (2, 8192, 32, 64), (1, 16384, 8, 256)], ids=str
+)
+def test_every_item_is_planned_once_and_all_ctas_end_together(shape: tuple[int, int, int, int], causal: bool) -> None:
+    batch, length, heads, dim = shape
+    spec = make_spec(length, length, heads=(heads, heads), dims=(dim, dim), batch=batch, causal=causal)
+    spec = dataclasses.replace(spec, target=hardware.lookup("NVIDIA H200"))
+    plan = attention_forward._plan(spec, attention_forward.Config())
+    items = [row[1 : 1 + row[0]] for row in plan]
+    num_q_blocks = length // 128
+    assert sorted(np.concatenate(items)) == list(range(batch * heads * num_q_blocks))
+    loads = [sum(item % num_q_blocks + 1 if causal else num_q_blocks for item in row) for row in items]
+    best = np.mean(loads) if causal else num_q_blocks * max(map(len, items))
+    assert max(loads) < 1.03 * best
+    assert max(map(len, items)) < plan.shape[1] - 1  # A bridge from the last item looks at one number more.
+
+
+#: Every wait that the forward kernel's warpgroups have, in the order in which it is traced; turns are no condition.
+_WAITS = ["keys free", "consumer 0's queries free", "consumer 1's queries free", "next keys free", "values free"]
+_WAITS += ["last values free", "first queries", "first keys", "first values", "masked keys", "masked values", "keys"]
+_WAITS += ["values", "next item's queries", "next item's keys", "next item's values"]
+
+
+def run_forward(spec: AttentionSpec, config: attention_forward.Config) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(random_array(rng, x.shape, x.dtype)) for x in (spec.q, spec.k, spec.v))
+    with interpret(deadlock_after=3.0):
+        attention_forward.run(spec, config, q, k, v)
+
+
+@pytest.mark.parametrize("missing", range(len(_WAITS)), ids=_WAITS)
+def test_a_missing_wait_of_the_forward_kernel_is_noticed(missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = itertools.count()
+    wait = plgpu.barrier_wait
+    monkeypatch.setattr(plgpu, "barrier_wait", lambda barrier: None if next(waits) == missing else wait(barrier))
+    # ValueError: a barrier went round before anyone had looked at it.
+    with pytest.raises((RaceError, TimeoutError, ValueError)):
+        run_forward(make_spec(264, 264, causal=True), dataclasses.replace(_FORWARD, ping_pong=False))
+    assert next(waits) == len(_WAITS)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("missing", ["commit_smem", "wait_smem_to_gmem"])
+def test_a_missing_fence_of_the_forward_kernel_is_noticed(
+    missing: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plgpu, missing, lambda *args, **kwargs: None)
+    with pytest.raises((RaceError, ValueError), match=r"is not ordered|Not all copy_smem_to_gmem"):
+        run_forward(make_spec(264, 264, causal=True), dataclasses.replace(_FORWARD, overlap=overlap))
+
+
+def test_an_output_read_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = plgpu.wgmma_accumulator_load
+    monkeypatch.setattr(plgpu, "wgmma_accumulator_load", lambda ref, *, wait_n: load(ref, wait_n=1))
+    with pytest.raises(ValueError, match="an accumulator is read while a wgmma that adds to it is in flight"):
+        run_forward(make_spec(136, 136), _FORWARD)
 
 
 @pytest.mark.parametrize(
@@ -251,21 +313,33 @@ def test_refuses_what_has_no_kernel_shape() -> None:
     [
         (
             lambda: attention_forward.Config(block_kv=32),
-            "attention_forward[pallas]: block_q and block_kv must be multiples of 64 and num_stages at least 1; "
+            "attention_forward[pallas]: block_q and block_kv must be multiples of 64; "
             "got Config(block_q=64, block_kv=32, num_stages=2, num_q_slots=1, persistent=True, overlap=True, "
-            "bridge=True, ping_pong=True, strip=0).",
-        ),
-        (
-            lambda: attention_forward.Config(num_stages=1),
-            "attention_forward[pallas]: overlap waits for values while others are in use, and needs at least 2 for "
-            "num_stages; got Config(block_q=64, block_kv=128, num_stages=1, num_q_slots=1, persistent=True, "
-            "overlap=True, bridge=True, ping_pong=True, strip=0).",
+            "bridge=True, ping_pong=True, strip=0, num_consumers=2).",
         ),
         (
             lambda: attention_forward.Config(num_q_slots=0),
-            "attention_forward[pallas]: num_q_slots must be at least 1 and strip not negative; got Config(block_q=64, "
-            "block_kv=128, num_stages=2, num_q_slots=0, persistent=True, overlap=True, bridge=True, "
-            "ping_pong=True, strip=0).",
+            "attention_forward[pallas]: num_stages and num_q_slots must be at least 1; "
+            "got Config(block_q=64, block_kv=128, num_stages=2, num_q_slots=0, persistent=True, overlap=True, "
+            "bridge=True, ping_pong=True, strip=0, num_consumers=2).",
+        ),
+        (
+            lambda: attention_forward.Config(num_stages=1),
+            "attention_forward[pallas]: overlap needs num_stages of at least 2; "
+            "got Config(block_q=64, block_kv=128, num_stages=1, num_q_slots=1, persistent=True, overlap=True, "
+            "bridge=True, ping_pong=True, strip=0, num_consumers=2).",
+        ),
+        (
+            lambda: attention_forward.Config(strip=-1),
+            "attention_forward[pallas]: strip must not be negative; "
+            "got Config(block_q=64, block_kv=128, num_stages=2, num_q_slots=1, persistent=True, overlap=True, "
+            "bridge=True, ping_pong=True, strip=-1, num_consumers=2).",
+        ),
+        (
+            lambda: attention_forward.Config(num_consumers=4),
+            "attention_forward[pallas]: num_consumers must be 2 or 3; "
+            "got Config(block_q=64, block_kv=128, num_stages=2, num_q_slots=1, persistent=True, overlap=True, "
+            "bridge=True, ping_pong=True, strip=0, num_consumers=4).",
         ),
         (
             lambda: attention_backward.Config(dq_num_stages=0),
@@ -273,7 +347,7 @@ def test_refuses_what_has_no_kernel_shape() -> None:
             "Config(dq_block_kv=64, dq_num_stages=0, dkv_block_q=64, dkv_num_stages=2, split_outputs=False).",
         ),
     ],
-    ids=["forward", "one slot", "no queries", "backward"],
+    ids=["block", "no queries", "one slot", "strip", "consumers", "backward"],
 )
 def test_configs_refuse_what_cannot_run(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

@@ -53,7 +53,11 @@ def _sharding() -> jax.sharding.NamedSharding:
 
 @pytest.fixture
 def spills(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., list[int]]:
-    """Compiles a function for an H200; returns the bytes each of its kernels spills, as ptxas reports them."""
+    """Compiles a function for an H200; returns the bytes each of its kernels spills, as ptxas reports them.
+
+    No kernel may have its products serialized, each waited for before the next: ptxas does that where it sees a
+    register of one in flight in use.
+    """
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
 
     def compile_and_read(f: Callable[..., Any], *types: ArrayType) -> list[int]:
@@ -63,6 +67,7 @@ def spills(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -
         out, err = capfd.readouterr()
         stores = re.findall(r"(\d+) bytes spill stores", out + err)
         assert stores, "ptxas reported no kernel"
+        assert "wgmma.mma_async instructions are serialized" not in out + err
         return [int(count) for count in stores]
 
     return compile_and_read
@@ -150,6 +155,34 @@ def test_attention_forward(head_dim: int, causal: bool, length: int, spills: Cal
     spec = _attention_spec(head_dim, causal=causal, length=length)
     run = functools.partial(attention_forward.run, spec, dispatch.default_config("attention_forward", "pallas", spec))
     assert spills(run, spec.q, spec.k, spec.v) == [0]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        dict(overlap=False),
+        dict(bridge=False),
+        dict(bridge=False, overlap=False),
+        dict(ping_pong=False),
+        dict(num_q_slots=2),
+        dict(persistent=False),
+        dict(num_consumers=3, block_kv=64),
+    ],
+    ids=str,
+)
+def test_attention_forward_schedules(schedule: dict[str, Any], spills: Callable[..., list[int]]) -> None:
+    spec = _attention_spec(128, causal=True)
+    run = functools.partial(attention_forward.run, spec, attention_forward.Config(**schedule))
+    assert spills(run, spec.q, spec.k, spec.v) == [0]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_attention_forward_space(head_dim: int, causal: bool, spills: Callable[..., list[int]]) -> None:
+    spec = _attention_spec(head_dim, causal=causal)
+    for config in attention_forward.search_space(spec):
+        run = functools.partial(attention_forward.run, spec, config)
+        assert spills(run, spec.q, spec.k, spec.v) == [0], config
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
