@@ -215,8 +215,6 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
             approx_math=True,
             # Rows are reduced among the four threads that hold them.
             reduction_scratch_bytes=0,
-            # Warpgroups write staging buffers only: a barrier follows in `commit_smem`, one comes before in the wait.
-            unsafe_no_auto_barriers=True,
         ),
     )
     out, lse = kernel(q, k, v, jnp.asarray(plan), *(x.reshape(1) for x in extras))
