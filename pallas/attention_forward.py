@@ -450,7 +450,7 @@ def _kernel(
                     block = item.num_blocks - 1 - i
 
                     @functools.partial(pl.run_scoped, s_ref=plgpu.ACC((block_q, block_kv), jnp.float32))
-                    def carry(s_ref: Any) -> Any:
+                    def result(s_ref: Any) -> Any:
                         plgpu.barrier_wait(k_full.at[next_slot])
                         s = multiply(s_ref, nth, next_slot, p, slot)
                         release_keys(nth, next_slot, block)
@@ -465,7 +465,7 @@ def _kernel(
                         acc_ref[...] = acc * spread(alpha, acc.shape)
                         return next_slot, next_p.astype(dtype), new_max, next_sum
 
-                    return carry
+                    return result
 
                 def walk(nth: Any, item: _Item, carry: Any) -> Any:
                     """All blocks but the last, which `begin` has seen to."""
@@ -504,7 +504,7 @@ def _kernel(
                     normalizer = stage_lse(row_max, row_sum)
 
                     @functools.partial(pl.run_scoped, s_ref=plgpu.ACC((block_q, block_kv), jnp.float32))
-                    def carry(s_ref: Any) -> Any:
+                    def result(s_ref: Any) -> Any:
                         @if_any
                         def _wait() -> None:
                             plgpu.barrier_wait(q_full.at[q_slot_of(nth + 1, consumer)])
@@ -520,7 +520,7 @@ def _kernel(
                         store(number, acc, normalizer)
                         return next_slot, next_p, new_max, next_sum
 
-                    return carry
+                    return result
 
                 def stage_lse(row_max: jax.Array, row_sum: jax.Array) -> jax.Array:
                     """Writes logsumexps to shared memory, which frees their registers; returns 1 / row_sum."""
