@@ -46,6 +46,7 @@ from jaxkernels.pallas.attention_blocks import (
     ROWS,
     TILE,
     TRANSFORMS,
+    TRANSFORMS_FLOAT32,
     key_iters,
     mask,
     pad_heads,
@@ -83,6 +84,7 @@ class Config:
       dkv_block_q: queries of one pipeline step of the dK, dV kernel.
       dkv_num_stages: slots of its query and output-gradient rings.
       split_outputs: whether its consumers share their keys, one computing dV and the other dK.
+      fused: whether that kernel computes dQ too, as sums that TMA adds up in any order.
     """
 
     dq_block_kv: int = 64
@@ -90,12 +92,15 @@ class Config:
     dkv_block_q: int = 64
     dkv_num_stages: int = 2
     split_outputs: bool = False
+    fused: bool = False
 
     def __post_init__(self) -> None:
         if self.dq_block_kv % 64 or self.dkv_block_q % 64 or min(self.dq_num_stages, self.dkv_num_stages) < 1:
             raise ValueError(
                 f"attention_backward[pallas]: block sizes must be multiples of 64 and stages at least 1; got {self}."
             )
+        if self.fused and self.split_outputs:
+            raise ValueError(f"attention_backward[pallas]: fused excludes split_outputs; got {self}.")
 
 
 def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
@@ -207,6 +212,23 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
+    if config.fused:
+        rows_per_part, columns_per_part = _dq_part(config.dkv_block_q, padded_q.shape[3])
+        if rows_per_part != _ROWS_PER_CONSUMER or columns_per_part % 64:
+            raise ValueError(
+                f"attention_backward[pallas]: fused needs dkv_block_q=128, or 64 where the head dimension is 128; got "
+                f"dkv_block_q={config.dkv_block_q} and a head dimension of {padded_q.shape[3]}."
+            )
+        sums = jax.new_ref(jnp.zeros(padded_q.shape, jnp.float32))
+        dk, dv = plgpu.kernel(
+            functools.partial(_fused_kernel, spec=spec, config=config),
+            out_type=[like(padded_k), like(padded_v)],
+            grid=(k.shape[2], pl.cdiv(k.shape[1], NUM_CONSUMERS * _ROWS_PER_CONSUMER), k.shape[0]),
+            grid_names=("kv_head", "kv_block", "batch"),
+            **params,
+        )(*operands, sums)
+        dq = (sums[...] * spec.scale).astype(q.dtype)
+        return [padded[:, : x.shape[1], :, : x.shape[3]] for padded, x in zip((dq, dk, dv), (q, k, v))]
     dq = plgpu.kernel(
         functools.partial(_dq_kernel, spec=spec, config=config),
         out_type=like(padded_q),
@@ -404,6 +426,121 @@ def _dkv_kernel(
         finished=plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
         collective_axes="warpgroup",
     )
+
+
+def _fused_kernel(
+    q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, lse_gmem: Any, delta_gmem: Any, *refs: Any,
+    spec: AttentionSpec, config: Config,
+) -> None:  # fmt: skip
+    *offset_gmem, dq_gmem, dk_gmem, dv_gmem = refs
+    dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
+    block_q, block_kv = config.dkv_block_q, _ROWS_PER_CONSUMER
+    batch, kv_head = lax.axis_index("batch"), lax.axis_index("kv_head")
+    group = spec.group_size
+    kv_base = lax.axis_index("kv_block") * (NUM_CONSUMERS * block_kv)
+    offset = query_offset(offset_gmem)
+    q_iters = pl.cdiv(spec.q.shape[1], block_q)
+    first = jnp.int32(0)
+    if spec.causal:
+        # Queries before the block's first key see none of it.
+        first = lax.div(jnp.maximum(kv_base - offset, 0), jnp.int32(block_q))
+        q_iters = jnp.maximum(q_iters - first, 0)
+    # Each consumer computes half of dQ's block, of its rows where there are two times 64.
+    dq_rows, dq_columns = _dq_part(block_q, head_dim)
+
+    def scope(k_smem: Any, v_smem: Any, ds_smem: Any, dq_smem: Any, kv_full: Any, ds_full: Any, finished: Any) -> None:
+        consumer = lax.axis_index("warpgroup")
+        my_keys = pl.ds(consumer * block_kv, block_kv)
+        my_k, my_v, kv_full = k_smem.at[my_keys], v_smem.at[my_keys], kv_full.at[consumer]
+        keys = (batch, pl.ds(kv_base + consumer * block_kv, block_kv), kv_head)
+        my_rows = pl.ds(consumer * dq_rows, dq_rows) if dq_rows < block_q else slice(None)
+        my_columns = pl.ds(consumer * dq_columns, dq_columns) if dq_columns < head_dim else slice(None)
+
+        def accumulate(walk_queries: Any) -> None:
+            plgpu.copy_gmem_to_smem(k_gmem.at[keys], my_k, kv_full)
+            plgpu.copy_gmem_to_smem(v_gmem.at[keys], my_v, kv_full)
+            plgpu.barrier_wait(kv_full)
+            zeros = lambda columns: plgpu.layout_cast(jnp.zeros((block_kv, columns), jnp.float32), TILE)
+            dk, dv = walk_queries((zeros(head_dim), zeros(value_dim)))
+            # The buffer of keys becomes the staging buffer of dK: both consumers must have read it.
+            plgpu.barrier_arrive(finished)
+            plgpu.barrier_wait(finished)
+            for acc, staging, out_gmem in ((dk * spec.scale, my_k, dk_gmem), (dv, my_v, dv_gmem)):
+                staging[...] = acc.astype(dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(staging, out_gmem.at[keys])
+            plgpu.wait_smem_to_gmem(0)
+
+        def step(indices: Any, q_smem: Any, dout_smem: Any, lse_smem: Any, delta_smem: Any, carry: Any) -> Any:
+            head_in_group, q_idx = indices
+            dk, dv = carry
+            shape = (block_kv, block_q)
+            q_base = (first + q_idx) * block_q
+            s = _product(shape, my_k, q_smem.transpose((1, 0)))
+            s = mask(s, spec, q_base + offset, keys[1].start, keys_in_rows=True)
+            lse = plgpu.load(lse_smem, layout=COLUMNS)
+            p = jnp.exp2(s * (spec.scale * _LOG2E) - lax.broadcast_in_dim(lse, shape, [1]))
+            p16 = p.astype(dtype)
+            dv = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p16, dout_smem))(plgpu.ACC.init(dv))
+            dp = _product(shape, my_v, dout_smem.transpose((1, 0)))
+            delta = plgpu.load(delta_smem, layout=COLUMNS)
+            ds = (p * (dp - lax.broadcast_in_dim(delta, shape, [1]))).astype(dtype)
+            # Both consumers' gradients of the logits meet in shared memory, in one of two buffers: the other one may
+            # still be read by who has not come to this step's barrier.
+            buffer = ds_smem.at[lax.rem(head_in_group * q_iters + q_idx, jnp.int32(2))]
+            buffer.at[my_keys][...] = ds
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(ds_full)
+            dk = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, ds, q_smem))(plgpu.ACC.init(dk))
+            plgpu.barrier_wait(ds_full)
+            dq = _product((dq_rows, dq_columns), buffer.at[:, my_rows].transpose((1, 0)), k_smem.at[:, my_columns])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            staging = dq_smem.at[consumer]
+            staging[...] = dq
+            plgpu.commit_smem()
+            row = q_base + (consumer * dq_rows if dq_rows < block_q else 0)
+            column = consumer * dq_columns if dq_columns < head_dim else 0
+            queries = (batch, pl.ds(row, dq_rows), kv_head * group + head_in_group, pl.ds(column, dq_columns))
+            plgpu.copy_smem_to_gmem(staging, dq_gmem.at[queries], reduction_op="add")
+            return dk, dv
+
+        query_head = lambda g: kv_head * group + g
+        tile_spec = lambda columns: plgpu.BlockSpec(
+            (None, block_q, None, columns),
+            lambda g, i: (batch, first + i, query_head(g), 0),
+            transforms=TRANSFORMS,
+        )
+        row_spec = plgpu.BlockSpec((None, None, block_q), lambda g, i: (batch, query_head(g), first + i))
+        plgpu.emit_pipeline_warp_specialized(
+            step,
+            grid=(group, q_iters),
+            in_specs=[tile_spec(head_dim), tile_spec(value_dim), row_spec, row_spec],
+            max_concurrent_steps=min(config.dkv_num_stages, group * pl.cdiv(spec.q.shape[1], block_q)),
+            memory_registers=PRODUCER_REGISTERS,
+            wg_axis="warpgroup",
+            num_compute_wgs=NUM_CONSUMERS,
+            compute_context=accumulate,
+        )(q_gmem, dout_gmem, lse_gmem, delta_gmem)
+
+    resident = lambda columns: plgpu.SMEM((NUM_CONSUMERS * block_kv, columns), dtype, transforms=TRANSFORMS)
+    pl.run_scoped(
+        scope,
+        k_smem=resident(head_dim),
+        v_smem=resident(value_dim),
+        ds_smem=plgpu.SMEM((2, NUM_CONSUMERS * block_kv, block_q), dtype, transforms=TRANSFORMS),
+        dq_smem=plgpu.SMEM((NUM_CONSUMERS, dq_rows, dq_columns), jnp.float32, transforms=TRANSFORMS_FLOAT32),
+        kv_full=plgpu.Barrier(num_arrivals=2, num_barriers=NUM_CONSUMERS),
+        ds_full=plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
+        finished=plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
+        collective_axes="warpgroup",
+    )
+
+
+def _dq_part(block_q: int, head_dim: int) -> tuple[int, int]:
+    """Rows and columns of a block of dQ that one consumer of the fused kernel computes."""
+    if block_q == NUM_CONSUMERS * _ROWS_PER_CONSUMER:
+        return block_q // NUM_CONSUMERS, head_dim
+    return block_q, head_dim // NUM_CONSUMERS
 
 
 def _product(shape: tuple[int, int], lhs: Any, rhs: Any) -> jax.Array:

@@ -23,6 +23,7 @@ __all__ = [
     "TILE",
     "TRANSFORMS",
     "hide_unseen",
+    "TRANSFORMS_FLOAT32",
     "key_iters",
     "mask",
     "pad_heads",
@@ -46,6 +47,8 @@ LAUNCH_SECONDS = 2.0e-6
 #: A (rows, columns) tile of 16-bit values in shared memory, as wgmma and TMA read it without bank conflicts.
 #: (JAX gives the two transforms an abstract method that it never implements.)
 TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
+#: The same of 32-bit values.
+TRANSFORMS_FLOAT32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 #: Layouts in registers: an accumulator, and one value for each of its rows or columns.
 TILE = plgpu.Layout.WGMMA
 ROWS = plgpu.Layout.WGMMA.reduce(1)

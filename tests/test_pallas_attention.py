@@ -257,14 +257,32 @@ def test_an_output_read_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
         run_forward(make_spec(136, 136), _FORWARD)
 
 
+# By head dimension.
+_FUSED = {64: attention_backward.Config(dkv_block_q=128, fused=True), 128: attention_backward.Config(fused=True)}
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (64, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize("lengths", [(128, 128), (136, 200), (200, 136), (1, 130)], ids=str)
+def test_fused(lengths: tuple[int, int], dims: tuple[int, int], causal: bool) -> None:
+    check(make_spec(*lengths, dims=dims, causal=causal, batch=2), backward=_FUSED[dims[0]])
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1), (4, 2)], ids=str)
+def test_fused_with_grouped_heads(heads: tuple[int, int]) -> None:
+    check(make_spec(200, 200, heads=heads, batch=2, causal=True), backward=_FUSED[64])
+
+
 @pytest.mark.parametrize(
     ("missing", "config"),
     [
+        ("commit_smem", _FUSED[64]),
+        ("wait_smem_to_gmem", _FUSED[64]),
         ("commit_smem", _BACKWARD),
         ("commit_smem", dataclasses.replace(_BACKWARD, split_outputs=True)),
         ("wait_smem_to_gmem", _BACKWARD),
     ],
-    ids=["commit", "commit, split", "final wait"],
+    ids=["commit, fused", "wait, fused", "commit", "commit, split", "final wait"],
 )
 def test_a_missing_fence_is_noticed(
     missing: str, config: attention_backward.Config, monkeypatch: pytest.MonkeyPatch
