@@ -65,6 +65,9 @@ _LOG2E = math.log2(math.e)
 #: Rows of a consumer's tile: queries in kernel 1, keys in kernel 2.
 _ROWS_PER_CONSUMER = 64
 
+#: Heads (and batches) whose blocks of keys the fused kernel works on side by side, at most.
+_STREAMS = 8
+
 # The search space: what is tried along each knob, the usual setting first.
 _BLOCKS = (64, 128)
 _STAGES = (2, 3, 1)
@@ -84,7 +87,8 @@ class Config:
       dkv_block_q: queries of one pipeline step of the dK, dV kernel.
       dkv_num_stages: slots of its query and output-gradient rings.
       split_outputs: whether its consumers share their keys, one computing dV and the other dK.
-      fused: whether that kernel computes dQ too, as sums that TMA adds up in any order.
+      fused: whether that kernel computes dQ too, as sums over its blocks of keys that TMA adds up.
+      any_order: whether it does so in whatever order they end: the same operands may then give other bits.
     """
 
     dq_block_kv: int = 64
@@ -93,6 +97,7 @@ class Config:
     dkv_num_stages: int = 2
     split_outputs: bool = False
     fused: bool = False
+    any_order: bool = False
 
     def __post_init__(self) -> None:
         if self.dq_block_kv % 64 or self.dkv_block_q % 64 or min(self.dq_num_stages, self.dkv_num_stages) < 1:
@@ -220,11 +225,13 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
                 f"dkv_block_q={config.dkv_block_q} and a head dimension of {padded_q.shape[3]}."
             )
         sums = jax.new_ref(jnp.zeros(padded_q.shape, jnp.float32))
+        streams = k.shape[0] * k.shape[2]
+        together = next(n for n in range(_STREAMS, 0, -1) if streams % n == 0)
         dk, dv = plgpu.kernel(
             functools.partial(_fused_kernel, spec=spec, config=config),
             out_type=[like(padded_k), like(padded_v)],
-            grid=(k.shape[2], pl.cdiv(k.shape[1], NUM_CONSUMERS * _ROWS_PER_CONSUMER), k.shape[0]),
-            grid_names=("kv_head", "kv_block", "batch"),
+            grid=(streams // together, pl.cdiv(k.shape[1], NUM_CONSUMERS * _ROWS_PER_CONSUMER), together),
+            grid_names=("group", "kv_block", "stream"),
             **params,
         )(*operands, sums)
         dq = (sums[...] * spec.scale).astype(q.dtype)
@@ -435,16 +442,24 @@ def _fused_kernel(
     *offset_gmem, dq_gmem, dk_gmem, dv_gmem = refs
     dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
     block_q, block_kv = config.dkv_block_q, _ROWS_PER_CONSUMER
-    batch, kv_head = lax.axis_index("batch"), lax.axis_index("kv_head")
+    # Of neighbouring blocks of keys of one head, several heads apart, one is a step or more behind the other.
+    stream = lax.axis_index("group") * lax.axis_size("stream") + lax.axis_index("stream")
+    batch, kv_head = lax.div(stream, jnp.int32(spec.k.shape[2])), lax.rem(stream, jnp.int32(spec.k.shape[2]))
     group = spec.group_size
-    kv_base = lax.axis_index("kv_block") * (NUM_CONSUMERS * block_kv)
+    kv_block = lax.axis_index("kv_block")
+    kv_base = kv_block * (NUM_CONSUMERS * block_kv)
     offset = query_offset(offset_gmem)
-    q_iters = pl.cdiv(spec.q.shape[1], block_q)
-    first = jnp.int32(0)
+    num_q_blocks = pl.cdiv(spec.q.shape[1], block_q)
+    q_iters, first = num_q_blocks, jnp.int32(0)
     if spec.causal:
         # Queries before the block's first key see none of it.
         first = lax.div(jnp.maximum(kv_base - offset, 0), jnp.int32(block_q))
         q_iters = jnp.maximum(q_iters - first, 0)
+    # How many blocks of keys have been added to each consumer's part of each block of dQ.
+    added = None
+    if not config.any_order:
+        count = spec.q.shape[0] * spec.q.shape[2] * num_q_blocks * NUM_CONSUMERS
+        added = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
     # Each consumer computes half of dQ's block, of its rows where there are two times 64.
     dq_rows, dq_columns = _dq_part(block_q, head_dim)
 
@@ -461,7 +476,9 @@ def _fused_kernel(
             plgpu.copy_gmem_to_smem(v_gmem.at[keys], my_v, kv_full)
             plgpu.barrier_wait(kv_full)
             zeros = lambda columns: plgpu.layout_cast(jnp.zeros((block_kv, columns), jnp.float32), TILE)
-            dk, dv = walk_queries((zeros(head_dim), zeros(value_dim)))
+            dk, dv, _ = walk_queries((zeros(head_dim), zeros(value_dim), jnp.int32(0)))
+            if added is not None:
+                pl.when(q_iters > 0)(lambda: announce(place_of(group - 1, q_iters - 1)))
             # The buffer of keys becomes the staging buffer of dK: both consumers must have read it.
             plgpu.barrier_arrive(finished)
             plgpu.barrier_wait(finished)
@@ -471,9 +488,20 @@ def _fused_kernel(
                 plgpu.copy_smem_to_gmem(staging, out_gmem.at[keys])
             plgpu.wait_smem_to_gmem(0)
 
+        # The semaphore of this consumer's part of the first block of dQ.
+        first_place = ((batch * spec.q.shape[2] + kv_head * group) * num_q_blocks + first) * NUM_CONSUMERS + consumer
+
+        def place_of(head_in_group: Any, q_idx: Any) -> Any:
+            return first_place + (head_in_group * num_q_blocks + q_idx) * NUM_CONSUMERS
+
+        def announce(place: Any) -> None:
+            """Tells the next block of keys that what a step added is there."""
+            plgpu.wait_smem_to_gmem(0)
+            plgpu.semaphore_signal(added.at[place], memory_scope="gpu")
+
         def step(indices: Any, q_smem: Any, dout_smem: Any, lse_smem: Any, delta_smem: Any, carry: Any) -> Any:
             head_in_group, q_idx = indices
-            dk, dv = carry
+            dk, dv, parity = carry
             shape = (block_kv, block_q)
             q_base = (first + q_idx) * block_q
             s = _product(shape, my_k, q_smem.transpose((1, 0)))
@@ -487,22 +515,31 @@ def _fused_kernel(
             ds = (p * (dp - lax.broadcast_in_dim(delta, shape, [1]))).astype(dtype)
             # Both consumers' gradients of the logits meet in shared memory, in one of two buffers: the other one may
             # still be read by who has not come to this step's barrier.
-            buffer = ds_smem.at[lax.rem(head_in_group * q_iters + q_idx, jnp.int32(2))]
+            buffer = ds_smem.at[parity]
             buffer.at[my_keys][...] = ds
             plgpu.commit_smem()
             plgpu.barrier_arrive(ds_full)
             dk = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, ds, q_smem))(plgpu.ACC.init(dk))
             plgpu.barrier_wait(ds_full)
             dq = _product((dq_rows, dq_columns), buffer.at[:, my_rows].transpose((1, 0)), k_smem.at[:, my_columns])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            place = place_of(head_in_group, q_idx)
+            if added is None:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            else:
+                # The last step's: of the head before, it is that many blocks away.
+                last = place - jnp.where(q_idx == 0, first + 1, 1) * NUM_CONSUMERS
+                pl.when(head_in_group + q_idx > 0)(lambda: announce(last))
             staging = dq_smem.at[consumer]
             staging[...] = dq
             plgpu.commit_smem()
             row = q_base + (consumer * dq_rows if dq_rows < block_q else 0)
             column = consumer * dq_columns if dq_columns < head_dim else 0
             queries = (batch, pl.ds(row, dq_rows), kv_head * group + head_in_group, pl.ds(column, dq_columns))
+            if added is not None:
+                # Blocks of keys before this one have fewer queries that see none of them.
+                plgpu.semaphore_wait(added.at[place], kv_block, decrement=False, memory_scope="gpu")
             plgpu.copy_smem_to_gmem(staging, dq_gmem.at[queries], reduction_op="add")
-            return dk, dv
+            return dk, dv, 1 - parity
 
         query_head = lambda g: kv_head * group + g
         tile_spec = lambda columns: plgpu.BlockSpec(

@@ -264,8 +264,10 @@ _FUSED = {64: attention_backward.Config(dkv_block_q=128, fused=True), 128: atten
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (64, 128), (128, 64)], ids=str)
 @pytest.mark.parametrize("lengths", [(128, 128), (136, 200), (200, 136), (1, 130)], ids=str)
-def test_fused(lengths: tuple[int, int], dims: tuple[int, int], causal: bool) -> None:
-    check(make_spec(*lengths, dims=dims, causal=causal, batch=2), backward=_FUSED[dims[0]])
+@pytest.mark.parametrize("any_order", [False, True])
+def test_fused(lengths: tuple[int, int], dims: tuple[int, int], causal: bool, any_order: bool) -> None:
+    config = dataclasses.replace(_FUSED[dims[0]], any_order=any_order)
+    check(make_spec(*lengths, dims=dims, causal=causal, batch=2), backward=config)
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (3, 1), (4, 2)], ids=str)
@@ -295,6 +297,15 @@ def test_a_missing_fence_is_noticed(
     unfinished = (RaceError, ValueError)  # ValueError: the kernel ended with stores in flight.
     with pytest.raises(unfinished, match=r"is not ordered|Not all copy_smem_to_gmem"), interpret():
         attention_backward.run(spec, config, q, k, v, out, lse, out, lse)
+
+
+def test_a_sum_that_is_never_announced_is_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec(136, 136)
+    q, k, v = (jnp.ones(x.shape, x.dtype) for x in (spec.q, spec.k, spec.v))
+    out, lse = xla_forward.run(spec, xla_forward.Config(), q, k, v)
+    monkeypatch.setattr(plgpu, "semaphore_signal", lambda *args, **kwargs: None)
+    with pytest.raises(TimeoutError, match="deadlock: semaphore"), interpret(deadlock_after=1.0):
+        attention_backward.run(spec, _FUSED[64], q, k, v, out, lse, out, lse)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import callback, core, source_info_util
+from jax._src.pallas import primitives
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import primitives as gpu_primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
@@ -360,7 +361,39 @@ def _inline_mgpu_rule(self, eqn, token, invals):
     return token, [out.astype(v.aval.dtype) for out, v in zip(outs, eqn.outvars, strict=True)]
 
 
+# Semaphores in global memory: counters that the blocks of a launch share. Clusters run one after the other here, so
+# that one which waits for a later one waits for ever.
+
+
+def _get_global_rule(self, eqn, token, invals):
+    """A launch has one array of semaphores: which it is need not be told."""
+    return token, [np.zeros((), np.int32)]
+
+
+def _semaphore_rule(function):
+    def rule(self, eqn, token, invals):
+        _, transforms, value, *options = jax.tree.unflatten(eqn.params["args_tree"], invals)
+        place = [index for transform in transforms for index in transform.indices]
+        bound = functools.partial(function, decrement=bool(options[0])) if function is _semaphore_wait else function
+        return self.call(bound, eqn, token, value, *place)
+
+    return rule
+
+
+@_host
+def _semaphore_signal(memory, thread, info, value, *place):
+    memory.signal_semaphore(tuple(map(int, place)), int(value))
+
+
+@_host
+def _semaphore_wait(memory, thread, info, value, *place, decrement):
+    memory.wait_semaphore(tuple(map(int, place)), int(value), decrement=decrement)
+
+
 _RULES: dict[core.Primitive, Callable[..., Any]] = {
+    primitives.get_global_p: _get_global_rule,
+    gpu_primitives.semaphore_signal_p: _semaphore_rule(_semaphore_signal),
+    gpu_primitives.semaphore_wait_p: _semaphore_rule(_semaphore_wait),
     discharge.run_state_p: _run_state_rule,
     gpu_primitives.commit_group_p: _calls(_commit_group),
     gpu_primitives.copy_gmem_to_smem_p: _copy_gmem_to_smem_rule,

@@ -184,6 +184,8 @@ class SharedMemory(shared_memory.GPUSharedMemory):
         # Two more positions in every clock: see `reset_per_cluster_state`.
         super().__init__(num_tma_threads_per_device=num_tma_threads_per_device + 2, **settings)
         self.num_tma_threads = num_tma_threads_per_device
+        self._semaphores: dict[tuple[int, ...], int] = collections.defaultdict(int)
+        self._signalled = _Condition()
         self._released: set[Any] = set()
 
     def reset_per_cluster_state(self):
@@ -256,6 +258,24 @@ class SharedMemory(shared_memory.GPUSharedMemory):
         super().deallocate_buffer(key, logging_info)
         if key not in self.mem:
             self._released.add(key)
+
+    def signal_semaphore(self, place: tuple[int, ...], value: int) -> None:
+        with self._signalled:
+            self._semaphores[place] += value
+            self._signalled.notify_all()
+
+    def wait_semaphore(self, place: tuple[int, ...], value: int, *, decrement: bool) -> None:
+        """Waits until the semaphore has at least the value."""
+        with self._signalled:
+            while self._semaphores[place] < value:
+                try:
+                    self._signalled.wait()
+                except TimeoutError:
+                    raise TimeoutError(
+                        f"deadlock: semaphore {place} never reaches {value}; it is at {self._semaphores[place]}"
+                    ) from None
+            if decrement:
+                self._semaphores[place] -= value
 
     def peers(self, thread, cluster: tuple[int, ...], is_collective: tuple[bool, ...]) -> list[int]:
         """Returns the blocks that take part in the thread's collective copy, in order."""
