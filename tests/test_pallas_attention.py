@@ -299,12 +299,12 @@ def test_a_missing_fence_is_noticed(
         attention_backward.run(spec, config, q, k, v, out, lse, out, lse)
 
 
-def test_a_sum_that_is_never_announced_is_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_that_is_never_announced_is_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec(136, 136)
     q, k, v = (jnp.ones(x.shape, x.dtype) for x in (spec.q, spec.k, spec.v))
     out, lse = xla_forward.run(spec, xla_forward.Config(), q, k, v)
     monkeypatch.setattr(plgpu, "semaphore_signal", lambda *args, **kwargs: None)
-    with pytest.raises(TimeoutError, match="deadlock: semaphore"), interpret(deadlock_after=1.0):
+    with pytest.raises(TimeoutError, match="deadlock: "), interpret(deadlock_after=1.0):
         attention_backward.run(spec, _FUSED[64], q, k, v, out, lse, out, lse)
 
 
