@@ -1,4 +1,4 @@
-"""FlashAttention backward on Hopper tensor cores, in Pallas Mosaic GPU: one kernel for dQ, one for dK and dV.
+"""FlashAttention backward on Hopper tensor cores, in Pallas Mosaic GPU: one kernel for all gradients, or two.
 
 Algorithm. With P = exp(c S - lse) computed anew from the saved logsumexp, dP = dO V^T and
 delta = rowsum(dO * O) - dlse, the logits' gradient is dS = P * (dP - delta), and
@@ -9,7 +9,20 @@ delta = rowsum(dO * O) - dlse, the logits' gradient is dS = P * (dP - delta), an
 
 Kernel 2 works on transposed blocks: S^T = K Q^T leaves P^T and dS^T in registers in the layout in which
 they are the left operands of the last two products. Both kernels sum in a fixed order: the gradients
-are bitwise repeatable. Together they compute 7 products where one fused kernel would need 5.
+are bitwise repeatable. Together they compute 7 products where one kernel needs 5.
+
+The fused kernel is kernel 2 with dQ: the two consumers' dS^T meet in shared memory, each computes half of the
+block's part of dQ from both, and TMA adds it to a float32 sum in memory. That sum is over the blocks of keys, of
+which each has a CTA; a semaphore for each block of dQ has them add in the order of the keys, so that these bits,
+too, are the same in every run. A CTA announces what it added a step later, when TMA is done with it, and CTAs of
+neighbouring blocks of keys are launched several heads apart: they are then that far behind each other already.
+
+    warpgroup      consumer 0                               consumer 1
+    its keys       [0, 64)                                  [64, 128)
+    registers      S^T, P^T, dP^T, dS^T, dK, dV             the same
+    meets          dS^T [0, 64) ----+    barrier    +---- dS^T [64, 128)
+                                    +-- dS (shared) -+
+    dQ             dS K, columns [0, D/2)                   dS K, columns [D/2, D)
 
 Above head dimension 128 the two accumulators of kernel 2 no longer fit one warpgroup's registers. There
 both consumers work on the same keys: one computes dV, the other dK.
@@ -18,7 +31,8 @@ both consumers work on the same keys: one computes dV, the other dK.
     consumer 0: dK, dV of keys [0, 64)               consumer 0: dV of keys [0, 64)
     consumer 1: dK, dV of keys [64, 128)             consumer 1: dK of keys [0, 64)
 
-Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691), appendix B; structure after JAX's attention_mgpu.
+Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691), appendix B; structure after JAX's attention_mgpu; dQ's sum
+after FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), section 3.
 """
 
 from __future__ import annotations
@@ -456,7 +470,7 @@ def _fused_kernel(
         first = lax.div(jnp.maximum(kv_base - offset, 0), jnp.int32(block_q))
         q_iters = jnp.maximum(q_iters - first, 0)
     # How many blocks of keys have been added to each consumer's part of each block of dQ.
-    added = None
+    added: Any = None
     if not config.any_order:
         count = spec.q.shape[0] * spec.q.shape[2] * num_q_blocks * NUM_CONSUMERS
         added = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
