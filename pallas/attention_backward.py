@@ -118,8 +118,10 @@ class Config:
             raise ValueError(
                 f"attention_backward[pallas]: block sizes must be multiples of 64 and stages at least 1; got {self}."
             )
-        if self.fused and self.split_outputs:
-            raise ValueError(f"attention_backward[pallas]: fused excludes split_outputs; got {self}.")
+        if (self.fused and self.split_outputs) or (self.any_order and not self.fused):
+            raise ValueError(
+                f"attention_backward[pallas]: fused excludes split_outputs, and any_order is about fused; got {self}."
+            )
 
 
 def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
@@ -136,7 +138,7 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
     """Yields, for the two kernels, blocks whose tiles fit the registers and whose rings fit shared memory.
 
     The consumers share their keys only above head dimension 128. A single slot, which nothing can be loaded beside,
-    only where two do not fit.
+    only where two do not fit. The fused kernel up to head dimension 128, in order.
     """
     head_dim, value_dim = padded_head_dims(spec)
     widest = max(head_dim, value_dim)
@@ -155,6 +157,10 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
         dkv = rings(functools.partial(_dkv_smem_bytes, spec, split), widest if split else head_dim + value_dim)
         for (dq_block_kv, dq_stages), (dkv_block_q, dkv_stages) in itertools.product(dq, dkv):
             yield Config(dq_block_kv, dq_stages, dkv_block_q, dkv_stages, split)
+    if widest <= 128:
+        for block_q, num_stages in rings(functools.partial(_fused_smem_bytes, spec), head_dim + value_dim):
+            if _takes_fused(block_q, head_dim):
+                yield Config(dkv_block_q=block_q, dkv_num_stages=num_stages, fused=True)
 
 
 def _columns(spec: AttentionSpec, split_outputs: bool) -> int:
@@ -177,8 +183,21 @@ def _dkv_smem_bytes(spec: AttentionSpec, split_outputs: bool, block_q: int, num_
     return resident + num_stages * block_q * (2 * columns + 8) + BARRIER_BYTES
 
 
+def _fused_smem_bytes(spec: AttentionSpec, block_q: int, num_stages: int) -> int:
+    """As the dK, dV kernel's, with two buffers of the logits' gradients and a staging buffer of dQ."""
+    head_dim, _ = padded_head_dims(spec)
+    keys = NUM_CONSUMERS * _ROWS_PER_CONSUMER
+    return _dkv_smem_bytes(spec, False, block_q, num_stages) + block_q * (2 * 2 * keys + 4 * head_dim)
+
+
+def _takes_fused(block_q: int, head_dim: int) -> bool:
+    """Whether the consumers' parts of a block of dQ are whole products."""
+    rows, columns = _dq_part(block_q, head_dim)
+    return rows == _ROWS_PER_CONSUMER and columns % 64 == 0
+
+
 def estimate(spec: AttentionSpec, config: Config) -> float:
-    """The sum of both kernels: steps of all CTAs over the SMs, or the longest CTA's."""
+    """The sum of the kernels: steps of all CTAs over the SMs, or the longest CTA's."""
     batch, num_queries, num_heads, _ = spec.q.shape
     num_keys, num_kv_heads = spec.k.shape[1:3]
     columns = _columns(spec, config.split_outputs)
@@ -193,6 +212,15 @@ def estimate(spec: AttentionSpec, config: Config) -> float:
             steps = max(longest, average * ctas / spec.target.num_sms)
         return LAUNCH_SECONDS * max(1.0, ctas / spec.target.num_sms) + steps * step
 
+    if config.fused:  # Five products; float32 sums are zeroed, read and rounded by other kernels.
+        products = kernel(
+            batch * num_kv_heads * pl.cdiv(num_keys, keys_per_cta),
+            spec.group_size * pl.cdiv(num_queries, config.dkv_block_q),
+            2 * keys_per_cta * config.dkv_block_q * (2 * columns + head_dim),
+            config.dkv_num_stages,
+        )
+        sums = 10 * batch * num_queries * num_heads * padded_head_dims(spec)[0]
+        return products + sums / (spec.target.memory_bytes_per_s or math.inf)
     # Three products of 128 queries in the one; in the other four, or S twice where the consumers share their keys.
     rows = NUM_CONSUMERS * _ROWS_PER_CONSUMER
     dq = kernel(
@@ -232,8 +260,7 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     if config.fused:
-        rows_per_part, columns_per_part = _dq_part(config.dkv_block_q, padded_q.shape[3])
-        if rows_per_part != _ROWS_PER_CONSUMER or columns_per_part % 64:
+        if not _takes_fused(config.dkv_block_q, padded_q.shape[3]):
             raise ValueError(
                 f"attention_backward[pallas]: fused needs dkv_block_q=128, or 64 where the head dimension is 128; got "
                 f"dkv_block_q={config.dkv_block_q} and a head dimension of {padded_q.shape[3]}."

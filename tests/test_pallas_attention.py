@@ -373,7 +373,8 @@ def test_refuses_what_has_no_kernel_shape() -> None:
         (
             lambda: attention_backward.Config(dq_num_stages=0),
             "attention_backward[pallas]: block sizes must be multiples of 64 and stages at least 1; got "
-            "Config(dq_block_kv=64, dq_num_stages=0, dkv_block_q=64, dkv_num_stages=2, split_outputs=False).",
+            "Config(dq_block_kv=64, dq_num_stages=0, dkv_block_q=64, dkv_num_stages=2, split_outputs=False, "
+            "fused=False, any_order=False).",
         ),
     ],
     ids=["block", "no queries", "one slot", "strip", "consumers", "backward"],
