@@ -50,6 +50,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkernels.pallas import attention_backward_fused
 from jaxkernels.pallas.attention_blocks import (
     BARRIER_BYTES,
     COLUMNS,
@@ -60,7 +61,6 @@ from jaxkernels.pallas.attention_blocks import (
     ROWS,
     TILE,
     TRANSFORMS,
-    TRANSFORMS_FLOAT32,
     key_iters,
     mask,
     pad_heads,
@@ -78,9 +78,6 @@ VERSION = 2
 _LOG2E = math.log2(math.e)
 #: Rows of a consumer's tile: queries in kernel 1, keys in kernel 2.
 _ROWS_PER_CONSUMER = 64
-
-#: Heads (and batches) whose blocks of keys the fused kernel works on side by side, at most.
-_STREAMS = 8
 
 # The search space: what is tried along each knob, the usual setting first.
 _BLOCKS = (64, 128)
@@ -158,9 +155,9 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
         for (dq_block_kv, dq_stages), (dkv_block_q, dkv_stages) in itertools.product(dq, dkv):
             yield Config(dq_block_kv, dq_stages, dkv_block_q, dkv_stages, split)
     if widest <= 128:
-        for block_q, num_stages in rings(functools.partial(_fused_smem_bytes, spec), head_dim + value_dim):
-            if _takes_fused(block_q, head_dim):
-                yield Config(dkv_block_q=block_q, dkv_num_stages=num_stages, fused=True)
+        fused_smem_bytes = functools.partial(attention_backward_fused.smem_bytes, head_dim, value_dim)
+        for block_q, num_stages in rings(fused_smem_bytes, head_dim + value_dim):
+            yield Config(dkv_block_q=block_q, dkv_num_stages=num_stages, fused=True)
 
 
 def _columns(spec: AttentionSpec, split_outputs: bool) -> int:
@@ -181,19 +178,6 @@ def _dkv_smem_bytes(spec: AttentionSpec, split_outputs: bool, block_q: int, num_
     columns = _columns(spec, split_outputs)
     resident = (1 if split_outputs else NUM_CONSUMERS) * _ROWS_PER_CONSUMER * 2 * columns
     return resident + num_stages * block_q * (2 * columns + 8) + BARRIER_BYTES
-
-
-def _fused_smem_bytes(spec: AttentionSpec, block_q: int, num_stages: int) -> int:
-    """As the dK, dV kernel's, with two buffers of the logits' gradients and a staging buffer of dQ."""
-    head_dim, _ = padded_head_dims(spec)
-    keys = NUM_CONSUMERS * _ROWS_PER_CONSUMER
-    return _dkv_smem_bytes(spec, False, block_q, num_stages) + block_q * (2 * 2 * keys + 4 * head_dim)
-
-
-def _takes_fused(block_q: int, head_dim: int) -> bool:
-    """Whether the consumers' parts of a block of dQ are whole products."""
-    rows, columns = _dq_part(block_q, head_dim)
-    return rows == _ROWS_PER_CONSUMER and columns % 64 == 0
 
 
 def estimate(spec: AttentionSpec, config: Config) -> float:
@@ -260,22 +244,10 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     if config.fused:
-        if not _takes_fused(config.dkv_block_q, padded_q.shape[3]):
-            raise ValueError(
-                f"attention_backward[pallas]: fused needs dkv_block_q=128, or 64 where the head dimension is 128; got "
-                f"dkv_block_q={config.dkv_block_q} and a head dimension of {padded_q.shape[3]}."
-            )
-        sums = jax.new_ref(jnp.zeros(padded_q.shape, jnp.float32))
-        streams = k.shape[0] * k.shape[2]
-        together = next(n for n in range(_STREAMS, 0, -1) if streams % n == 0)
-        dk, dv = plgpu.kernel(
-            functools.partial(_fused_kernel, spec=spec, config=config),
-            out_type=[like(padded_k), like(padded_v)],
-            grid=(streams // together, pl.cdiv(k.shape[1], NUM_CONSUMERS * _ROWS_PER_CONSUMER), together),
-            grid_names=("group", "kv_block", "stream"),
-            **params,
-        )(*operands, sums)
-        dq = (sums[...] * spec.scale).astype(q.dtype)
+        dq, dk, dv = attention_backward_fused.gradients(
+            spec, config.dkv_block_q, config.dkv_num_stages, config.any_order, operands
+        )
+        dq = (dq * spec.scale).astype(q.dtype)
         return [padded[:, : x.shape[1], :, : x.shape[3]] for padded, x in zip((dq, dk, dv), (q, k, v))]
     dq = plgpu.kernel(
         functools.partial(_dq_kernel, spec=spec, config=config),
@@ -474,151 +446,6 @@ def _dkv_kernel(
         finished=plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
         collective_axes="warpgroup",
     )
-
-
-def _fused_kernel(
-    q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, lse_gmem: Any, delta_gmem: Any, *refs: Any,
-    spec: AttentionSpec, config: Config,
-) -> None:  # fmt: skip
-    *offset_gmem, dq_gmem, dk_gmem, dv_gmem = refs
-    dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
-    block_q, block_kv = config.dkv_block_q, _ROWS_PER_CONSUMER
-    # Of neighbouring blocks of keys of one head, several heads apart, one is a step or more behind the other.
-    stream = lax.axis_index("group") * lax.axis_size("stream") + lax.axis_index("stream")
-    batch, kv_head = lax.div(stream, jnp.int32(spec.k.shape[2])), lax.rem(stream, jnp.int32(spec.k.shape[2]))
-    group = spec.group_size
-    kv_block = lax.axis_index("kv_block")
-    kv_base = kv_block * (NUM_CONSUMERS * block_kv)
-    offset = query_offset(offset_gmem)
-    num_q_blocks = pl.cdiv(spec.q.shape[1], block_q)
-    q_iters, first = num_q_blocks, jnp.int32(0)
-    if spec.causal:
-        # Queries before the block's first key see none of it.
-        first = lax.div(jnp.maximum(kv_base - offset, 0), jnp.int32(block_q))
-        q_iters = jnp.maximum(q_iters - first, 0)
-    # How many blocks of keys have been added to each consumer's part of each block of dQ.
-    added: Any = None
-    if not config.any_order:
-        count = spec.q.shape[0] * spec.q.shape[2] * num_q_blocks * NUM_CONSUMERS
-        added = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
-    # Each consumer computes half of dQ's block, of its rows where there are two times 64.
-    dq_rows, dq_columns = _dq_part(block_q, head_dim)
-
-    def scope(k_smem: Any, v_smem: Any, ds_smem: Any, dq_smem: Any, kv_full: Any, ds_full: Any, finished: Any) -> None:
-        consumer = lax.axis_index("warpgroup")
-        my_keys = pl.ds(consumer * block_kv, block_kv)
-        my_k, my_v, kv_full = k_smem.at[my_keys], v_smem.at[my_keys], kv_full.at[consumer]
-        keys = (batch, pl.ds(kv_base + consumer * block_kv, block_kv), kv_head)
-        my_rows = pl.ds(consumer * dq_rows, dq_rows) if dq_rows < block_q else slice(None)
-        my_columns = pl.ds(consumer * dq_columns, dq_columns) if dq_columns < head_dim else slice(None)
-
-        def accumulate(walk_queries: Any) -> None:
-            plgpu.copy_gmem_to_smem(k_gmem.at[keys], my_k, kv_full)
-            plgpu.copy_gmem_to_smem(v_gmem.at[keys], my_v, kv_full)
-            plgpu.barrier_wait(kv_full)
-            zeros = lambda columns: plgpu.layout_cast(jnp.zeros((block_kv, columns), jnp.float32), TILE)
-            dk, dv, _ = walk_queries((zeros(head_dim), zeros(value_dim), jnp.int32(0)))
-            if added is not None:
-                pl.when(q_iters > 0)(lambda: announce(place_of(group - 1, q_iters - 1)))
-            # The buffer of keys becomes the staging buffer of dK: both consumers must have read it.
-            plgpu.barrier_arrive(finished)
-            plgpu.barrier_wait(finished)
-            for acc, staging, out_gmem in ((dk * spec.scale, my_k, dk_gmem), (dv, my_v, dv_gmem)):
-                staging[...] = acc.astype(dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(staging, out_gmem.at[keys])
-            plgpu.wait_smem_to_gmem(0)
-
-        # The semaphore of this consumer's part of the first block of dQ.
-        first_place = ((batch * spec.q.shape[2] + kv_head * group) * num_q_blocks + first) * NUM_CONSUMERS + consumer
-
-        def place_of(head_in_group: Any, q_idx: Any) -> Any:
-            return first_place + (head_in_group * num_q_blocks + q_idx) * NUM_CONSUMERS
-
-        def announce(place: Any) -> None:
-            """Tells the next block of keys that what a step added is there."""
-            plgpu.wait_smem_to_gmem(0)
-            plgpu.semaphore_signal(added.at[place], memory_scope="gpu")
-
-        def step(indices: Any, q_smem: Any, dout_smem: Any, lse_smem: Any, delta_smem: Any, carry: Any) -> Any:
-            head_in_group, q_idx = indices
-            dk, dv, parity = carry
-            shape = (block_kv, block_q)
-            q_base = (first + q_idx) * block_q
-            s = _product(shape, my_k, q_smem.transpose((1, 0)))
-            s = mask(s, spec, q_base + offset, keys[1].start, keys_in_rows=True)
-            lse = plgpu.load(lse_smem, layout=COLUMNS)
-            p = jnp.exp2(s * (spec.scale * _LOG2E) - lax.broadcast_in_dim(lse, shape, [1]))
-            p16 = p.astype(dtype)
-            dv = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p16, dout_smem))(plgpu.ACC.init(dv))
-            dp = _product(shape, my_v, dout_smem.transpose((1, 0)))
-            delta = plgpu.load(delta_smem, layout=COLUMNS)
-            ds = (p * (dp - lax.broadcast_in_dim(delta, shape, [1]))).astype(dtype)
-            # Both consumers' gradients of the logits meet in shared memory, in one of two buffers: the other one may
-            # still be read by who has not come to this step's barrier.
-            buffer = ds_smem.at[parity]
-            buffer.at[my_keys][...] = ds
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(ds_full)
-            dk = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, ds, q_smem))(plgpu.ACC.init(dk))
-            plgpu.barrier_wait(ds_full)
-            dq = _product((dq_rows, dq_columns), buffer.at[:, my_rows].transpose((1, 0)), k_smem.at[:, my_columns])
-            place = place_of(head_in_group, q_idx)
-            if added is None:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            else:
-                # The last step's: of the head before, it is that many blocks away.
-                last = place - jnp.where(q_idx == 0, first + 1, 1) * NUM_CONSUMERS
-                pl.when(head_in_group + q_idx > 0)(lambda: announce(last))
-            staging = dq_smem.at[consumer]
-            staging[...] = dq
-            plgpu.commit_smem()
-            row = q_base + (consumer * dq_rows if dq_rows < block_q else 0)
-            column = consumer * dq_columns if dq_columns < head_dim else 0
-            queries = (batch, pl.ds(row, dq_rows), kv_head * group + head_in_group, pl.ds(column, dq_columns))
-            if added is not None:
-                # Blocks of keys before this one have fewer queries that see none of them.
-                plgpu.semaphore_wait(added.at[place], kv_block, decrement=False, memory_scope="gpu")
-            plgpu.copy_smem_to_gmem(staging, dq_gmem.at[queries], reduction_op="add")
-            return dk, dv, 1 - parity
-
-        query_head = lambda g: kv_head * group + g
-        tile_spec = lambda columns: plgpu.BlockSpec(
-            (None, block_q, None, columns),
-            lambda g, i: (batch, first + i, query_head(g), 0),
-            transforms=TRANSFORMS,
-        )
-        row_spec = plgpu.BlockSpec((None, None, block_q), lambda g, i: (batch, query_head(g), first + i))
-        plgpu.emit_pipeline_warp_specialized(
-            step,
-            grid=(group, q_iters),
-            in_specs=[tile_spec(head_dim), tile_spec(value_dim), row_spec, row_spec],
-            max_concurrent_steps=min(config.dkv_num_stages, group * pl.cdiv(spec.q.shape[1], block_q)),
-            memory_registers=PRODUCER_REGISTERS,
-            wg_axis="warpgroup",
-            num_compute_wgs=NUM_CONSUMERS,
-            compute_context=accumulate,
-        )(q_gmem, dout_gmem, lse_gmem, delta_gmem)
-
-    resident = lambda columns: plgpu.SMEM((NUM_CONSUMERS * block_kv, columns), dtype, transforms=TRANSFORMS)
-    pl.run_scoped(
-        scope,
-        k_smem=resident(head_dim),
-        v_smem=resident(value_dim),
-        ds_smem=plgpu.SMEM((2, NUM_CONSUMERS * block_kv, block_q), dtype, transforms=TRANSFORMS),
-        dq_smem=plgpu.SMEM((NUM_CONSUMERS, dq_rows, dq_columns), jnp.float32, transforms=TRANSFORMS_FLOAT32),
-        kv_full=plgpu.Barrier(num_arrivals=2, num_barriers=NUM_CONSUMERS),
-        ds_full=plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
-        finished=plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
-        collective_axes="warpgroup",
-    )
-
-
-def _dq_part(block_q: int, head_dim: int) -> tuple[int, int]:
-    """Rows and columns of a block of dQ that one consumer of the fused kernel computes."""
-    if block_q == NUM_CONSUMERS * _ROWS_PER_CONSUMER:
-        return block_q // NUM_CONSUMERS, head_dim
-    return block_q, head_dim // NUM_CONSUMERS
 
 
 def _product(shape: tuple[int, int], lhs: Any, rhs: Any) -> jax.Array:

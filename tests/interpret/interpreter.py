@@ -382,12 +382,12 @@ def _semaphore_rule(function):
 
 @_host
 def _semaphore_signal(memory, thread, info, value, *place):
-    memory.signal_semaphore(tuple(map(int, place)), int(value))
+    memory.signal_semaphore(thread, tuple(map(int, place)), int(value))
 
 
 @_host
 def _semaphore_wait(memory, thread, info, value, *place, decrement):
-    memory.wait_semaphore(tuple(map(int, place)), int(value), decrement=decrement)
+    memory.wait_semaphore(thread, tuple(map(int, place)), int(value), decrement=decrement)
 
 
 _RULES: dict[core.Primitive, Callable[..., Any]] = {

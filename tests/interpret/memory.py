@@ -185,6 +185,7 @@ class SharedMemory(shared_memory.GPUSharedMemory):
         super().__init__(num_tma_threads_per_device=num_tma_threads_per_device + 2, **settings)
         self.num_tma_threads = num_tma_threads_per_device
         self._semaphores: dict[tuple[int, ...], int] = collections.defaultdict(int)
+        self._semaphore_clocks = collections.defaultdict(lambda: self.VectorClock(self.vector_clock_size))
         self._signalled = _Condition()
         self._released: set[Any] = set()
 
@@ -259,12 +260,15 @@ class SharedMemory(shared_memory.GPUSharedMemory):
         if key not in self.mem:
             self._released.add(key)
 
-    def signal_semaphore(self, place: tuple[int, ...], value: int) -> None:
+    def signal_semaphore(self, thread, place: tuple[int, ...], value: int) -> None:
+        """Whoever sees the semaphore's new value is ordered after what the thread has done."""
+        clock = self.incr_clock(thread)
         with self._signalled:
             self._semaphores[place] += value
+            self._semaphore_clocks[place].update(clock)
             self._signalled.notify_all()
 
-    def wait_semaphore(self, place: tuple[int, ...], value: int, *, decrement: bool) -> None:
+    def wait_semaphore(self, thread, place: tuple[int, ...], value: int, *, decrement: bool) -> None:
         """Waits until the semaphore has at least the value."""
         with self._signalled:
             while self._semaphores[place] < value:
@@ -276,6 +280,8 @@ class SharedMemory(shared_memory.GPUSharedMemory):
                     ) from None
             if decrement:
                 self._semaphores[place] -= value
+            with self.lock:
+                self.clocks[thread].update(self._semaphore_clocks[place])
 
     def peers(self, thread, cluster: tuple[int, ...], is_collective: tuple[bool, ...]) -> list[int]:
         """Returns the blocks that take part in the thread's collective copy, in order."""
