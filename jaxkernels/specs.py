@@ -207,6 +207,7 @@ class AttentionSpec:
       query_offset: whether an int32 () offset is added to the query's index in `causal` and `window`
         and taken off the query lengths (the shard's place in the sequence, under a mesh).
       bias_gradient: the backward pass returns the bias's gradient.
+      deterministic: equal operands must give equal bits in every run.
       target: the chip.
     """
 
@@ -225,6 +226,7 @@ class AttentionSpec:
     segments: bool = False
     query_offset: bool = False
     bias_gradient: bool = False
+    deterministic: bool = False
 
     @property
     def group_size(self) -> int:
@@ -257,5 +259,6 @@ class AttentionSpec:
             "key_lengths": self.key_lengths,
             "segments": self.segments,
             "query_offset": self.query_offset,
+            "deterministic": self.deterministic,
         }
         return " ".join([text, *(name for name, given in flags.items() if given)])

@@ -47,6 +47,7 @@ class ModelConfig:
         faster, and changes the parameters' layout but not the function.
       backend: which kernels run every matmul and attention: the name of one of jaxkernels' backends, or
         None for the fastest that can, chosen for each operation.
+      deterministic: the attention's gradient has the same bits in every run. Training sets it to its own.
     """
 
     vocab_size: int
@@ -63,6 +64,7 @@ class ModelConfig:
     remat: bool = False
     scan: bool = False
     backend: str | None = None
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         _require_positive_ints(
@@ -238,7 +240,7 @@ class TrainingConfig:
       eval_batches: validation batches in an evaluation.
       deterministic: on a GPU, compile with `xla_gpu_deterministic_ops`: equal runs have equal losses, bit for
         bit. XLA then adds up an embedding's gradient in order instead of atomically, and does not autotune
-        its own matmuls (ours are repeatable in any case). CPUs are repeatable without it.
+        its own matmuls; our attention adds up the queries' gradient in order. CPUs are repeatable without it.
     """
 
     preset: str

@@ -123,7 +123,8 @@ class Trainer:
                 f"got {config.batch_size}. Change it, or use fewer with --devices."
             )
         self.config = config
-        self.graphdef, _ = abstract_params(config.model)
+        model = dataclasses.replace(config.model, deterministic=config.deterministic)
+        self.graphdef, _ = abstract_params(model)
         self._optimizer = optimizer(config)
         mesh = jax.make_mesh((len(self.devices),), ("data",), axis_types=(AxisType.Auto,), devices=self.devices)
         self.replicated = NamedSharding(mesh, PartitionSpec())

@@ -94,7 +94,7 @@ class Attention(nnx.Module):
             visible = jnp.broadcast_to(jnp.minimum(length + 1, cache.key.shape[1]), x.shape[:1])
             out = jk.dot_product_attention(q, cache.key, cache.value, key_value_seq_lengths=visible, backend=c.backend)
         else:
-            out = jk.dot_product_attention(q, k, v, is_causal=True, backend=c.backend)
+            out = jk.dot_product_attention(q, k, v, is_causal=True, deterministic=c.deterministic, backend=c.backend)
         return self.out(out.reshape(*x.shape[:2], -1), residual=residual), cache
 
 

@@ -1,4 +1,4 @@
-"""FlashAttention backward on Hopper tensor cores, in Pallas Mosaic GPU: one kernel for all gradients, or two.
+"""FlashAttention backward on Hopper tensor cores, in Pallas Mosaic GPU: in one kernel, or in two, which are here.
 
 Algorithm. With P = exp(c S - lse) computed anew from the saved logsumexp, dP = dO V^T and
 delta = rowsum(dO * O) - dlse, the logits' gradient is dS = P * (dP - delta), and
@@ -11,18 +11,8 @@ Kernel 2 works on transposed blocks: S^T = K Q^T leaves P^T and dS^T in register
 they are the left operands of the last two products. Both kernels sum in a fixed order: the gradients
 are bitwise repeatable. Together they compute 7 products where one kernel needs 5.
 
-The fused kernel is kernel 2 with dQ: the two consumers' dS^T meet in shared memory, each computes half of the
-block's part of dQ from both, and TMA adds it to a float32 sum in memory. That sum is over the blocks of keys, of
-which each has a CTA; a semaphore for each block of dQ has them add in the order of the keys, so that these bits,
-too, are the same in every run. A CTA announces what it added a step later, when TMA is done with it, and CTAs of
-neighbouring blocks of keys are launched several heads apart: they are then that far behind each other already.
-
-    warpgroup      consumer 0                               consumer 1
-    its keys       [0, 64)                                  [64, 128)
-    registers      S^T, P^T, dP^T, dS^T, dK, dV             the same
-    meets          dS^T [0, 64) ----+    barrier    +---- dS^T [64, 128)
-                                    +-- dS (shared) -+
-    dQ             dS K, columns [0, D/2)                   dS K, columns [D/2, D)
+Up to head dimension 128 there is one kernel with 5 products (`attention_backward_fused`); where the same bits are asked
+for in every run, only up to 64, as above that its order costs more than the two products.
 
 Above head dimension 128 the two accumulators of kernel 2 no longer fit one warpgroup's registers. There
 both consumers work on the same keys: one computes dV, the other dK.
@@ -31,8 +21,7 @@ both consumers work on the same keys: one computes dV, the other dK.
     consumer 0: dK, dV of keys [0, 64)               consumer 0: dV of keys [0, 64)
     consumer 1: dK, dV of keys [64, 128)             consumer 1: dK of keys [0, 64)
 
-Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691), appendix B; structure after JAX's attention_mgpu; dQ's sum
-after FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), section 3.
+Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691), appendix B; structure after JAX's attention_mgpu.
 """
 
 from __future__ import annotations
@@ -98,8 +87,7 @@ class Config:
       dkv_block_q: queries of one pipeline step of the dK, dV kernel.
       dkv_num_stages: slots of its query and output-gradient rings.
       split_outputs: whether its consumers share their keys, one computing dV and the other dK.
-      fused: whether that kernel computes dQ too, as sums over its blocks of keys that TMA adds up.
-      any_order: whether it does so in whatever order they end: the same operands may then give other bits.
+      fused: whether that kernel computes dQ too (`attention_backward_fused`).
     """
 
     dq_block_kv: int = 64
@@ -108,25 +96,25 @@ class Config:
     dkv_num_stages: int = 2
     split_outputs: bool = False
     fused: bool = False
-    any_order: bool = False
 
     def __post_init__(self) -> None:
         if self.dq_block_kv % 64 or self.dkv_block_q % 64 or min(self.dq_num_stages, self.dkv_num_stages) < 1:
             raise ValueError(
                 f"attention_backward[pallas]: block sizes must be multiples of 64 and stages at least 1; got {self}."
             )
-        if (self.fused and self.split_outputs) or (self.any_order and not self.fused):
+        if self.fused and (self.split_outputs or self.dkv_num_stages < 2):
             raise ValueError(
-                f"attention_backward[pallas]: fused excludes split_outputs, and any_order is about fused; got {self}."
+                "attention_backward[pallas]: fused needs dkv_num_stages of at least 2 and excludes split_outputs; "
+                f"got {self}."
             )
 
 
 def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
     head_dim = max(spec.q.shape[3], spec.v.shape[3])
     if head_dim <= 64:
-        return (Config(dq_block_kv=128, dkv_block_q=128),)
+        return (Config(dkv_block_q=128, fused=True),)
     if head_dim <= 128:
-        return (Config(),)
+        return (Config(fused=not spec.deterministic),)
     # 64 queries, output gradients, keys and values of 256 columns leave room for one slot each.
     return (Config(dq_num_stages=2 if head_dim <= 192 else 1, split_outputs=True),)
 
@@ -135,7 +123,7 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
     """Yields, for the two kernels, blocks whose tiles fit the registers and whose rings fit shared memory.
 
     The consumers share their keys only above head dimension 128. A single slot, which nothing can be loaded beside,
-    only where two do not fit. The fused kernel up to head dimension 128, in order.
+    only where two do not fit. The fused kernel up to head dimension 128.
     """
     head_dim, value_dim = padded_head_dims(spec)
     widest = max(head_dim, value_dim)
@@ -157,7 +145,8 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
     if widest <= 128:
         fused_smem_bytes = functools.partial(attention_backward_fused.smem_bytes, head_dim, value_dim)
         for block_q, num_stages in rings(fused_smem_bytes, head_dim + value_dim):
-            yield Config(dkv_block_q=block_q, dkv_num_stages=num_stages, fused=True)
+            if num_stages > 1:
+                yield Config(dkv_block_q=block_q, dkv_num_stages=num_stages, fused=True)
 
 
 def _columns(spec: AttentionSpec, split_outputs: bool) -> int:
@@ -244,9 +233,7 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     if config.fused:
-        dq, dk, dv = attention_backward_fused.gradients(
-            spec, config.dkv_block_q, config.dkv_num_stages, config.any_order, operands
-        )
+        dq, dk, dv = attention_backward_fused.gradients(spec, config.dkv_block_q, config.dkv_num_stages, operands)
         dq = (dq * spec.scale).astype(q.dtype)
         return [padded[:, : x.shape[1], :, : x.shape[3]] for padded, x in zip((dq, dk, dv), (q, k, v))]
     dq = plgpu.kernel(

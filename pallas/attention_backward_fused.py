@@ -2,21 +2,25 @@
 
 Roles. A CTA owns 128 keys of one head and walks the queries that see them, the last first, for every query head of the
 group. Two consumer warpgroups take half of the keys each and work on transposed blocks, so that P^T and dS^T are in
-registers what the next products want on the left; a third computes dQ, which sums over keys, from both; none of the
-three waits for another's arithmetic:
+registers what the next products want on the left; a third computes dQ, which sums over keys, from both; a fourth issues
+all copies. None waits for another's arithmetic:
 
-    producer     Q, dO, lse and delta of a block of queries, through two rings
     consumer c   S^T = K_c Q^T, P^T = exp2(c S^T - lse), dP^T = V_c dO^T, dS^T = P^T * (dP^T - delta),
                  dV_c += P^T dO, dK_c += dS^T Q; dS^T goes to shared memory as well
-    dQ           dQ = dS K of the whole block, in float32, which TMA adds to the sum in memory
+    dQ           dQ = dS K of the whole block, in float32, through shared memory to
+    producer     which has TMA add it to the sum in memory, and loads Q, dO, lse and delta through two rings
 
     keys   [0, 64)    consumer 0: dS^T --+-- shared memory --> dQ warpgroup --> staging --> TMA reduce-add
            [64, 128)  consumer 1: dS^T --+   (two buffers)
 
-The order of dQ's sum. Blocks of keys add in their own order, so that the bits are the same in every run: a semaphore
-for each block of queries counts what has been added. The first stores, and nothing need be zeroed. All walk queries
-from the last, which every block of keys sees: whoever comes later is one step behind and stays there. CTAs of
-neighbouring blocks of keys are launched several heads apart. With `any_order` nobody waits.
+A consumer's dK of one block of queries runs on beside its logits of the next. P is kept in 16 bits alone, as the
+products read it: with it in float32 as well, or with two more products in flight, the registers do not suffice, and
+ptxas then waits for every single wgmma.
+
+The order of dQ's sum. TMA adds what comes, and the sum's last bits may differ from run to run. With
+`spec.deterministic` blocks of keys add in their own order: a semaphore for each block of queries counts what has been
+added. The first stores, and nothing need be zeroed. All walk queries from the last, which every block of keys sees:
+whoever comes later is one step behind and stays there.
 
 Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691), appendix B; dQ's own warpgroup after FlashAttention-3's own warp
 (Shah et al. 2024, arXiv:2407.08608), section 3.
@@ -27,6 +31,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,11 +58,13 @@ KEYS = _NUM_CONSUMERS * _KEYS_PER_CONSUMER
 _DQ_WARPGROUP = _NUM_CONSUMERS
 _PRODUCER_WARPGROUP = _NUM_CONSUMERS + 1
 #: Registers of a thread: consumers', the dQ warpgroup's, the producer's. All 512 threads have 128 each at first.
-_REGISTERS = (208, 72, 24)
+_REGISTERS = (208, 64, 32)
 #: Rows and columns of dQ that are computed at once.
 _DQ_PART = 64
-#: Heads (and batches) whose blocks of keys are worked on side by side, at most.
+#: Heads (and batches) whose blocks of keys are worked on side by side, at most: 132 CTAs have 16 blocks of each, whose
+#: queries L2 then holds once. In order, 8 blocks: so many steps are the last ones behind.
 _STREAMS = 8
+_STREAMS_IN_ORDER = 16
 _LOG2E = math.log2(math.e)
 #: What barriers and the alignment of buffers to 1 KB add to the buffers' own bytes, at most.
 _BARRIER_BYTES = 1024
@@ -71,29 +78,33 @@ def smem_bytes(head_dim: int, value_dim: int, block_q: int, num_stages: int) -> 
 
 
 def gradients(
-    spec: AttentionSpec, block_q: int, num_stages: int, any_order: bool, operands: tuple[jax.Array, ...]
+    spec: AttentionSpec, block_q: int, num_stages: int, operands: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns dq / scale in float32, dk and dv of padded operands: q, k, v, dout, lse in base 2, delta, and extras."""
     q, k, v = operands[:3]
     like = lambda x, dtype=None: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
-    streams = spec.k.shape[0] * spec.k.shape[2]
-    together = next(n for n in range(_STREAMS, 0, -1) if streams % n == 0)
-    sums = jax.new_ref(jnp.zeros(q.shape, jnp.float32)) if any_order else None
-    results = plgpu.kernel(
-        functools.partial(_kernel, spec=spec, block_q=block_q, num_stages=num_stages, any_order=any_order),
-        out_type=[*([] if any_order else [like(q, jnp.float32)]), like(k), like(v)],
-        grid=(streams // together, pl.cdiv(spec.k.shape[1], KEYS), together),
+    num_streams = spec.k.shape[0] * spec.k.shape[2]
+    most = _STREAMS_IN_ORDER if spec.deterministic else _STREAMS
+    together = next(n for n in range(most, 0, -1) if num_streams % n == 0)
+    run = plgpu.kernel(
+        functools.partial(_kernel, spec=spec, block_q=block_q, num_stages=num_stages),
+        out_type=[*([like(q, jnp.float32)] if spec.deterministic else []), like(k), like(v)],
+        grid=(num_streams // together, pl.cdiv(spec.k.shape[1], KEYS), together),
         grid_names=("group", "kv_block", "stream"),
         num_threads=_PRODUCER_WARPGROUP + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*operands, *([] if sums is None else [sums]))
-    return results if sums is None else (sums[...], *results)
+    )
+    if spec.deterministic:
+        return run(*operands)
+    dq = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
+    dk, dv = run(*operands, dq)
+    return dq[...], dk, dv
 
 
 def _kernel(
     q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, lse_gmem: Any, delta_gmem: Any, *refs: Any,
-    spec: AttentionSpec, block_q: int, num_stages: int, any_order: bool,
+    spec: AttentionSpec, block_q: int, num_stages: int,
 ) -> None:  # fmt: skip
     *offset_gmem, dq_gmem, dk_gmem, dv_gmem = refs
     dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
@@ -113,26 +124,27 @@ def _kernel(
     if num_keys % KEYS:
         num_unmasked = jnp.where(kv_base + KEYS > num_keys, 0, num_unmasked)
     has_masked = spec.causal or num_keys % KEYS != 0
+    num_steps = group * q_iters
     added: Any = None
-    if not any_order:
+    if spec.deterministic:
         added = pl.get_global(plgpu.SemaphoreType.REGULAR((spec.q.shape[0] * num_heads * num_q_blocks,)))
     following = lambda slot: jnp.where(slot == num_stages - 1, 0, slot + 1)
+    # A step's place: a head of the group, and the i-th block of its queries from the last.
+    start = jnp.int32(0), jnp.int32(0)
 
-    def walk(step: Any, carry: Any, *, told_masked: bool = False) -> Any:
-        """Calls step(head, q_block, carry) for every block of queries of every head of the group.
+    def advance(place: Any) -> Any:
+        head_in_group, i = place
+        is_last = i == q_iters - 1
+        return jnp.where(is_last, head_in_group + 1, head_in_group), jnp.where(is_last, 0, i + 1)
 
-        With `told_masked` it is step(head, q_block, masked, carry).
-        """
+    def queries_of(place: Any) -> tuple[Any, Any]:
+        """The head, and the block of its queries."""
+        return kv_head * group + place[0], num_q_blocks - 1 - place[1]
 
-        def walk_head(head_in_group: Any, carry: Any) -> Any:
-            head = kv_head * group + head_in_group
-            of = lambda *masked: lambda i, carry: step(head, num_q_blocks - 1 - i, *masked, carry)
-            if not (told_masked and has_masked):
-                return lax.fori_loop(0, q_iters, of(*([False] if told_masked else [])), carry)
-            carry = lax.fori_loop(0, num_unmasked, of(False), carry)
-            return lax.fori_loop(num_unmasked, q_iters, of(True), carry)
-
-        return lax.fori_loop(0, group, walk_head, carry)
+    def counter_of(place: Any) -> Any:
+        """The semaphore that counts what has been added to a block of dQ."""
+        head, q_block = queries_of(place)
+        return (batch * num_heads + head) * num_q_blocks + q_block
 
     def scope(
         k_smem: Any,
@@ -150,17 +162,21 @@ def _kernel(
         dout_empty: Any,
         ds_full: Any,
         ds_empty: Any,
+        dq_full: Any,
+        dq_empty: Any,
     ) -> None:
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == _PRODUCER_WARPGROUP)
-        def _produce() -> None:
+        def _copy() -> None:
             plgpu.set_max_registers(_REGISTERS[2], action="decrease")
+            plgpu.barrier_arrive(dq_empty)
             keys = (batch, pl.ds(kv_base, KEYS), kv_head)
             plgpu.copy_gmem_to_smem(k_gmem.at[keys], k_smem, kv_full)
             plgpu.copy_gmem_to_smem(v_gmem.at[keys], v_smem, kv_full)
 
-            def load(head: Any, q_block: Any, slot: Any) -> Any:
+            def load(place: Any, slot: Any) -> None:
+                head, q_block = queries_of(place)
                 rows = pl.ds(q_block * block_q, block_q)
                 plgpu.barrier_wait(q_empty.at[slot])
                 plgpu.copy_gmem_to_smem(q_gmem.at[batch, rows, head], q_smem.at[slot], q_full.at[slot])
@@ -168,9 +184,41 @@ def _kernel(
                 plgpu.barrier_wait(dout_empty.at[slot])
                 plgpu.copy_gmem_to_smem(dout_gmem.at[batch, rows, head], dout_smem.at[slot], dout_full.at[slot])
                 plgpu.copy_gmem_to_smem(delta_gmem.at[batch, head, rows], delta_smem.at[slot], dout_full.at[slot])
-                return following(slot)
 
-            walk(load, jnp.int32(0))
+            def add(place: Any) -> None:
+                """Adds a step's dQ to the sum."""
+                head, q_block = queries_of(place)
+                to = dq_gmem.at[batch, pl.ds(q_block * block_q, block_q), head]
+                plgpu.barrier_wait(dq_full)
+                if spec.deterministic:
+                    pl.when(kv_block == 0)(lambda: plgpu.copy_smem_to_gmem(dq_smem, to))
+                    pl.when(kv_block > 0)(lambda: plgpu.copy_smem_to_gmem(dq_smem, to, reduction_op="add"))
+                else:
+                    plgpu.copy_smem_to_gmem(dq_smem, to, reduction_op="add")
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(dq_empty)
+
+            def announce(counter: Any) -> None:
+                """Tells the next block of keys that a step's dQ is in the sum."""
+                plgpu.semaphore_signal(added.at[counter], memory_scope="gpu")
+
+            def load_and_add(step: Any, carry: Any) -> Any:
+                slot, loading, adding, last = carry
+                pl.when(step < num_steps)(lambda: load(loading, slot))
+                is_adding = step >= num_stages
+                pl.when(is_adding)(lambda: add(adding))
+                if spec.deterministic:
+                    plgpu.wait_smem_to_gmem(1)
+                    pl.when(step > num_stages)(lambda: announce(last))
+                    last = counter_of(adding)
+                adding = tuple(jnp.where(is_adding, new, old) for new, old in zip(advance(adding), adding))
+                return following(slot), advance(loading), adding, last
+
+            carry = jnp.int32(0), start, start, jnp.int32(0)
+            *_, last = lax.fori_loop(0, num_steps + num_stages, load_and_add, carry)
+            plgpu.wait_smem_to_gmem(0)
+            if spec.deterministic:
+                pl.when(num_steps > 0)(lambda: announce(last))
 
         @pl.when(warpgroup == _DQ_WARPGROUP)
         def _sum_queries() -> None:
@@ -179,40 +227,22 @@ def _kernel(
                 plgpu.barrier_arrive(ds_empty.at[buffer])
             plgpu.barrier_wait(kv_full)
 
-            def announce(place: Any) -> None:
-                """Tells the next block of keys that what was added at a place is there."""
-                plgpu.wait_smem_to_gmem(0)
-                plgpu.semaphore_signal(added.at[place], memory_scope="gpu")
-
-            def add(head: Any, q_block: Any, carry: Any) -> Any:
-                buffer, last_place = carry
-                place = (batch * num_heads + head) * num_q_blocks + q_block
-                if added is not None:
-                    plgpu.semaphore_wait(added.at[place], kv_block, decrement=False, memory_scope="gpu")
+            def multiply(_: Any, carry: Any) -> Any:
+                place, buffer = carry
                 plgpu.barrier_wait(ds_full.at[buffer])
-                if added is None:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                else:
-                    pl.when(last_place >= 0)(lambda: announce(last_place))
+                plgpu.barrier_wait(dq_empty)
                 for row, column in itertools.product(range(0, block_q, _DQ_PART), range(0, head_dim, _DQ_PART)):
                     rows, columns = pl.ds(row, _DQ_PART), pl.ds(column, _DQ_PART)
                     ds = ds_smem.at[buffer, :, rows].transpose((1, 0))
                     dq_smem.at[rows, columns][...] = _product((_DQ_PART, _DQ_PART), ds, k_smem.at[:, columns])
                 plgpu.barrier_arrive(ds_empty.at[buffer])
+                if spec.deterministic:
+                    plgpu.semaphore_wait(added.at[counter_of(place)], kv_block, decrement=False, memory_scope="gpu")
                 plgpu.commit_smem()
-                to = dq_gmem.at[batch, pl.ds(q_block * block_q, block_q), head]
-                if added is None:
-                    plgpu.copy_smem_to_gmem(dq_smem, to, reduction_op="add")
-                else:
-                    pl.when(kv_block == 0)(lambda: plgpu.copy_smem_to_gmem(dq_smem, to))
-                    pl.when(kv_block > 0)(lambda: plgpu.copy_smem_to_gmem(dq_smem, to, reduction_op="add"))
-                return 1 - buffer, place
+                plgpu.barrier_arrive(dq_full)
+                return advance(place), 1 - buffer
 
-            _, last_place = walk(add, (jnp.int32(0), jnp.int32(-1)))
-            if added is None:
-                plgpu.wait_smem_to_gmem(0)
-            else:
-                pl.when(last_place >= 0)(lambda: announce(last_place))
+            lax.fori_loop(0, num_steps, multiply, (start, jnp.int32(0)))
 
         @pl.when(warpgroup < _NUM_CONSUMERS)
         def _consume() -> None:
@@ -220,23 +250,34 @@ def _kernel(
             consumer = warpgroup
             my_keys = pl.ds(consumer * _KEYS_PER_CONSUMER, _KEYS_PER_CONSUMER)
             my_k, my_v, key_start = k_smem.at[my_keys], v_smem.at[my_keys], kv_base + consumer * _KEYS_PER_CONSUMER
+            # All slots are free but the last one of queries, which the first step frees.
             for slot in range(num_stages):
-                plgpu.barrier_arrive(q_empty.at[slot])
+                if slot < num_stages - 1:
+                    plgpu.barrier_arrive(q_empty.at[slot])
                 plgpu.barrier_arrive(dout_empty.at[slot])
+
+            def free_queries_before(slot: Any) -> None:
+                """Of the step before, whose dK is the product behind the one just issued."""
+                plgpu.wgmma_wait(1)
+                plgpu.barrier_arrive(q_empty.at[jnp.where(slot == 0, num_stages - 1, slot - 1)])
+
             plgpu.barrier_wait(kv_full)
 
             def accumulate(dk_ref: Any, dv_ref: Any) -> None:
                 shape = (_KEYS_PER_CONSUMER, block_q)
                 spread = lambda row: lax.broadcast_in_dim(row, shape, [1])
 
-                def step(head: Any, q_block: Any, masked: bool, carry: Any) -> Any:
-                    slot, buffer = carry
+                def step(_: Any, carry: Any) -> Any:
+                    i, slot, buffer = carry
                     plgpu.barrier_wait(q_full.at[slot])
-                    s = _product(shape, my_k, q_smem.at[slot].transpose((1, 0)))
+                    meanwhile = functools.partial(free_queries_before, slot)
+                    s = _product(shape, my_k, q_smem.at[slot].transpose((1, 0)), meanwhile)
                     # To wait for a barrier ends a block of instructions: what comes after is not loaded before.
                     plgpu.barrier_wait(dout_full.at[slot])
-                    if masked:
-                        s = _hide(s, spec, q_block * block_q + offset, key_start)
+                    if has_masked:
+                        query_start = (num_q_blocks - 1 - i) * block_q + offset
+                        hide = lambda s: _hide(s, spec, query_start, key_start)
+                        s = lax.cond(i >= num_unmasked, hide, lambda s: s, s)
                     lse = plgpu.load(lse_smem.at[slot], layout=COLUMNS)
                     p = lax.optimization_barrier(jnp.exp2(s * (spec.scale * _LOG2E) - spread(lse)).astype(dtype))
                     plgpu.wgmma(dv_ref, p, dout_smem.at[slot])
@@ -249,11 +290,10 @@ def _kernel(
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(ds_full.at[buffer])
                     plgpu.wgmma(dk_ref, ds, q_smem.at[slot])
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(q_empty.at[slot])
-                    return following(slot), 1 - buffer
+                    return jnp.where(i == q_iters - 1, 0, i + 1), following(slot), 1 - buffer
 
-                _, buffer = walk(step, (jnp.int32(0), jnp.int32(0)), told_masked=True)
+                *_, buffer = lax.fori_loop(0, num_steps, step, (jnp.int32(0), jnp.int32(0), jnp.int32(0)))
+                plgpu.wgmma_wait(0)
                 # The buffers of keys become the staging buffers of dK: the dQ warpgroup must be done with both dS.
                 plgpu.barrier_wait(ds_empty.at[buffer])
                 plgpu.barrier_wait(ds_empty.at[1 - buffer])
@@ -287,6 +327,8 @@ def _kernel(
         ring(_NUM_CONSUMERS),
         plgpu.Barrier(num_arrivals=_NUM_CONSUMERS, num_barriers=2),
         plgpu.Barrier(num_barriers=2),
+        plgpu.Barrier(),
+        plgpu.Barrier(),
         collective_axes="warpgroup",
     )
 
@@ -306,11 +348,12 @@ def _hide(s: jax.Array, spec: AttentionSpec, query_start: Any, key_start: Any) -
     return jnp.concatenate(tiles, axis=1)
 
 
-def _product(shape: tuple[int, int], lhs: Any, rhs: Any) -> jax.Array:
-    """lhs @ rhs in a fresh accumulator."""
+def _product(shape: tuple[int, int], lhs: Any, rhs: Any, meanwhile: Callable[[], None] = lambda: None) -> jax.Array:
+    """lhs @ rhs in a fresh accumulator; `meanwhile` is done before it is waited for."""
 
     def multiply(acc_ref: Any) -> jax.Array:
         plgpu.wgmma(acc_ref, lhs, rhs)
+        meanwhile()
         return plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
 
     return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))

@@ -259,20 +259,78 @@ def test_an_output_read_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
 # By head dimension.
 _FUSED = {64: attention_backward.Config(dkv_block_q=128, fused=True), 128: attention_backward.Config(fused=True)}
+_FUSED_LENGTHS = [(128, 128), (136, 200), (200, 136), (1, 130), (130, 1)]
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (64, 128), (128, 64)], ids=str)
-@pytest.mark.parametrize("lengths", [(128, 128), (136, 200), (200, 136), (1, 130)], ids=str)
-@pytest.mark.parametrize("any_order", [False, True])
-def test_fused(lengths: tuple[int, int], dims: tuple[int, int], causal: bool, any_order: bool) -> None:
-    config = dataclasses.replace(_FUSED[dims[0]], any_order=any_order)
-    check(make_spec(*lengths, dims=dims, causal=causal, batch=2), backward=config)
+@pytest.mark.parametrize("lengths", _FUSED_LENGTHS, ids=str)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
+def test_fused(lengths: tuple[int, int], dims: tuple[int, int], causal: bool, deterministic: bool) -> None:
+    spec = make_spec(*lengths, dims=dims, causal=causal, batch=2, deterministic=deterministic)
+    check(spec, backward=_FUSED[dims[0]])
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
 @pytest.mark.parametrize("heads", [(2, 2), (3, 1), (4, 2)], ids=str)
-def test_fused_with_grouped_heads(heads: tuple[int, int]) -> None:
-    check(make_spec(200, 200, heads=heads, batch=2, causal=True), backward=_FUSED[64])
+def test_fused_with_grouped_heads(heads: tuple[int, int], deterministic: bool) -> None:
+    spec = make_spec(200, 200, heads=heads, batch=2, causal=True, deterministic=deterministic)
+    check(spec, backward=_FUSED[64])
+
+
+@pytest.mark.parametrize("offset", [0, 1, 70, 300])
+def test_fused_on_a_shard_of_the_queries(offset: int) -> None:
+    check(make_spec(72, 200, causal=True, query_offset=True), backward=_FUSED[64], offset=offset)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_fused_with_three_slots(causal: bool) -> None:
+    check(make_spec(264, 200, causal=causal), backward=attention_backward.Config(dkv_num_stages=3, fused=True))
+
+
+def test_fused_ignores_keys_that_there_are_not() -> None:
+    """Where all logits are some -300, a key of zeros beyond the last one would have an infinite probability."""
+    spec = make_spec(72, 136)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(random_array(rng, x.shape, x.dtype)) for x in (spec.q, spec.k, spec.v))
+    q, k = jnp.full_like(q, 6.0), jnp.full_like(k, -6.0) + k
+    out, lse = xla_forward.run(spec, xla_forward.Config(), q, k, v)
+    assert lse.max() < -100
+    with interpret():
+        actual = attention_backward.run(spec, _FUSED[64], q, k, v, out, lse, out, lse)
+    expected = xla_backward.run(spec, xla_backward.Config(), q, k, v, out, lse, out, lse)
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(np.float32(x), np.float32(y), atol=0.05 * np.abs(np.float32(y)).max())
+
+
+#: Every wait that the fused kernel's warpgroups have, in the order in which it is traced.
+_FUSED_WAITS = ["queries free", "output gradients free", "dQ full", "first keys", "dS full", "dQ free", "keys"]
+_FUSED_WAITS += ["queries", "output gradients", "dS free", "one dS read", "the other dS read"]
+
+
+@pytest.mark.parametrize("missing", range(len(_FUSED_WAITS)), ids=_FUSED_WAITS)
+def test_a_missing_wait_of_the_fused_kernel_is_noticed(missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec(392, 264, causal=True)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(random_array(rng, x.shape, x.dtype)) for x in (spec.q, spec.k, spec.v))
+    out, lse = xla_forward.run(spec, xla_forward.Config(), q, k, v)
+    waits = itertools.count()
+    wait = plgpu.barrier_wait
+    monkeypatch.setattr(plgpu, "barrier_wait", lambda barrier: None if next(waits) == missing else wait(barrier))
+    with pytest.raises((RaceError, TimeoutError, ValueError)), interpret(deadlock_after=3.0):
+        attention_backward.run(spec, attention_backward.Config(fused=True), q, k, v, out, lse, out, lse)
+    assert next(waits) == len(_FUSED_WAITS)
+
+
+def test_queries_freed_before_their_product_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec(392, 264)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(random_array(rng, x.shape, x.dtype)) for x in (spec.q, spec.k, spec.v))
+    out, lse = xla_forward.run(spec, xla_forward.Config(), q, k, v)
+    wait = plgpu.wgmma_wait
+    monkeypatch.setattr(plgpu, "wgmma_wait", lambda n: wait(n) if n == 0 else None)
+    with pytest.raises(RaceError, match="is not ordered"), interpret():
+        attention_backward.run(spec, attention_backward.Config(fused=True), q, k, v, out, lse, out, lse)
 
 
 @pytest.mark.parametrize(
@@ -299,8 +357,18 @@ def test_a_missing_fence_is_noticed(
         attention_backward.run(spec, config, q, k, v, out, lse, out, lse)
 
 
+def test_a_sum_that_does_not_wait_for_its_turn_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first block of keys stores, the others add: these must come later."""
+    spec = make_spec(136, 136, deterministic=True)
+    q, k, v = (jnp.ones(x.shape, x.dtype) for x in (spec.q, spec.k, spec.v))
+    out, lse = xla_forward.run(spec, xla_forward.Config(), q, k, v)
+    monkeypatch.setattr(plgpu, "semaphore_wait", lambda *args, **kwargs: None)
+    with pytest.raises(RaceError, match="is not ordered"), interpret():
+        attention_backward.run(spec, _FUSED[64], q, k, v, out, lse, out, lse)
+
+
 def test_a_sum_that_is_never_announced_is_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = make_spec(136, 136)
+    spec = make_spec(136, 136, deterministic=True)
     q, k, v = (jnp.ones(x.shape, x.dtype) for x in (spec.q, spec.k, spec.v))
     out, lse = xla_forward.run(spec, xla_forward.Config(), q, k, v)
     monkeypatch.setattr(plgpu, "semaphore_signal", lambda *args, **kwargs: None)
@@ -374,10 +442,16 @@ def test_refuses_what_has_no_kernel_shape() -> None:
             lambda: attention_backward.Config(dq_num_stages=0),
             "attention_backward[pallas]: block sizes must be multiples of 64 and stages at least 1; got "
             "Config(dq_block_kv=64, dq_num_stages=0, dkv_block_q=64, dkv_num_stages=2, split_outputs=False, "
-            "fused=False, any_order=False).",
+            "fused=False).",
+        ),
+        (
+            lambda: attention_backward.Config(dkv_num_stages=1, fused=True),
+            "attention_backward[pallas]: fused needs dkv_num_stages of at least 2 and excludes split_outputs; got "
+            "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=64, dkv_num_stages=1, split_outputs=False, "
+            "fused=True).",
         ),
     ],
-    ids=["block", "no queries", "one slot", "strip", "consumers", "backward"],
+    ids=["block", "no queries", "one slot", "strip", "consumers", "backward", "fused"],
 )
 def test_configs_refuse_what_cannot_run(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

@@ -185,11 +185,14 @@ def test_attention_forward_space(head_dim: int, causal: bool, spills: Callable[.
         assert spills(run, spec.q, spec.k, spec.v) == [0], config
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("head_dim", "allowed"), [(64, 0), (128, 0), (192, 0), (256, 128)])
-def test_attention_backward(head_dim: int, allowed: int, causal: bool, spills: Callable[..., list[int]]) -> None:
-    """Where bytes are allowed, what spills are wgmma descriptors that do not change in the loop, not accumulators."""
-    spec = _attention_spec(head_dim, causal=causal)
+@pytest.mark.parametrize(("head_dim", "allowed"), [(64, 0), (128, 32), (192, 0), (256, 128)])
+def test_attention_backward(
+    head_dim: int, allowed: int, causal: bool, deterministic: bool, spills: Callable[..., list[int]]
+) -> None:
+    """Where bytes are allowed, what spills are descriptors and addresses that do not change in the loop."""
+    spec = dataclasses.replace(_attention_spec(head_dim, causal=causal), deterministic=deterministic)
     rows = ArrayType(spec.q.shape[:3], jnp.dtype(jnp.float32))
     run = functools.partial(attention_backward.run, spec, dispatch.default_config("attention_backward", "pallas", spec))
     assert max(spills(run, spec.q, spec.k, spec.v, spec.q, rows, spec.q, rows)) <= allowed

@@ -45,6 +45,7 @@ class Attention:
     segments: bool = False
     query_offset: bool = False
     bias_gradient: bool = False
+    deterministic: bool = False
 
     @property
     def depends_on_query_index(self) -> bool:
@@ -73,6 +74,7 @@ class _AttentionOp(KernelOp):
             segments=static.segments,
             query_offset=static.query_offset,
             bias_gradient=static.bias_gradient,
+            deterministic=static.deterministic,
         )
 
     def out_and_lse(self, operands: Sequence[ArrayType]) -> list[ArrayType]:
@@ -304,7 +306,7 @@ def dot_product_attention(
     implementation: Literal["xla"] | None = None, return_residual: Literal[False] = False,
     logits_soft_cap: float | None = None,
     query_segment_ids: ArrayLike | None = None, key_value_segment_ids: ArrayLike | None = None,
-    return_lse: Literal[False] = False, backend: str | None = None,
+    return_lse: Literal[False] = False, deterministic: bool = False, backend: str | None = None,
 ) -> Array: ...  # fmt: skip
 
 
@@ -317,7 +319,7 @@ def dot_product_attention(
     implementation: Literal["xla"] | None = None, return_residual: Literal[True],
     logits_soft_cap: float | None = None,
     query_segment_ids: ArrayLike | None = None, key_value_segment_ids: ArrayLike | None = None,
-    return_lse: Literal[False] = False, backend: str | None = None,
+    return_lse: Literal[False] = False, deterministic: bool = False, backend: str | None = None,
 ) -> tuple[Array, Array]: ...  # fmt: skip
 
 
@@ -330,7 +332,7 @@ def dot_product_attention(
     implementation: Literal["xla"] | None = None, return_residual: Literal[False] = False,
     logits_soft_cap: float | None = None,
     query_segment_ids: ArrayLike | None = None, key_value_segment_ids: ArrayLike | None = None,
-    return_lse: Literal[True], backend: str | None = None,
+    return_lse: Literal[True], deterministic: bool = False, backend: str | None = None,
 ) -> tuple[Array, Array]: ...  # fmt: skip
 
 
@@ -352,6 +354,7 @@ def dot_product_attention(
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
     return_lse: bool = False,
+    deterministic: bool = False,
     backend: str | None = None,
 ) -> Array | tuple[Array, Array]:
     """Scaled dot-product attention: a drop-in for `jax.nn.dot_product_attention`, and a superset of it.
@@ -383,6 +386,8 @@ def dot_product_attention(
       query_segment_ids: (B, T) or (T,) int32; given together with `key_value_segment_ids`, (B, S) or
         (S,): a query sees only the keys of its own segment.
       return_lse: also return the natural logsumexp of the masked logits: float32, differentiable.
+      deterministic: whether equal operands must give equal bits in every run. The output always does; the fastest
+        backward pass adds up the query's gradient in whatever order its parts come.
       backend: name of the backend that must run it, or None for the fastest that can.
 
     Returns:
@@ -471,6 +476,7 @@ def dot_product_attention(
         query_lengths=extras.query_lengths is not None,
         key_lengths=extras.key_lengths is not None,
         segments=extras.query_segments is not None,
+        deterministic=bool(deterministic),
     )
     out, lse = forward_op(q, k, v, *extras.pack(), static=static, backend=backend)
     if not batched:
