@@ -225,7 +225,6 @@ def _kernel(
             plgpu.set_max_registers(_REGISTERS[1], action="decrease")
             for buffer in range(2):
                 plgpu.barrier_arrive(ds_empty.at[buffer])
-            plgpu.barrier_wait(kv_full)
 
             def multiply(_: Any, carry: Any) -> Any:
                 place, buffer = carry
@@ -294,8 +293,7 @@ def _kernel(
 
                 *_, buffer = lax.fori_loop(0, num_steps, step, (jnp.int32(0), jnp.int32(0), jnp.int32(0)))
                 plgpu.wgmma_wait(0)
-                # The buffers of keys become the staging buffers of dK: the dQ warpgroup must be done with both dS.
-                plgpu.barrier_wait(ds_empty.at[buffer])
+                # The buffers of keys become the staging buffers of dK: the dQ warpgroup must be done with the last dS.
                 plgpu.barrier_wait(ds_empty.at[1 - buffer])
                 keys = (batch, pl.ds(key_start, _KEYS_PER_CONSUMER), kv_head)
                 for acc, staging, out_gmem in ((dk_ref[...] * spec.scale, my_k, dk_gmem), (dv_ref[...], my_v, dv_gmem)):

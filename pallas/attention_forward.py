@@ -119,7 +119,7 @@ class Config:
 
     def __post_init__(self) -> None:
         rules = {
-            "block_q must be a multiple of 64 and block_kv one of 16": self.block_q % 64 or self.block_kv % 16,
+            "block_q and block_kv must be multiples of 64": self.block_q % 64 or self.block_kv % 64,
             "num_stages and num_q_slots must be at least 1": min(self.num_stages, self.num_q_slots) < 1,
             # It waits for values while others are in use.
             "overlap needs num_stages of at least 2": self.overlap and self.num_stages < 2,

@@ -304,8 +304,8 @@ def test_fused_ignores_keys_that_there_are_not() -> None:
 
 
 #: Every wait that the fused kernel's warpgroups have, in the order in which it is traced.
-_FUSED_WAITS = ["queries free", "output gradients free", "dQ full", "first keys", "dS full", "dQ free", "keys"]
-_FUSED_WAITS += ["queries", "output gradients", "dS free", "one dS read", "the other dS read"]
+_FUSED_WAITS = ["queries free", "output gradients free", "dQ full", "dS full", "dQ free", "keys", "queries"]
+_FUSED_WAITS += ["output gradients", "dS free", "last dS read"]
 
 
 @pytest.mark.parametrize("missing", range(len(_FUSED_WAITS)), ids=_FUSED_WAITS)
