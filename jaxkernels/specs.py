@@ -18,7 +18,11 @@ import numpy as np
 
 from jaxkernels.hardware import Chip
 
-__all__ = ["ArrayType", "AttentionSpec", "DimensionNumbers", "Gemm", "MatmulSpec"]
+__all__ = ["MASKED_LOGIT", "ArrayType", "AttentionSpec", "DimensionNumbers", "Gemm", "MatmulSpec"]
+
+#: What a masked logit of an attention counts as, jax.nn's choice: finite, so that a query that sees no key averages all
+#: values, and no row of probabilities is NaN. To rounding it is the logsumexp of such a query, too.
+MASKED_LOGIT = float(-0.7 * np.finfo(np.float32).max)
 
 #: As `jax.lax.dot_general` takes them: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
 DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]

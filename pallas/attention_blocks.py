@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Collection
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Int32
 
 from jaxkernels.specs import AttentionSpec
 
@@ -23,12 +27,23 @@ __all__ = [
     "TILE",
     "TRANSFORMS",
     "TRANSFORMS_FLOAT32",
+    "UNSEEN_LOGIT",
+    "blocks_of",
+    "blocks_within",
+    "cap",
+    "hide_other_segments",
     "hide_unseen",
     "key_iters",
+    "keys_seen_by_all",
+    "keys_seen_by_any",
     "mask",
+    "may_see_nothing",
     "pad_heads",
     "padded_head_dims",
+    "queries_that_see_all",
+    "queries_that_see_any",
     "query_offset",
+    "segment_blocks",
     "unsupported",
     "visible_pairs",
 ]
@@ -53,9 +68,13 @@ TRANSFORMS_FLOAT32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128
 TILE = plgpu.Layout.WGMMA
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+#: What the logit of an unseen key becomes where a query may see none, and must then average all values: finite, so
+#: that all its keys weigh the same, and a power of two, so that no rounding of `scale * logit` tells them apart.
+UNSEEN_LOGIT = -(2.0**100)
 
 
-def unsupported(spec: AttentionSpec) -> str | None:
+def unsupported(spec: AttentionSpec, handled: Collection[str] = ()) -> str | None:
+    """Why a pass that handles the features named in `handled`, beside the causal mask, cannot run the spec."""
     if not spec.target.is_hopper:
         return f"needs a GPU of compute capability 9.0 (Hopper), the target is {spec.target}"
     if spec.q.dtype not in _DTYPES:
@@ -68,7 +87,8 @@ def unsupported(spec: AttentionSpec) -> str | None:
         "sequence lengths": spec.query_lengths or spec.key_lengths,
         "segment ids": spec.segments,
     }
-    if missing := [name for name, asked in features.items() if asked]:
+    assert set(handled) <= set(features)
+    if missing := [name for name, asked in features.items() if asked and name not in handled]:
         return f"does not handle {', '.join(missing)} yet"
     if spec.scale <= 0:
         return f"needs a positive scale, got {spec.scale}"
@@ -102,6 +122,143 @@ def visible_pairs(spec: AttentionSpec) -> float:
     if num_queries > num_keys:
         seen -= (num_queries - num_keys) * (num_queries - num_keys + 1) / 2
     return seen / (num_queries * num_keys)
+
+
+# Which keys queries see, and which queries see keys: half-open ranges, of queries by their place in the sequence. Ends
+# may be numbers, scalars in a kernel or arrays outside of it. `key_end` and `query_end` are the lengths. A range that
+# ends before it begins is empty.
+
+
+def _least(*ends: Any) -> Any:
+    return functools.reduce(lambda x, y: min(x, y) if _are_numbers(x, y) else jnp.minimum(x, y), ends)
+
+
+def _largest(*ends: Any) -> Any:
+    return functools.reduce(lambda x, y: max(x, y) if _are_numbers(x, y) else jnp.maximum(x, y), ends)
+
+
+def _are_numbers(*xs: Any) -> bool:
+    return all(isinstance(x, int) for x in xs)
+
+
+def _window(spec: AttentionSpec) -> tuple[int | None, int | None]:
+    """How many keys before its own place a query sees, and how many behind it; None: all."""
+    left, right = spec.window or (None, None)
+    return left, 0 if spec.causal else right
+
+
+def keys_seen_by_any(spec: AttentionSpec, query_start: Any, query_end: Any, key_end: Any) -> tuple[Any, Any]:
+    """The keys that some query of a range sees."""
+    left, right = _window(spec)
+    start = 0 if left is None else _largest(query_start - left, 0)
+    return start, key_end if right is None else _least(query_end + right, key_end)
+
+
+def keys_seen_by_all(spec: AttentionSpec, query_start: Any, query_end: Any, key_end: Any) -> tuple[Any, Any]:
+    """The keys that every query of a range sees."""
+    left, right = _window(spec)
+    start = 0 if left is None else _largest(query_end - 1 - left, 0)
+    return start, key_end if right is None else _least(query_start + right + 1, key_end)
+
+
+def queries_that_see_any(
+    spec: AttentionSpec, key_start: Any, key_end: Any, query_start: Any, query_end: Any
+) -> tuple[Any, Any]:
+    """The queries, of those from `query_start` to `query_end`, that see some key of a range."""
+    left, right = _window(spec)
+    start = query_start if right is None else _largest(key_start - right, query_start)
+    return start, query_end if left is None else _least(key_end + left, query_end)
+
+
+def queries_that_see_all(
+    spec: AttentionSpec, key_start: Any, key_end: Any, query_start: Any, query_end: Any
+) -> tuple[Any, Any]:
+    """The queries, of those from `query_start` to `query_end`, that see every key of a range."""
+    left, right = _window(spec)
+    start = query_start if right is None else _largest(key_end - 1 - right, query_start)
+    return start, query_end if left is None else _least(key_start + left + 1, query_end)
+
+
+def _quotient(x: Any, block: int) -> Any:
+    return x // block if isinstance(x, int) else lax.div(x, jnp.int32(block))
+
+
+def blocks_of(start: Any, end: Any, block: int) -> tuple[Any, Any]:
+    """The blocks that have any of a range that does not begin before 0."""
+    return _quotient(start, block), _quotient(end + block - 1, block)
+
+
+def blocks_within(start: Any, end: Any, block: int) -> tuple[Any, Any]:
+    """The blocks that lie wholly inside a range that does not begin before 0."""
+    return _quotient(start + block - 1, block), _quotient(end, block)
+
+
+def may_see_nothing(spec: AttentionSpec) -> bool:
+    """Whether there may be queries, not padding, that see no key."""
+    left, _ = _window(spec)
+    is_left_behind = left is not None and (spec.query_offset or spec.q.shape[1] - 1 - left >= spec.k.shape[1])
+    return spec.key_lengths or spec.segments or is_left_behind
+
+
+def segment_blocks(
+    spec: AttentionSpec, block_q: int, block_kv: int, extras: dict[str, jax.Array]
+) -> Int32[Array, "B Q 5"]:
+    """What the segments leave of the keys, for each block of queries; computed by XLA before the kernel.
+
+    A block of keys may share a segment with one of queries where the spans of their ids meet: of documents packed one
+    after the other those are the ones that do.
+
+    Args:
+      extras: the optional operands by name.
+
+    Returns:
+      For each block of queries: the first block of keys that may be seen and the end of these; the first of a run of
+      blocks in which all ids are those of the queries, and the run's end; whether some query, not padding, may see no
+      key at all. Whether it sees itself decides that where there are as many keys as queries.
+    """
+    query_ids, key_ids = extras["query_segments"], extras["key_segments"]
+    (batch, num_queries), num_keys = query_ids.shape, key_ids.shape[1]
+    place = jnp.arange(num_queries, dtype=jnp.int32) + extras.get("query_offset", 0)
+    key = jnp.arange(num_keys, dtype=jnp.int32)
+    key_end = extras.get("key_lengths", jnp.full((batch,), num_keys, jnp.int32))[:, None]
+    is_key = jnp.broadcast_to(key < key_end, (batch, num_keys))
+    is_query = jnp.ones(query_ids.shape, bool)
+    if spec.query_lengths:
+        is_query = place < extras["query_lengths"][:, None]
+
+    def spans(ids: jax.Array, is_real: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+        """The least and the largest id of each block; the wrong way round where there is none."""
+        info = jnp.iinfo(jnp.int32)
+
+        def blocks(filler: int) -> jax.Array:
+            filled = jnp.where(is_real, ids, filler)
+            padded = jnp.pad(filled, ((0, 0), (0, -ids.shape[1] % block)), constant_values=filler)
+            return padded.reshape(batch, -1, block)
+
+        return blocks(int(info.max)).min(2), blocks(int(info.min)).max(2)
+
+    least_query, largest_query = (x[:, :, None] for x in spans(query_ids, is_query, block_q))
+    least_key, largest_key = (x[:, None, :] for x in spans(key_ids, is_key, block_kv))
+    meets = (least_key <= largest_query) & (largest_key >= least_query)
+    is_one = (least_query == largest_query) & (least_key == largest_key) & (least_key == least_query)
+    num_blocks = meets.shape[2]
+    block = jnp.arange(num_blocks, dtype=jnp.int32)
+    first = jnp.min(jnp.where(meets, block, num_blocks), axis=2)
+    end = jnp.max(jnp.where(meets, block + 1, 0), axis=2)
+    first_of_one = jnp.min(jnp.where(is_one, block, num_blocks), axis=2)
+    ends_run = ~is_one & (block > first_of_one[:, :, None])
+    end_of_one = jnp.min(jnp.where(ends_run, block, num_blocks), axis=2)
+
+    if spec.query_offset or num_queries == num_keys:
+        own = jnp.clip(place, 0, num_keys - 1)
+        sees = (place < jnp.minimum(key_end, num_keys)) & (query_ids == key_ids[:, own])
+    else:
+        start, stop = keys_seen_by_any(spec, place[:, None], place[:, None] + 1, num_keys)
+        sees = jnp.any(
+            (key >= start) & (key < stop) & is_key[:, None] & (query_ids[:, :, None] == key_ids[:, None]), axis=2
+        )
+    is_lost = jnp.pad(is_query & ~sees, ((0, 0), (0, -num_queries % block_q))).reshape(batch, -1, block_q).any(2)
+    return jnp.stack([first, end, first_of_one, end_of_one, is_lost], axis=2).astype(jnp.int32)
 
 
 def query_offset(offset_gmem: list[Any]) -> jax.Array:
@@ -153,23 +310,80 @@ def hide_unseen(
     key_start: jax.Array | int,
     *,
     keys_in_rows: bool = False,
+    key_end: jax.Array | None = None,
+    hidden: float = -math.inf,
 ) -> jax.Array:
-    """As `mask`, in any block: compares every place."""
+    """As `mask`, in any block, and with the window and the lengths too: compares every place.
+
+    Args:
+      key_end: how many keys there are, where lengths are given.
+      hidden: what hidden logits become. Those beyond the array, which are no keys, become -inf in any case.
+    """
     num_keys, columns = spec.k.shape[1], 8
     rows = plgpu.broadcasted_iota(jnp.int32, (s.shape[0], columns), 0, layout=TILE)
     column = plgpu.broadcasted_iota(jnp.int32, (s.shape[0], columns), 1, layout=TILE)
+    left, right = _window(spec)
+    # From and up to which of eight columns, counted from the block's first ones, places are seen.
+    seen_from = seen_until = None
+    is_ragged = not keys_in_rows and num_keys % s.shape[1] != 0
     if keys_in_rows:
-        unseen_until = rows + (key_start - query_start) - column
-        is_seen = lambda first: unseen_until <= first
+        ahead = rows + (key_start - query_start) - column
+        seen_from = None if right is None else ahead - right if right else ahead
+        seen_until = None if left is None else ahead + left
     else:
-        last_seen = rows + query_start if spec.causal else jnp.full_like(rows, num_keys - 1)
-        if spec.causal and num_keys % s.shape[1]:
-            last_seen = jnp.minimum(last_seen, num_keys - 1)
-        seen_until = last_seen - key_start - column
-        is_seen = lambda first: first <= seen_until
+        last_seen = None
+        if right is not None:
+            last_seen = rows + (query_start + right if right else query_start)
+        if key_end is not None:
+            last_seen = jnp.full_like(rows, key_end - 1) if last_seen is None else jnp.minimum(last_seen, key_end - 1)
+        elif is_ragged:
+            last_seen = jnp.full_like(rows, num_keys - 1) if last_seen is None else jnp.minimum(last_seen, num_keys - 1)
+        if last_seen is not None:
+            seen_until = last_seen - key_start - column
+        if left is not None:
+            seen_from = rows + (query_start - left - key_start) - column
+
+    # Keys that do not exist do not count, not even where a query sees none.
+    exists_until = num_keys - 1 - key_start - column if is_ragged and hidden != -math.inf else None
+
+    def show(first: int) -> jax.Array:
+        rules = []
+        if seen_from is not None:
+            rules.append((seen_from <= first, hidden))
+        if seen_until is not None:
+            rules.append((first <= seen_until, hidden))
+        if exists_until is not None:
+            rules.append((first <= exists_until, -math.inf))
+        part = s[:, first : first + columns]
+        for is_seen, otherwise in rules:
+            part = jnp.where(is_seen, part, otherwise)
+        return part
+
     # Of eight columns a thread has the same two, whichever eight these are: it compares four numbers with constants.
     # (LLVM keeps the numbers of all the columns in registers, throughout the loop, where it sees them.)
-    tiles = [
-        jnp.where(is_seen(first), s[:, first : first + columns], -jnp.inf) for first in range(0, s.shape[1], columns)
-    ]
-    return jnp.concatenate(tiles, axis=1)
+    return jnp.concatenate([show(first) for first in range(0, s.shape[1], columns)], axis=1)
+
+
+def hide_other_segments(s: jax.Array, query_ids: Any, key_ids: Any, hidden: float) -> jax.Array:
+    """Hides the logits of queries (rows) and keys (columns) whose ids differ; takes references to the block's ids."""
+    columns = 8
+    of_rows = lax.broadcast_in_dim(plgpu.load(query_ids, layout=ROWS, optimized=False), (s.shape[0], columns), [0])
+
+    def show(first: int) -> jax.Array:
+        ids = plgpu.load(key_ids.at[pl.ds(first, columns)], layout=COLUMNS, optimized=False)
+        of_columns = lax.broadcast_in_dim(ids, (s.shape[0], columns), [1])
+        return jnp.where(of_rows == of_columns, s[:, first : first + columns], hidden)
+
+    return jnp.concatenate([show(first) for first in range(0, s.shape[1], columns)], axis=1)
+
+
+def cap(s: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """The soft cap of logits that lack their scale, times log2(e): what exp2 takes.
+
+    tanh x is 1 - 2 / (1 + e^2x), off by 2^-21 at most; the chip's own tanh is off by 2^-11, which a cap of some tens
+    makes a percent of a probability. 1 / x is the square of rsqrt(x): one instruction, where a division is a dozen.
+    """
+    assert spec.soft_cap is not None
+    log2e = math.log2(math.e)
+    root = lax.rsqrt(1.0 + jnp.exp2(s * (2.0 * log2e * spec.scale / spec.soft_cap)))
+    return spec.soft_cap * log2e - (2.0 * spec.soft_cap * log2e) * (root * root)

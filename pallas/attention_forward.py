@@ -21,8 +21,11 @@ Of one consumer the products of two blocks are in flight at once, and its softma
 The item's last P V is in flight together with the next item's first Q K^T (`bridge`). Results leave through staging
 buffers by TMA, which nobody waits for before the next item's results.
 
-With a causal mask, blocks beyond the diagonal are neither loaded nor visited. Blocks are walked from the last one back:
-those that the mask touches come first, and only these are masked. Items come in strips of heads whose keys and values
+With a causal mask, a window, lengths or segments, blocks that none of an item's queries sees are neither loaded nor
+visited. Blocks are walked from the last one back: those at either end that a mask touches have loops of their own, and
+only these are masked. Lengths and offsets are read in the kernel; what segments leave of the keys XLA tells before, a
+range of blocks for each item. A query that sees no key averages all values (`jaxkernels.xla.attention`): its item
+visits all blocks, and its masked logits are finite. Items come in strips of heads whose keys and values
 stay in L2, the longest of a strip first; which CTA does which is planned before the launch, so that all end together.
 Head dimensions are padded to multiples of 64 by XLA, lengths to multiples of 8; beyond these TMA reads zeros and drops
 what it would write.
@@ -53,15 +56,23 @@ from jaxkernels.pallas.attention_blocks import (
     ROWS,
     TILE,
     TRANSFORMS,
+    UNSEEN_LOGIT,
+    blocks_of,
+    blocks_within,
+    cap,
+    hide_other_segments,
     hide_unseen,
     key_iters,
+    keys_seen_by_all,
+    keys_seen_by_any,
+    may_see_nothing,
     pad_heads,
     padded_head_dims,
     query_offset,
-    unsupported,
-    visible_pairs,
+    segment_blocks,
 )
-from jaxkernels.specs import AttentionSpec
+from jaxkernels.pallas.attention_blocks import unsupported as _unsupported
+from jaxkernels.specs import MASKED_LOGIT, AttentionSpec
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
@@ -131,6 +142,10 @@ class Config:
                 raise ValueError(f"attention_forward[pallas]: {rule}; got {self}.")
 
 
+def unsupported(spec: AttentionSpec) -> str | None:
+    return _unsupported(spec, ("a local window", "a soft cap", "sequence lengths", "segment ids"))
+
+
 def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
     # Two stages of 128 keys fill shared memory at head dimension 128; at 256 the blocks must halve.
     return (Config(block_kv=128 if max(spec.q.shape[3], spec.v.shape[3]) <= 128 else 64),)
@@ -180,18 +195,27 @@ def estimate(spec: AttentionSpec, config: Config) -> float:
     batch, num_queries, num_heads, _ = spec.q.shape
     rows = _rows(config)
     ctas = batch * num_heads * pl.cdiv(num_queries, rows)
-    longest = pl.cdiv(spec.k.shape[1], config.block_kv)
-    step = 2 * rows * config.block_kv * sum(padded_head_dims(spec)) / FLOPS_PER_SM + _TURN_SECONDS
+    steps = _steps(spec, config)
+    seconds = 2 * rows * config.block_kv * sum(padded_head_dims(spec)) / FLOPS_PER_SM + _TURN_SECONDS
     if config.num_stages == 1:
-        step += _TURN_SECONDS  # Nor is anything loaded beside it.
-    # With a mask, half a step more than the visible share: blocks on the diagonal are visited whole.
-    average = min(longest, longest * visible_pairs(spec) + (0.5 if spec.causal else 0.0))
-    steps = (
-        max(longest, average * ctas / spec.target.num_sms)
-        if spec.causal
-        else (longest * pl.cdiv(ctas, spec.target.num_sms))
-    )
-    return LAUNCH_SECONDS * max(1.0, ctas / spec.target.num_sms) + steps * step
+        seconds += _TURN_SECONDS  # Nor is anything loaded beside it.
+    if min(steps) == max(steps):
+        busiest = steps[0] * pl.cdiv(ctas, spec.target.num_sms)
+    else:
+        busiest = max(*steps, sum(steps) / len(steps) * ctas / spec.target.num_sms)
+    return LAUNCH_SECONDS * max(1.0, ctas / spec.target.num_sms) + busiest * seconds
+
+
+def _steps(spec: AttentionSpec, config: Config) -> list[int]:
+    """For each block of queries: how many blocks of keys it visits, lengths and segments aside."""
+    num_queries, num_keys, rows = spec.q.shape[1], spec.k.shape[1], _rows(config)
+    # Where the queries are a part of the sequence, some part in the middle.
+    offset = max(0, num_keys - num_queries) // 2 if spec.query_offset else 0
+    steps = []
+    for start in range(offset, offset + num_queries, rows):
+        first, end = blocks_of(*keys_seen_by_any(spec, start, start + rows, num_keys), config.block_kv)
+        steps.append(max(end - first, 1))
+    return steps
 
 
 def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.Array, *extras: jax.Array):
@@ -217,8 +241,30 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
             reduction_scratch_bytes=0,
         ),
     )
-    out, lse = kernel(q, k, v, jnp.asarray(plan), *(x.reshape(1) for x in extras))
+    inputs = _inputs(spec, config, v, dict(zip(spec.extra_names, extras)))
+    out, lse = kernel(q, k, v, jnp.asarray(plan), inputs)
     return [out[:, :num_queries, :, :head_dim], jnp.swapaxes(lse[:, :, :num_queries], 1, 2)]
+
+
+def _inputs(spec: AttentionSpec, config: Config, v: jax.Array, extras: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """What the kernel reads beside q, k, v and the plan, by name."""
+    inputs = {name: x.reshape(1) if name == "query_offset" else x for name, x in extras.items()}
+    if spec.segments:
+        inputs["segment_blocks"] = segment_blocks(spec, _rows(config), config.block_kv, extras)
+        whole_blocks = lambda ids, block: jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)))
+        inputs["query_segments"] = whole_blocks(extras["query_segments"], _rows(config))
+        inputs["key_segments"] = whole_blocks(extras["key_segments"], config.block_kv)
+    if spec.key_lengths:
+        # The values of the block in which the keys end, zero from there on: 0 P is not 0 where padding is NaN.
+        key_end = _inside(extras["key_lengths"], spec.k.shape[1])[:, None]
+        row = key_end // config.block_kv * config.block_kv + jnp.arange(config.block_kv)
+        edge = jnp.take_along_axis(v, row[:, :, None, None], axis=1, mode="clip")
+        inputs["edge_values"] = jnp.where((row < key_end)[:, :, None, None], edge, 0)
+    return inputs
+
+
+def _inside(length: jax.Array, num: int) -> jax.Array:
+    return jnp.clip(length, 0, num)
 
 
 @functools.lru_cache(maxsize=256)
@@ -229,14 +275,9 @@ def _plan(spec: AttentionSpec, config: Config) -> np.ndarray:
     least to do so far: strip by strip, the longest first; but a third of the blocks of queries, those that see least,
     are kept for the end and even out what is left.
     """
-    batch, num_queries, num_heads, _ = spec.q.shape
-    num_keys, heads, rows = spec.k.shape[1], batch * num_heads, _rows(config)
-    num_q_blocks = pl.cdiv(num_queries, rows)
-    # Where the queries are a part of the sequence, some part in the middle.
-    offset = max(0, num_keys - num_queries) // 2 if spec.query_offset else 0
-    steps = lambda q_block: pl.cdiv(
-        min((q_block + 1) * rows + offset, num_keys) if spec.causal else num_keys, config.block_kv
-    )
+    batch, _, num_heads, _ = spec.q.shape
+    heads, steps = batch * num_heads, _steps(spec, config)
+    num_q_blocks = len(steps)
     strip = min(config.strip or _default_strip(spec), heads)
     strips = [range(first, min(first + strip, heads)) for first in range(0, heads, strip)]
     num_last = num_q_blocks // 3 if spec.causal else 0
@@ -248,7 +289,7 @@ def _plan(spec: AttentionSpec, config: Config) -> np.ndarray:
     for q_block, head in items:
         load, cta = loads[0]
         taken[cta].append(head * num_q_blocks + q_block)
-        heapq.heapreplace(loads, (load + steps(q_block) + _ITEM_STEPS, cta))
+        heapq.heapreplace(loads, (load + steps[q_block] + _ITEM_STEPS, cta))
     plan = np.zeros((num_ctas, 2 + max(map(len, taken))), np.int32)
     for row, numbers in zip(plan, taken):
         row[: 1 + len(numbers)] = len(numbers), *numbers
@@ -262,12 +303,34 @@ def _rows(config: Config) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Item:
-    """A work item: queries from `q_base` on of a head, and the `num_blocks` blocks of keys that they see any of."""
+    """A work item: queries of a head, and the blocks of keys to visit, which are those that they see any of.
+
+    Attributes:
+      batch, head: whose.
+      q_base: the first query.
+      end_block, first_block: one behind the last block, which is the first one visited, and the last one visited.
+      key_end, query_end: how many keys there are, and where the queries end, places in the sequence both.
+      visits_all: whether some query sees no key: it averages all values, and all blocks are visited.
+      same_segment: the first, and one behind the last, of blocks in which all ids are those of the queries.
+    """
 
     batch: Any
     head: Any
     q_base: Any
-    num_blocks: Any
+    end_block: Any
+    first_block: Any = 0
+    key_end: Any = None
+    query_end: Any = None
+    visits_all: Any = False
+    same_segment: tuple[Any, Any] | None = None
+
+    @property
+    def num_blocks(self) -> Any:
+        return self.end_block if isinstance(self.first_block, int) else self.end_block - self.first_block
+
+    @property
+    def last_block(self) -> Any:
+        return self.end_block - 1
 
 
 def _default_strip(spec: AttentionSpec) -> int:
@@ -278,13 +341,18 @@ def _default_strip(spec: AttentionSpec) -> int:
 def _kernel(
     q_gmem: Any, k_gmem: Any, v_gmem: Any, plan_gmem: Any, *refs: Any, spec: AttentionSpec, config: Config
 ) -> None:
-    *offset_gmem, out_gmem, lse_gmem = refs
+    extras, out_gmem, lse_gmem = refs
+    offset_gmem = [extras["query_offset"]] if spec.query_offset else []
     num_consumers = config.num_consumers
     dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
     block_q, block_kv = config.block_q, config.block_kv
     num_stages, num_q_slots = config.num_stages, config.num_q_slots
     num_pieces, num_store_slots = value_dim // _STORE_COLUMNS, _num_store_slots(spec, config)
     tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=TRANSFORMS)
+    # Without these an item's blocks are all those up to its last one.
+    is_plain = not (spec.window or spec.query_lengths or spec.key_lengths or spec.segments)
+    look_back = None if spec.window is None else spec.window[0]
+    hidden = UNSEEN_LOGIT if may_see_nothing(spec) else -math.inf
 
     def _attend(
         q_smem: Any,
@@ -309,8 +377,37 @@ def _kernel(
         def item_of(number: Any) -> _Item:
             num_q_blocks, num_heads = jnp.int32(pl.cdiv(spec.q.shape[1], _rows(config))), jnp.int32(spec.q.shape[2])
             head, q_base = lax.div(number, num_q_blocks), lax.rem(number, num_q_blocks) * _rows(config)
-            num_blocks = key_iters(spec, q_base + _rows(config) + offset, block_kv)
-            return _Item(lax.div(head, num_heads), lax.rem(head, num_heads), q_base, num_blocks)
+            if is_plain:
+                num_blocks = key_iters(spec, q_base + _rows(config) + offset, block_kv)
+                return _Item(lax.div(head, num_heads), lax.rem(head, num_heads), q_base, num_blocks)
+            return visible_item(lax.div(head, num_heads), lax.rem(head, num_heads), q_base)
+
+        def visible_item(batch: Any, head: Any, q_base: Any) -> _Item:
+            """The item at this place, whatever masks there are; at least one block is visited."""
+            num_keys, num_queries = spec.k.shape[1], spec.q.shape[1]
+            key_end, query_end = jnp.int32(num_keys), num_queries + offset
+            if spec.key_lengths:
+                key_end = _inside(extras["key_lengths"][batch], num_keys)
+            if spec.query_lengths:
+                query_end = jnp.clip(extras["query_lengths"][batch], 0, query_end)
+            start, end = q_base + offset, jnp.minimum(q_base + _rows(config) + offset, query_end)
+            first_block, end_block = blocks_of(*keys_seen_by_any(spec, start, end, key_end), block_kv)
+            same_segment, visits_all = None, key_end <= 0
+            if look_back is not None:  # The last query sees least far back.
+                visits_all |= end - 1 - look_back >= key_end
+            visits_all &= end > start
+            if spec.segments:
+                blocks_gmem, q_block = extras["segment_blocks"], lax.div(q_base, jnp.int32(_rows(config)))
+                first, last, *same_segment, is_lost = (blocks_gmem[batch, q_block, i] for i in range(5))
+                first_block, end_block = jnp.maximum(first_block, first), jnp.minimum(end_block, last)
+                same_segment, visits_all = tuple(same_segment), is_lost != 0
+            num_blocks = pl.cdiv(num_keys, block_kv)
+            first_block = jnp.minimum(first_block, num_blocks - 1)
+            end_block = jnp.maximum(end_block, first_block + 1)
+            if may_see_nothing(spec):
+                first_block = jnp.where(visits_all, 0, first_block)
+                end_block = jnp.where(visits_all, num_blocks, end_block)
+            return _Item(batch, head, q_base, end_block, first_block, key_end, query_end, visits_all, same_segment)
 
         following = lambda slot: jnp.where(slot == num_stages - 1, 0, slot + 1)
         q_slot_of = lambda nth, consumer: lax.rem(nth, jnp.int32(num_q_slots)) * num_consumers + consumer
@@ -318,6 +415,18 @@ def _kernel(
         @pl.when(warpgroup == num_consumers)
         def _produce() -> None:
             plgpu.set_max_registers(_REGISTERS[num_consumers][0], action="decrease")
+
+            def load_cut_values(item: _Item, kv_head: Any, load_whole: Any, block: Any, slot: Any) -> None:
+                """Loads values, none of them from beyond the last key, unless all count."""
+                is_edge = (block == lax.div(item.key_end, jnp.int32(block_kv))) & ~item.visits_all
+
+                @pl.when(is_edge)
+                def _load_edge() -> None:
+                    plgpu.barrier_wait(v_empty.at[slot])
+                    edge = extras["edge_values"].at[item.batch, :, kv_head]
+                    plgpu.copy_gmem_to_smem(edge, v_smem.at[slot], v_full.at[slot])
+
+                pl.when(~is_edge)(lambda: load_whole(block, slot))
 
             def load_item(nth: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
                 number, slot = carry
@@ -333,8 +442,10 @@ def _kernel(
 
                 load_keys = functools.partial(load, k_gmem, k_smem, k_full, k_empty)
                 load_values = functools.partial(load, v_gmem, v_smem, v_full, v_empty)
+                if spec.key_lengths:
+                    load_values = functools.partial(load_cut_values, item, kv_head, load_values)
 
-                last = item.num_blocks - 1
+                last = item.last_block
                 load_keys(last, slot)
                 for consumer in range(num_consumers):
                     q_slot = q_slot_of(nth, consumer)
@@ -348,7 +459,7 @@ def _kernel(
                     return following(slot)
 
                 slot = lax.fori_loop(1, item.num_blocks, load_step, slot)
-                load_values(0, slot)
+                load_values(item.first_block, slot)
                 return next_number, following(slot)
 
             lax.fori_loop(0, num_items(), load_item, (number_of(0), jnp.int32(0)))
@@ -357,7 +468,7 @@ def _kernel(
         def _consume() -> None:
             plgpu.set_max_registers(_REGISTERS[num_consumers][1], action="increase")
             consumer = warpgroup
-            c = spec.scale * math.log2(math.e)
+            c = spec.scale * math.log2(math.e) if spec.soft_cap is None else 1.0
             spread = lambda x, shape: lax.broadcast_in_dim(x, shape, [0])
 
             # All slots are free, and it is consumer 0's turn.
@@ -387,22 +498,42 @@ def _kernel(
                 return p, p.sum(axis=1), new_max
 
             def hide(s: jax.Array, item: _Item, block: Any, *, maybe: bool) -> jax.Array:
-                """Masks a block, where the mask may touch it."""
-                return hide_unseen(s, spec, item.q_base + consumer * block_q + offset, block * block_kv) if maybe else s
+                """The logits of a block: capped, and masked where the mask may touch it."""
+                if spec.soft_cap is not None:
+                    s = cap(s, spec)
+                if not maybe:
+                    return s
+                if item.same_segment is not None:
+                    s = hide_segments(s, item, block)
+                if not masks_places:
+                    return s
+                key_end = item.key_end if spec.key_lengths else None
+                first_query = item.q_base + consumer * block_q + offset
+                return hide_unseen(s, spec, first_query, block * block_kv, key_end=key_end, hidden=hidden)
+
+            def hide_segments(s: jax.Array, item: _Item, block: Any) -> jax.Array:
+                assert item.same_segment is not None
+                first, end = item.same_segment
+                query_ids = extras["query_segments"].at[item.batch, pl.ds(item.q_base + consumer * block_q, block_q)]
+                key_ids = extras["key_segments"].at[item.batch, pl.ds(block * block_kv, block_kv)]
+                differ = functools.partial(hide_other_segments, query_ids=query_ids, key_ids=key_ids, hidden=hidden)
+                return lax.cond((block >= first) & (block < end), lambda s: s, differ, s)
 
             # The last block is masked whenever it may have to be, the others behind a test.
-            last_is_masked = spec.causal or spec.k.shape[1] % block_kv != 0
+            is_ragged = spec.k.shape[1] % block_kv != 0
+            masks_places = spec.causal or spec.window is not None or spec.key_lengths or is_ragged
+            last_is_masked = masks_places or spec.segments
             # Finite: a row that sees nothing of its last blocks has no maximum yet, and -inf - -inf is no number.
             no_max = plgpu.layout_cast(jnp.full((block_q,), jnp.finfo(jnp.float32).min, jnp.float32), ROWS)
 
-            def release_keys(nth: Any, slot: Any, block: Any) -> None:
+            def release_keys(nth: Any, item: _Item, slot: Any, block: Any) -> None:
                 """The logits of a block are computed: of the item's last one, its queries are not needed any more."""
                 plgpu.barrier_arrive(k_empty.at[slot])
-                pl.when(block == 0)(lambda: plgpu.barrier_arrive(q_empty.at[q_slot_of(nth, consumer)]))
+                pl.when(block == item.first_block)(lambda: plgpu.barrier_arrive(q_empty.at[q_slot_of(nth, consumer)]))
 
             def begin(nth: Any, item: _Item, slot: Any) -> Any:
                 """The first logits of an item, on their own."""
-                block = item.num_blocks - 1
+                block = item.last_block
                 plgpu.barrier_wait(q_full.at[q_slot_of(nth, consumer)])
                 plgpu.barrier_wait(k_full.at[slot])
 
@@ -413,7 +544,7 @@ def _kernel(
                     pass_turn()
                     return plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
 
-                release_keys(nth, slot, block)
+                release_keys(nth, item, slot, block)
                 p, row_sum, row_max = probabilities(hide(s, item, block, maybe=last_is_masked), no_max)
                 p, row_sum, row_max = lax.optimization_barrier((p, row_sum, row_max))
                 plgpu.barrier_wait(v_full.at[slot])
@@ -447,13 +578,13 @@ def _kernel(
                     """The logits of the i-th block from the end, and the output of the one before."""
                     slot, p, row_max, row_sum = carry
                     next_slot = following(slot)
-                    block = item.num_blocks - 1 - i
+                    block = item.last_block - i
 
                     @functools.partial(pl.run_scoped, s_ref=plgpu.ACC((block_q, block_kv), jnp.float32))
                     def result(s_ref: Any) -> Any:
                         plgpu.barrier_wait(k_full.at[next_slot])
                         s = multiply(s_ref, nth, next_slot, p, slot)
-                        release_keys(nth, next_slot, block)
+                        release_keys(nth, item, next_slot, block)
                         next_p, next_sum, new_max = probabilities(hide(s, item, block, maybe=masked), row_max)
                         alpha = jnp.exp2(row_max - new_max)
                         next_sum = row_sum * alpha + next_sum
@@ -467,8 +598,10 @@ def _kernel(
 
                     return result
 
-                def walk(nth: Any, item: _Item, carry: Any) -> Any:
+                def walk(nth: Any, number: Any, item: _Item, carry: Any) -> Any:
                     """All blocks but the last, which `begin` has seen to."""
+                    if not is_plain:
+                        return walk_edges(nth, number, carry)
                     first_unmasked = 1
                     if spec.causal and (offset_gmem or block_kv % _rows(config)):
                         last_seen = jnp.minimum(item.q_base + consumer * block_q + offset, spec.k.shape[1] - 1)
@@ -479,10 +612,36 @@ def _kernel(
                         first_unmasked, item.num_blocks, functools.partial(step, nth, item, False), carry
                     )
 
+                def walk_edges(nth: Any, number: Any, carry: Any) -> Any:
+                    """As `walk`, with masked blocks at both ends."""
+                    # Computed anew for each block that needs it: no register holds it all the while.
+                    again = lambda: item_of(lax.optimization_barrier(number))
+                    item = again()
+                    first_query = item.q_base + consumer * block_q + offset
+                    seen = keys_seen_by_all(spec, first_query, first_query + block_q, item.key_end)
+                    first, end = blocks_within(*seen, block_kv)
+                    if item.same_segment is not None:
+                        first = jnp.maximum(first, item.same_segment[0])
+                        end = jnp.minimum(end, item.same_segment[1])
+                    num_blocks = item.num_blocks
+                    first_unmasked = jnp.clip(item.end_block - end, 1, num_blocks)
+                    end_unmasked = jnp.clip(item.end_block - first, first_unmasked, num_blocks)
+
+                    def masked_step(i: Any, carry: Any) -> Any:
+                        return step(nth, again(), True, i, carry)
+
+                    # Which blocks these are does not matter where none is masked, only how many.
+                    unmasked_step = functools.partial(step, nth, _Item(None, None, None, num_blocks), False)
+                    carry = lax.fori_loop(1, first_unmasked, masked_step, carry)
+                    carry = lax.fori_loop(first_unmasked, end_unmasked, unmasked_step, carry)
+                    if spec.segments or look_back is not None:
+                        carry = lax.fori_loop(end_unmasked, num_blocks, masked_step, carry)
+                    return carry
+
                 def end(number: Any, carry: Any) -> Any:
                     """The last output of an item, on its own."""
                     slot, p, row_max, row_sum = carry
-                    normalizer = stage_lse(row_max, row_sum)
+                    normalizer = stage_lse(number, row_max, row_sum)
                     await_turn()
                     plgpu.wgmma(acc_ref, p, v_smem.at[slot])
                     pass_turn()
@@ -499,9 +658,9 @@ def _kernel(
                     slot, p, row_max, row_sum = carry
                     next_slot = following(slot)
                     item = item_of(next_number)
-                    block = item.num_blocks - 1
+                    block = item.last_block
                     if_any = pl.when(nth + 1 < count)
-                    normalizer = stage_lse(row_max, row_sum)
+                    normalizer = stage_lse(number, row_max, row_sum)
 
                     @functools.partial(pl.run_scoped, s_ref=plgpu.ACC((block_q, block_kv), jnp.float32))
                     def result(s_ref: Any) -> Any:
@@ -511,7 +670,7 @@ def _kernel(
                             plgpu.barrier_wait(k_full.at[next_slot])
 
                         s = multiply(s_ref, nth + 1, next_slot, p, slot)
-                        if_any(lambda: release_keys(nth + 1, next_slot, block))
+                        if_any(lambda: release_keys(nth + 1, item, next_slot, block))
                         s = hide(s, item, block, maybe=last_is_masked)
                         next_p, next_sum, new_max = lax.optimization_barrier(probabilities(s, no_max))
                         if_any(lambda: plgpu.barrier_wait(v_full.at[next_slot]))
@@ -522,11 +681,26 @@ def _kernel(
 
                     return result
 
-                def stage_lse(row_max: jax.Array, row_sum: jax.Array) -> jax.Array:
-                    """Writes logsumexps to shared memory, which frees their registers; returns 1 / row_sum."""
+                def stage_lse(number: Any, row_max: jax.Array, row_sum: jax.Array) -> jax.Array:
+                    """Writes logsumexps to shared memory, which frees their registers; returns 1 / row_sum.
+
+                    Of padding, 0.
+                    """
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    lse_smem.at[consumer][...] = (row_max + jnp.log2(row_sum)) * math.log(2)
-                    return lax.optimization_barrier(1 / row_sum)
+                    lse = (row_max + jnp.log2(row_sum)) * math.log(2)
+                    if hidden == UNSEEN_LOGIT:
+                        lse = jnp.where(row_max <= UNSEEN_LOGIT * c, MASKED_LOGIT, lse)
+                    is_query = None
+                    if spec.query_lengths:
+                        item = item_of(number)
+                        row = plgpu.broadcasted_iota(jnp.int32, (block_q,), 0, layout=ROWS)
+                        is_query = row < item.query_end - (item.q_base + consumer * block_q + offset)
+                        lse = jnp.where(is_query, lse, MASKED_LOGIT)
+                    lse_smem.at[consumer][...] = lse
+                    normalizer = 1 / row_sum
+                    if is_query is not None:
+                        normalizer = jnp.where(is_query, normalizer, 0.0)
+                    return lax.optimization_barrier(normalizer)
 
                 def store(number: Any, acc: jax.Array, normalizer: jax.Array) -> None:
                     """Sends the results of an item on their way, and clears the output."""
@@ -540,7 +714,11 @@ def _kernel(
                         staging = [out_smem.at[consumer * num_store_slots + i] for i in range(len(pieces))]
                         for i, smem in zip(pieces, staging):
                             piece = acc[:, i * _STORE_COLUMNS : (i + 1) * _STORE_COLUMNS]
-                            smem[...] = (piece * spread(normalizer, piece.shape)).astype(dtype)
+                            factor = spread(normalizer, piece.shape)
+                            piece = piece * factor
+                            if spec.query_lengths:  # Of padding, whatever its queries hold.
+                                piece = jnp.where(factor == 0, 0.0, piece)
+                            smem[...] = piece.astype(dtype)
                         plgpu.commit_smem()
                         for i, smem in zip(pieces, staging):
                             to = out_gmem.at[item.batch, rows, item.head, pl.ds(i * _STORE_COLUMNS, _STORE_COLUMNS)]
@@ -555,8 +733,8 @@ def _kernel(
                     number, carry = carry
                     item, next_number = item_of(number), number_of(nth + 1)
                     if config.bridge:
-                        return next_number, bridge(nth, number, next_number, walk(nth, item, carry))
-                    return next_number, end(number, walk(nth, item, begin(nth, item, carry)))
+                        return next_number, bridge(nth, number, next_number, walk(nth, number, item, carry))
+                    return next_number, end(number, walk(nth, number, item, begin(nth, item, carry)))
 
                 count, number, slot = num_items(), number_of(0), jnp.int32(0)
                 first = begin(jnp.int32(0), item_of(number), slot) if config.bridge else slot

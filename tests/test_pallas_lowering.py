@@ -15,9 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from attentions import extra_types
 from cases import ATTENTION_CASES, MATMUL_CASES, AttentionCase, MatmulCase
 from products import shipped_winners, types_of
 
+import jaxkernels as jk
 from jaxkernels import dispatch, hardware
 from jaxkernels.pallas import attention_backward, attention_forward, matmul
 from jaxkernels.specs import ArrayType, AttentionSpec, MatmulSpec
@@ -71,17 +73,21 @@ def test_matmul_cases_lower(case: MatmulCase, monkeypatch: pytest.MonkeyPatch) -
     assert {backend for _, backend in chosen(gradients(case), case.operands(), case.cotangents())} == backends
 
 
-def _supported(case: AttentionCase) -> bool:
-    features = (case.window, case.soft_cap, case.bias, case.mask)
-    flags = (case.query_lengths, case.key_lengths, case.segments, case.dtype == "float32")
-    return not any(flags) and all(feature is None for feature in features)
-
-
 @pytest.mark.parametrize("case", _cases(ATTENTION_CASES))
 def test_attention_cases_lower(case: AttentionCase) -> None:
-    backend = "pallas" if _supported(case) else "xla"
-    expected = [("attention_forward", backend), ("attention_backward", backend)]
+    forward = not any((case.bias, case.mask, case.dtype == "float32"))
+    features = (case.window, case.soft_cap, case.query_lengths, case.key_lengths, case.segments)
+    backends = ["pallas" if taken else "xla" for taken in (forward, forward and not any(features))]
+    expected = list(zip(("attention_forward", "attention_backward"), backends))
     assert chosen(gradients(case), case.operands(), case.cotangents()) == expected
+
+
+def test_a_named_backend_refuses_a_gradient_only_where_one_is_asked_for() -> None:
+    x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    attend = functools.partial(jk.dot_product_attention, local_window_size=(16, 0), backend="pallas")
+    assert chosen(attend, x, x, x) == [("attention_forward", "pallas")]
+    with pytest.raises(NotImplementedError, match=r"^attention_backward.*does not handle a local window yet"):
+        lower(jax.grad(lambda *xs: attend(*xs).astype(jnp.float32).sum()), x, x, x)
 
 
 def lower_matmul(config: matmul.Config, layouts: str = "mk.kn", *, epilogue: bool = False, out: str) -> None:
@@ -137,6 +143,9 @@ def test_every_candidate_lowers_with_clusters(config: matmul.Config, schedule: d
 def test_every_attention_default_lowers(head_dims: tuple[int, int], dtype: str) -> None:
     head_dim, value_dim = head_dims
     array = lambda *shape: ArrayType(shape, jnp.dtype(dtype))
+    features: dict[str, Any] = dict(
+        window=(500, 20), soft_cap=30.0, query_lengths=True, key_lengths=True, segments=True
+    )
     for causal, offset in itertools.product((False, True), (False, True)):
         spec = AttentionSpec(
             q=array(2, 2040, 8, head_dim),
@@ -159,3 +168,7 @@ def test_every_attention_default_lowers(head_dims: tuple[int, int], dtype: str) 
             attention_backward.run, spec, dispatch.default_config("attention_backward", "pallas", spec)
         )
         lower(backward, *qkv, *extras, out, rows, out, rows)
+        if causal == offset:
+            masked = dataclasses.replace(spec, **features)
+            config = dispatch.default_config("attention_forward", "pallas", masked)
+            lower(functools.partial(attention_forward.run, masked, config), *qkv, *structs(*extra_types(masked)))

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from attentions import extra_types
 from products import shipped_winners, types_of
 
 import jaxkernels as jk
@@ -141,10 +142,10 @@ def test_the_default_product_compiles_ahead_of_time() -> None:
     jax.jit(jk.matmul).lower(x, x).compile()
 
 
-def _attention_spec(head_dim: int, *, causal: bool, length: int = 4096) -> AttentionSpec:
+def _attention_spec(head_dim: int, *, causal: bool, length: int = 4096, **rules: Any) -> AttentionSpec:
     array = lambda heads: ArrayType((2, length, heads, head_dim), jnp.dtype(jnp.bfloat16))
     return AttentionSpec(
-        q=array(16), k=array(4), v=array(4), scale=head_dim**-0.5, target=_H200, causal=causal
+        q=array(16), k=array(4), v=array(4), scale=head_dim**-0.5, target=_H200, causal=causal, **rules
     )  # fmt: skip
 
 
@@ -183,6 +184,30 @@ def test_attention_forward_space(head_dim: int, causal: bool, spills: Callable[.
     for config in attention_forward.search_space(spec):
         run = functools.partial(attention_forward.run, spec, config)
         assert spills(run, spec.q, spec.k, spec.v) == [0], config
+
+
+_FEATURES: list[dict[str, Any]] = [
+    dict(window=(1023, None)),
+    dict(window=(1023, 512)),
+    dict(key_lengths=True),
+    dict(query_lengths=True, key_lengths=True),
+    dict(segments=True),
+    dict(soft_cap=30.0),
+    dict(window=(1023, None), query_lengths=True, key_lengths=True, segments=True, soft_cap=30.0, query_offset=True),
+]
+
+
+@pytest.mark.parametrize("features", _FEATURES, ids=lambda features: "+".join(features))
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_attention_forward_features(
+    head_dim: int, causal: bool, features: dict[str, Any], spills: Callable[..., list[int]]
+) -> None:
+    """Where bytes are allowed, what spills are an item's numbers, read once or twice an item, not accumulators."""
+    spec = _attention_spec(head_dim, causal=causal, length=4000, **features)
+    run = functools.partial(attention_forward.run, spec, dispatch.default_config("attention_forward", "pallas", spec))
+    allowed = 128 if head_dim == 256 else 16 if len(features) > 2 else 0
+    assert max(spills(run, spec.q, spec.k, spec.v, *extra_types(spec))) <= allowed
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])

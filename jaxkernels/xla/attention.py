@@ -13,15 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
-from jaxkernels.specs import AttentionSpec
+from jaxkernels.specs import MASKED_LOGIT, AttentionSpec
 
-__all__ = ["MASKED_LOGIT", "Config", "Extras", "attend", "backward", "search_space", "tangent", "visibility"]
-
-#: What a masked logit is set to: finite, so that no row of probabilities is NaN.
-MASKED_LOGIT = float(-0.7 * np.finfo(np.float32).max)
+__all__ = ["Config", "Extras", "attend", "backward", "search_space", "tangent", "visibility"]
 
 
 @dataclasses.dataclass(frozen=True)
