@@ -15,11 +15,7 @@ Up to head dimension 128 there is one kernel with 5 products (`attention_backwar
 for in every run, only up to 64, as above that its order costs more than the two products.
 
 Above head dimension 128 the two accumulators of kernel 2 no longer fit one warpgroup's registers. There
-both consumers work on the same keys: one computes dV, the other dK.
-
-    head dimension <= 128                            above
-    consumer 0: dK, dV of keys [0, 64)               consumer 0: dV of keys [0, 64)
-    consumer 1: dK, dV of keys [64, 128)             consumer 1: dK of keys [0, 64)
+both consumers work on the same keys, and one computes dV, the other dK: see `attention_backward_wide`.
 
 Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691), appendix B; structure after JAX's attention_mgpu.
 """
@@ -39,7 +35,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkernels.pallas import attention_backward_fused
+from jaxkernels.pallas import attention_backward_fused, attention_backward_wide
 from jaxkernels.pallas.attention_blocks import (
     BARRIER_BYTES,
     COLUMNS,
@@ -86,8 +82,14 @@ class Config:
       dq_num_stages: slots of its key and value rings.
       dkv_block_q: queries of one pipeline step of the dK, dV kernel.
       dkv_num_stages: slots of its query and output-gradient rings.
-      split_outputs: whether its consumers share their keys, one computing dV and the other dK.
+      split_outputs: whether its consumers share their keys, one computing dV and the other dK. The kernels are then
+        those of `attention_backward_wide`, and the slots of the first hold keys and values in turn, where they are
+        equally wide.
       fused: whether that kernel computes dQ too (`attention_backward_fused`).
+      multicast: whether, with split outputs, pairs of CTAs load for each other.
+      ping_pong: whether, with split outputs, the consumers of a kernel take turns at the tensor cores.
+      workspace_bytes: memory in which, with split outputs, dS is kept for the dQ kernel, which then need not compute it
+        anew; of one head of keys, if that is more. 0: it is not kept.
     """
 
     dq_block_kv: int = 64
@@ -96,6 +98,9 @@ class Config:
     dkv_num_stages: int = 2
     split_outputs: bool = False
     fused: bool = False
+    multicast: bool = True
+    ping_pong: bool = True
+    workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.dq_block_kv % 64 or self.dkv_block_q % 64 or min(self.dq_num_stages, self.dkv_num_stages) < 1:
@@ -107,6 +112,8 @@ class Config:
                 "attention_backward[pallas]: fused needs dkv_num_stages of at least 2 and excludes split_outputs; "
                 f"got {self}."
             )
+        if self.split_outputs and min(self.dq_num_stages, self.dkv_num_stages) < 2:
+            raise ValueError(f"attention_backward[pallas]: split_outputs needs stages of at least 2; got {self}.")
 
 
 def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
@@ -115,15 +122,15 @@ def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
         return (Config(dkv_block_q=128, fused=True),)
     if head_dim <= 128:
         return (Config(fused=not spec.deterministic),)
-    # 64 queries, output gradients, keys and values of 256 columns leave room for one slot each.
-    return (Config(dq_num_stages=2 if head_dim <= 192 else 1, split_outputs=True),)
+    dq_stages, dkv_stages = attention_backward_wide.num_stages(spec)
+    return (Config(dq_num_stages=min(3, dq_stages[-1]), dkv_num_stages=min(3, dkv_stages[-1]), split_outputs=True),)
 
 
 def search_space(spec: AttentionSpec) -> Iterator[Config]:
     """Yields, for the two kernels, blocks whose tiles fit the registers and whose rings fit shared memory.
 
-    The consumers share their keys only above head dimension 128. A single slot, which nothing can be loaded beside,
-    only where two do not fit. The fused kernel up to head dimension 128.
+    A single slot, which nothing can be loaded beside, only where two do not fit. The fused kernel up to head dimension
+    128; above it the consumers that share their keys, too.
     """
     head_dim, value_dim = padded_head_dims(spec)
     widest = max(head_dim, value_dim)
@@ -137,35 +144,34 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
                 found += [(block, n) for n in fits if n > 1 or 2 not in fits]
         return found
 
-    for split in (False, True) if widest > 128 else (False,):
-        dq = rings(functools.partial(_dq_smem_bytes, spec, split), widest if split else head_dim)
-        dkv = rings(functools.partial(_dkv_smem_bytes, spec, split), widest if split else head_dim + value_dim)
-        for (dq_block_kv, dq_stages), (dkv_block_q, dkv_stages) in itertools.product(dq, dkv):
-            yield Config(dq_block_kv, dq_stages, dkv_block_q, dkv_stages, split)
+    dq = rings(functools.partial(_dq_smem_bytes, spec), head_dim)
+    dkv = rings(functools.partial(_dkv_smem_bytes, spec), head_dim + value_dim)
+    for (dq_block_kv, dq_stages), (dkv_block_q, dkv_stages) in itertools.product(dq, dkv):
+        yield Config(dq_block_kv, dq_stages, dkv_block_q, dkv_stages)
     if widest <= 128:
         fused_smem_bytes = functools.partial(attention_backward_fused.smem_bytes, head_dim, value_dim)
         for block_q, num_stages in rings(fused_smem_bytes, head_dim + value_dim):
             if num_stages > 1:
                 yield Config(dkv_block_q=block_q, dkv_num_stages=num_stages, fused=True)
+    else:
+        dq_stages, dkv_stages = attention_backward_wide.num_stages(spec)
+        for dq, dkv, multicast, ping_pong in itertools.product(dq_stages, dkv_stages, (True, False), (True, False)):
+            yield Config(
+                dq_num_stages=dq, dkv_num_stages=dkv, split_outputs=True, multicast=multicast, ping_pong=ping_pong
+            )
 
 
-def _columns(spec: AttentionSpec, split_outputs: bool) -> int:
-    """Columns of a row of queries and one of output gradients (or of keys and values); `run` widens the narrower."""
-    head_dim, value_dim = padded_head_dims(spec)
-    return 2 * max(head_dim, value_dim) if split_outputs else head_dim + value_dim
-
-
-def _dq_smem_bytes(spec: AttentionSpec, split_outputs: bool, block_kv: int, num_stages: int) -> int:
+def _dq_smem_bytes(spec: AttentionSpec, block_kv: int, num_stages: int) -> int:
     """Both consumers' queries and output gradients with lse and delta, and the rings of keys and values."""
-    columns = _columns(spec, split_outputs)
+    columns = sum(padded_head_dims(spec))
     resident = NUM_CONSUMERS * _ROWS_PER_CONSUMER * (2 * columns + 8)
     return resident + num_stages * 2 * block_kv * columns + BARRIER_BYTES
 
 
-def _dkv_smem_bytes(spec: AttentionSpec, split_outputs: bool, block_q: int, num_stages: int) -> int:
+def _dkv_smem_bytes(spec: AttentionSpec, block_q: int, num_stages: int) -> int:
     """The consumers' keys and values, and the rings of queries and output gradients with lse and delta."""
-    columns = _columns(spec, split_outputs)
-    resident = (1 if split_outputs else NUM_CONSUMERS) * _ROWS_PER_CONSUMER * 2 * columns
+    columns = sum(padded_head_dims(spec))
+    resident = NUM_CONSUMERS * _ROWS_PER_CONSUMER * 2 * columns
     return resident + num_stages * block_q * (2 * columns + 8) + BARRIER_BYTES
 
 
@@ -173,9 +179,9 @@ def estimate(spec: AttentionSpec, config: Config) -> float:
     """The sum of the kernels: steps of all CTAs over the SMs, or the longest CTA's."""
     batch, num_queries, num_heads, _ = spec.q.shape
     num_keys, num_kv_heads = spec.k.shape[1:3]
-    columns = _columns(spec, config.split_outputs)
+    head_dim, value_dim = padded_head_dims(spec)
+    columns = head_dim + value_dim
     keys_per_cta = _ROWS_PER_CONSUMER * (1 if config.split_outputs else NUM_CONSUMERS)
-    head_dim = columns // 2
 
     def kernel(ctas: int, longest: int, flops: float, num_stages: int) -> float:
         step = flops / FLOPS_PER_SM + _STEP_SECONDS * (2 if num_stages == 1 else 1)
@@ -192,20 +198,20 @@ def estimate(spec: AttentionSpec, config: Config) -> float:
             2 * keys_per_cta * config.dkv_block_q * (2 * columns + head_dim),
             config.dkv_num_stages,
         )
-        sums = 10 * batch * num_queries * num_heads * padded_head_dims(spec)[0]
+        sums = 10 * batch * num_queries * num_heads * head_dim
         return products + sums / (spec.target.memory_bytes_per_s or math.inf)
-    # Three products of 128 queries in the one; in the other four, or S twice where the consumers share their keys.
+    # Three products of 128 queries in the one, or one where dS is kept; in the other four.
     rows = NUM_CONSUMERS * _ROWS_PER_CONSUMER
     dq = kernel(
         batch * num_heads * pl.cdiv(num_queries, rows),
         pl.cdiv(num_keys, config.dq_block_kv),
-        2 * rows * config.dq_block_kv * (columns + head_dim),
+        2 * rows * config.dq_block_kv * (head_dim if config.workspace_bytes else columns + head_dim),
         config.dq_num_stages,
     )
     dkv = kernel(
         batch * num_kv_heads * pl.cdiv(num_keys, keys_per_cta),
         spec.group_size * pl.cdiv(num_queries, config.dkv_block_q),
-        2 * keys_per_cta * config.dkv_block_q * (2 * columns + (head_dim if config.split_outputs else 0)),
+        2 * keys_per_cta * config.dkv_block_q * 2 * columns,
         config.dkv_num_stages,
     )
     return dq + dkv
@@ -217,14 +223,11 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1) - dlse
     padded_rows = (0, -q.shape[1] % 8)
     rows = lambda x: jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), padded_rows))
-    if config.split_outputs and q.shape[3] != v.shape[3]:
-        # One accumulator serves either output, so that both must have its shape.
-        width = max(q.shape[3], v.shape[3])
-        widen = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[3])))
-    else:
-        widen = lambda x: x
-    tiles = [pad_heads(widen(x)) for x in (q, k, v, dout)]
+    tiles = [pad_heads(x) for x in (q, k, v, dout)]
     operands = (*tiles, rows(lse * _LOG2E), rows(delta), *(x.reshape(1) for x in extras))
+    if config.split_outputs:
+        grads = attention_backward_wide.gradients(spec, config, *operands)
+        return [padded[:, : x.shape[1], :, : x.shape[3]] for padded, x in zip(grads, (q, k, v))]
     padded_q, padded_k, padded_v, _ = tiles
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     params: dict[str, Any] = dict(
@@ -243,11 +246,10 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
         grid_names=("head", "q_block", "batch"),
         **params,
     )(*operands)
-    keys_per_cta = _ROWS_PER_CONSUMER * (1 if config.split_outputs else NUM_CONSUMERS)
     dk, dv = plgpu.kernel(
         functools.partial(_dkv_kernel, spec=spec, config=config),
         out_type=[like(padded_k), like(padded_v)],
-        grid=(k.shape[2], pl.cdiv(k.shape[1], keys_per_cta), k.shape[0]),
+        grid=(k.shape[2], pl.cdiv(k.shape[1], NUM_CONSUMERS * _ROWS_PER_CONSUMER), k.shape[0]),
         grid_names=("kv_head", "kv_block", "batch"),
         **params,
     )(*operands)
@@ -342,8 +344,7 @@ def _dkv_kernel(
     block_q, block_kv = config.dkv_block_q, _ROWS_PER_CONSUMER
     batch, kv_head = lax.axis_index("batch"), lax.axis_index("kv_head")
     group = spec.group_size
-    num_tiles = 1 if config.split_outputs else NUM_CONSUMERS
-    kv_base = lax.axis_index("kv_block") * (num_tiles * block_kv)
+    kv_base = lax.axis_index("kv_block") * (NUM_CONSUMERS * block_kv)
     offset = query_offset(offset_gmem)
     q_iters = pl.cdiv(spec.q.shape[1], block_q)
     first = jnp.int32(0)
@@ -352,31 +353,19 @@ def _dkv_kernel(
         first = lax.div(jnp.maximum(kv_base - offset, 0), jnp.int32(block_q))
         q_iters = jnp.maximum(q_iters - first, 0)
 
-    def scope(k_smem: Any, v_smem: Any, kv_full: Any, finished: Any) -> None:
+    def scope(k_smem: Any, v_smem: Any, kv_full: Any) -> None:
         consumer = lax.axis_index("warpgroup")
-        tile = jnp.int32(0) if config.split_outputs else consumer
-        keys = (batch, pl.ds(kv_base + tile * block_kv, block_kv), kv_head)
-        k_smem, v_smem, kv_full = k_smem.at[tile], v_smem.at[tile], kv_full.at[tile]
+        keys = (batch, pl.ds(kv_base + consumer * block_kv, block_kv), kv_head)
+        k_smem, v_smem, kv_full = k_smem.at[consumer], v_smem.at[consumer], kv_full.at[consumer]
 
         def accumulate(walk_queries: Any) -> None:
-            @pl.when(consumer == tile)
-            def _load() -> None:
-                plgpu.copy_gmem_to_smem(k_gmem.at[keys], k_smem, kv_full)
-                plgpu.copy_gmem_to_smem(v_gmem.at[keys], v_smem, kv_full)
-
+            plgpu.copy_gmem_to_smem(k_gmem.at[keys], k_smem, kv_full)
+            plgpu.copy_gmem_to_smem(v_gmem.at[keys], v_smem, kv_full)
             plgpu.barrier_wait(kv_full)
             zeros = lambda columns: plgpu.layout_cast(jnp.zeros((block_kv, columns), jnp.float32), TILE)
-            if config.split_outputs:
-                acc = walk_queries(zeros(head_dim))
-                # The buffers of keys and values become the staging buffers: both must have read them.
-                plgpu.barrier_arrive(finished)
-                plgpu.barrier_wait(finished)
-                pl.when(consumer == 0)(lambda: store(acc, v_smem, dv_gmem))
-                pl.when(consumer == 1)(lambda: store(acc * spec.scale, k_smem, dk_gmem))
-            else:
-                dk, dv = walk_queries((zeros(head_dim), zeros(value_dim)))
-                store(dk * spec.scale, k_smem, dk_gmem)
-                store(dv, v_smem, dv_gmem)
+            dk, dv = walk_queries((zeros(head_dim), zeros(value_dim)))
+            store(dk * spec.scale, k_smem, dk_gmem)
+            store(dv, v_smem, dv_gmem)
             plgpu.wait_smem_to_gmem(0)
 
         def store(acc: jax.Array, staging: Any, out_gmem: Any) -> None:
@@ -391,20 +380,13 @@ def _dkv_kernel(
             s = mask(s, spec, (first + q_idx) * block_q + offset, keys[1].start, keys_in_rows=True)
             lse, delta = plgpu.load(lse_smem, layout=COLUMNS), plgpu.load(delta_smem, layout=COLUMNS)
             p = jnp.exp2(s * (spec.scale * _LOG2E) - lax.broadcast_in_dim(lse, shape, [1]))
-
-            def add_dv(dv: jax.Array) -> Any:
-                p16 = p.astype(dtype)
-                return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p16, dout_smem))(plgpu.ACC.init(dv))
-
-            def add_dk(dk: jax.Array) -> Any:
-                dp = _product(shape, v_smem, dout_smem.transpose((1, 0)))
-                ds = (p * (dp - lax.broadcast_in_dim(delta, shape, [1]))).astype(dtype)
-                return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, ds, q_smem))(plgpu.ACC.init(dk))
-
-            if config.split_outputs:
-                return lax.cond(consumer == 0, add_dv, add_dk, carry)
+            p16 = p.astype(dtype)
             dk, dv = carry
-            return add_dk(dk), add_dv(dv)
+            dv = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p16, dout_smem))(plgpu.ACC.init(dv))
+            dp = _product(shape, v_smem, dout_smem.transpose((1, 0)))
+            ds = (p * (dp - lax.broadcast_in_dim(delta, shape, [1]))).astype(dtype)
+            dk = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, ds, q_smem))(plgpu.ACC.init(dk))
+            return dk, dv
 
         query_head = lambda g: kv_head * group + g
         tile_spec = lambda columns: plgpu.BlockSpec(
@@ -424,13 +406,12 @@ def _dkv_kernel(
             compute_context=accumulate,
         )(q_gmem, dout_gmem, lse_gmem, delta_gmem)
 
-    tiles = lambda columns: plgpu.SMEM((num_tiles, block_kv, columns), dtype, transforms=TRANSFORMS)
+    tiles = lambda columns: plgpu.SMEM((NUM_CONSUMERS, block_kv, columns), dtype, transforms=TRANSFORMS)
     pl.run_scoped(
         scope,
         k_smem=tiles(head_dim),
         v_smem=tiles(value_dim),
-        kv_full=plgpu.Barrier(num_arrivals=2, num_barriers=num_tiles),
-        finished=plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
+        kv_full=plgpu.Barrier(num_arrivals=2, num_barriers=NUM_CONSUMERS),
         collective_axes="warpgroup",
     )
 

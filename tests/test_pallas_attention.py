@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from numerics import assert_accurate
 
 from jaxkernels import dispatch, hardware
-from jaxkernels.pallas import attention_backward, attention_blocks, attention_forward
+from jaxkernels.pallas import attention_backward, attention_backward_wide, attention_blocks, attention_forward
 from jaxkernels.specs import ArrayType, AttentionSpec
 from jaxkernels.xla import attention_backward as xla_backward
 from jaxkernels.xla import attention_forward as xla_forward
@@ -170,7 +170,7 @@ def test_forward_schedules(schedule: dict[str, Any], causal: bool) -> None:
     [
         attention_backward.Config(dq_block_kv=128, dq_num_stages=1, dkv_block_q=128, dkv_num_stages=1),
         attention_backward.Config(dq_num_stages=3, dkv_num_stages=3),
-        attention_backward.Config(split_outputs=True),
+        attention_backward.Config(dq_num_stages=3, split_outputs=True),
     ],
     ids=["one stage", "three stages", "split"],
 )
@@ -514,6 +514,148 @@ def test_an_output_read_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
         run_forward(make_spec(136, 136), _FORWARD)
 
 
+_SPLIT = attention_backward.Config(dq_num_stages=3, split_outputs=True)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("lengths", [(128, 128), (136, 200), (200, 136), (1, 130), (63, 300)], ids=str)
+@pytest.mark.parametrize("multicast", [False, True], ids=["alone", "multicast"])
+def test_split_lengths(lengths: tuple[int, int], multicast: bool, causal: bool) -> None:
+    """Clusters of which one CTA has no keys or no queries, and keys that no query sees."""
+    check(make_spec(*lengths, causal=causal), backward=dataclasses.replace(_SPLIT, multicast=multicast))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        dict(ping_pong=False),
+        dict(dq_num_stages=4, dkv_num_stages=3),
+        dict(dkv_num_stages=4, multicast=False, ping_pong=False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64)], ids=str)
+def test_split_schedules(schedule: dict[str, Any], dims: tuple[int, int]) -> None:
+    check(make_spec(264, 264, dims=dims, causal=True), backward=dataclasses.replace(_SPLIT, **schedule))
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1), (4, 2)], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_split_with_grouped_heads(heads: tuple[int, int], dtype: str) -> None:
+    check(make_spec(200, 200, heads=heads, batch=2, dtype=dtype, causal=True), backward=_SPLIT)
+
+
+@pytest.mark.parametrize("offset", [0, 70, 300])
+def test_split_with_a_shard_of_the_queries(offset: int) -> None:
+    check(make_spec(72, 400, causal=True, query_offset=True), backward=_SPLIT, offset=offset)
+
+
+def test_split_with_large_logits() -> None:
+    check(make_spec(72, 136, causal=True), backward=_SPLIT, scale_queries=200.0)
+
+
+def run_backward(spec: AttentionSpec, config: attention_backward.Config, **settings: Any) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(random_array(rng, x.shape, x.dtype)) for x in (spec.q, spec.k, spec.v))
+    out, lse = xla_forward.run(spec, xla_forward.Config(), q, k, v)
+    with interpret(**settings):
+        attention_backward.run(spec, config, q, k, v, out, lse, out, lse)
+
+
+#: Every wait of the two kernels, in the order in which they are traced; turns are no condition, and nothing else
+#: comes between the release of a neighbour's slot and the end in what is interpreted.
+_SPLIT_WAITS = ["dq: values free", "dq: keys free", "dq: queries", "dq: first values", "dq: first keys", "dq: values"]
+_SPLIT_WAITS += ["dq: keys", "queries free", "output gradients free", "keys", "first queries", "first P taken"]
+_SPLIT_WAITS += ["output gradients for dV", "queries for S", "P taken", "last output gradients for dV"]
+_SPLIT_WAITS += ["values read by the other", "values", "first output gradients", "first P", "queries for dK"]
+_SPLIT_WAITS += ["output gradients for dP", "P", "last queries for dK"]
+#: Of these queries consumer 1 has P, which consumer 0 computed when it had waited for them.
+_SPLIT_IMPLIED = {"last queries for dK"}
+
+
+@pytest.mark.parametrize("missing", sorted(set(_SPLIT_WAITS) - _SPLIT_IMPLIED))
+def test_a_missing_wait_of_the_split_kernels_is_noticed(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = itertools.count()
+    wait = plgpu.barrier_wait
+    monkeypatch.setattr(
+        plgpu, "barrier_wait", lambda barrier: None if _SPLIT_WAITS[next(waits)] == missing else wait(barrier)
+    )
+    config = dataclasses.replace(_SPLIT, ping_pong=False, multicast=False)
+    with pytest.raises((RaceError, TimeoutError, ValueError)):
+        run_backward(make_spec(264, 264), config, deadlock_after=3.0)
+
+
+def test_the_waits_of_the_split_kernels_are_all_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = []
+    wait = plgpu.barrier_wait
+    monkeypatch.setattr(plgpu, "barrier_wait", lambda barrier: waits.append(wait(barrier)))
+    run_backward(make_spec(72, 72), dataclasses.replace(_SPLIT, ping_pong=False, multicast=False))
+    assert len(waits) == len(_SPLIT_WAITS)
+
+
+def test_slots_that_a_neighbour_does_not_release_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = lambda config, num_slots, num_consumers=2: plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_slots)
+    monkeypatch.setattr(attention_backward_wide, "_empty", alone)
+    with pytest.raises((RaceError, TimeoutError, ValueError)):
+        run_backward(make_spec(264, 264), _SPLIT, deadlock_after=3.0)
+
+
+def test_gradients_read_too_early_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = plgpu.wgmma_accumulator_load
+    monkeypatch.setattr(
+        plgpu, "wgmma_accumulator_load", lambda ref, *, wait_n: load(ref, wait_n=1 if wait_n == 0 else wait_n)
+    )
+    with pytest.raises(ValueError, match="an accumulator is read while a wgmma that adds to it is in flight"):
+        run_backward(make_spec(136, 136), _SPLIT)
+
+
+#: Room for dS of one head of keys at a time, and for that of all heads.
+_KEPT = [dataclasses.replace(_SPLIT, workspace_bytes=n) for n in (1, 10**9)]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("lengths", [(128, 128), (200, 264), (1, 130), (63, 301)], ids=str)
+@pytest.mark.parametrize("config", _KEPT, ids=["one head", "all heads"])
+def test_split_with_dlogits_in_memory(
+    lengths: tuple[int, int], config: attention_backward.Config, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nothing is written to holds NaN, and no gradient sees it."""
+    monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+    check(make_spec(*lengths, heads=(4, 2), batch=2, causal=causal), backward=config)
+
+
+@pytest.mark.parametrize("dims", [(64, 128), (192, 128), (256, 256)], ids=str)
+def test_split_with_wide_dlogits_in_memory(dims: tuple[int, int]) -> None:
+    check(make_spec(136, 72, dims=dims, causal=True), backward=_KEPT[1])
+
+
+def test_split_with_dlogits_of_a_shard_of_the_queries_in_memory() -> None:
+    check(make_spec(72, 400, causal=True, query_offset=True), backward=_KEPT[1], offset=70)
+
+
+@pytest.mark.parametrize(
+    ("fit", "count"), [(0, 1), (1, 1), (3, 2), (4, 4), (5, 4), (9, 8), (99, 8)], ids=lambda n: f"{n}"
+)
+def test_dlogits_of_whole_batches_or_parts_of_one_are_in_memory_together(fit: int, count: int) -> None:
+    spec = make_spec(128, 256, heads=(4, 2), batch=4)
+    config = dataclasses.replace(_SPLIT, workspace_bytes=fit * 2 * 2 * 128 * 256)
+    assert attention_backward_wide._streams_at_a_time(spec, config) == count
+
+
+#: The waits of the kernel that multiplies dS by K.
+_PRODUCT_WAITS = ["slots free", "dS and keys", "finished"]
+
+
+@pytest.mark.parametrize("missing", _PRODUCT_WAITS)
+def test_a_missing_wait_of_the_product_is_noticed(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = iter([*_SPLIT_WAITS[7:], "slots free", "dS and keys", "dS and keys, not used", "finished"])
+    wait = plgpu.barrier_wait
+    monkeypatch.setattr(plgpu, "barrier_wait", lambda barrier: None if next(waits) == missing else wait(barrier))
+    config = dataclasses.replace(_KEPT[1], ping_pong=False, multicast=False)
+    with pytest.raises((RaceError, TimeoutError, ValueError)):
+        run_backward(make_spec(328, 328, causal=True), config, deadlock_after=3.0)
+
+
 # By head dimension.
 _FUSED = {64: attention_backward.Config(dkv_block_q=128, fused=True), 128: attention_backward.Config(fused=True)}
 _FUSED_LENGTHS = [(128, 128), (136, 200), (200, 136), (1, 130), (130, 1)]
@@ -596,10 +738,12 @@ def test_queries_freed_before_their_product_are_noticed(monkeypatch: pytest.Monk
         ("commit_smem", _FUSED[64]),
         ("wait_smem_to_gmem", _FUSED[64]),
         ("commit_smem", _BACKWARD),
-        ("commit_smem", dataclasses.replace(_BACKWARD, split_outputs=True)),
+        ("commit_smem", dataclasses.replace(_BACKWARD, dq_num_stages=3, split_outputs=True)),
+        ("commit_smem", _KEPT[1]),
+        ("wait_smem_to_gmem", _KEPT[1]),
         ("wait_smem_to_gmem", _BACKWARD),
     ],
-    ids=["commit, fused", "wait, fused", "commit", "commit, split", "final wait"],
+    ids=["commit, fused", "wait, fused", "commit", "commit, split", "commit, kept", "wait, kept", "final wait"],
 )
 def test_a_missing_fence_is_noticed(
     missing: str, config: attention_backward.Config, monkeypatch: pytest.MonkeyPatch
@@ -714,13 +858,13 @@ def test_refuses_what_has_no_kernel_shape() -> None:
             lambda: attention_backward.Config(dq_num_stages=0),
             "attention_backward[pallas]: block sizes must be multiples of 64 and stages at least 1; got "
             "Config(dq_block_kv=64, dq_num_stages=0, dkv_block_q=64, dkv_num_stages=2, split_outputs=False, "
-            "fused=False).",
+            "fused=False, multicast=True, ping_pong=True, workspace_bytes=0).",
         ),
         (
             lambda: attention_backward.Config(dkv_num_stages=1, fused=True),
             "attention_backward[pallas]: fused needs dkv_num_stages of at least 2 and excludes split_outputs; got "
             "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=64, dkv_num_stages=1, split_outputs=False, "
-            "fused=True).",
+            "fused=True, multicast=True, ping_pong=True, workspace_bytes=0).",
         ),
     ],
     ids=["block", "no queries", "one slot", "strip", "consumers", "backward", "fused"],

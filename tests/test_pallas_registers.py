@@ -210,14 +210,37 @@ def test_attention_forward_features(
     assert max(spills(run, spec.q, spec.k, spec.v, *extra_types(spec))) <= allowed
 
 
+def _backward_spills(
+    spec: AttentionSpec, config: attention_backward.Config, spills: Callable[..., list[int]]
+) -> list[int]:
+    rows = ArrayType(spec.q.shape[:3], jnp.dtype(jnp.float32))
+    out = ArrayType((*spec.q.shape[:3], spec.v.shape[3]), spec.q.dtype)
+    run = functools.partial(attention_backward.run, spec, config)
+    return spills(run, spec.q, spec.k, spec.v, out, rows, out, rows)
+
+
+#: By head dimension: what spills are places of barriers and of results, a few of which a step reads again.
+_ALLOWED = {64: 0, 128: 32, 192: 0, 256: 64}
+
+
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("head_dim", "allowed"), [(64, 0), (128, 32), (192, 0), (256, 128)])
-def test_attention_backward(
-    head_dim: int, allowed: int, causal: bool, deterministic: bool, spills: Callable[..., list[int]]
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_attention_backward(head_dim: int, causal: bool, deterministic: bool, spills: Callable[..., list[int]]) -> None:
+    spec = _attention_spec(head_dim, causal=causal, deterministic=deterministic)
+    config = dispatch.default_config("attention_backward", "pallas", spec)
+    assert max(_backward_spills(spec, config, spills)) <= _ALLOWED[head_dim]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "schedule", [dict(multicast=False), dict(ping_pong=False), dict(workspace_bytes=2**30)], ids=str
+)
+def test_attention_backward_split(
+    dims: tuple[int, int], causal: bool, schedule: dict[str, Any], spills: Callable[..., list[int]]
 ) -> None:
-    """Where bytes are allowed, what spills are descriptors and addresses that do not change in the loop."""
-    spec = dataclasses.replace(_attention_spec(head_dim, causal=causal), deterministic=deterministic)
-    rows = ArrayType(spec.q.shape[:3], jnp.dtype(jnp.float32))
-    run = functools.partial(attention_backward.run, spec, dispatch.default_config("attention_backward", "pallas", spec))
-    assert max(spills(run, spec.q, spec.k, spec.v, spec.q, rows, spec.q, rows)) <= allowed
+    spec = _attention_spec(dims[0], causal=causal, length=4000)
+    spec = dataclasses.replace(spec, v=ArrayType((*spec.v.shape[:3], dims[1]), spec.v.dtype))
+    config = dispatch.default_config("attention_backward", "pallas", spec)
+    assert max(_backward_spills(spec, dataclasses.replace(config, **schedule), spills)) <= _ALLOWED[dims[0]]
