@@ -123,7 +123,16 @@ def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
     if head_dim <= 128:
         return (Config(fused=not spec.deterministic),)
     dq_stages, dkv_stages = attention_backward_wide.num_stages(spec)
-    return (Config(dq_num_stages=min(3, dq_stages[-1]), dkv_num_stages=min(3, dkv_stages[-1]), split_outputs=True),)
+    # Pairs whose blocks of keys differ in length wait for each other; turns then cost less than they gain.
+    return (
+        Config(
+            dq_num_stages=min(3, dq_stages[-1]),
+            dkv_num_stages=min(3, dkv_stages[-1]),
+            split_outputs=True,
+            multicast=not spec.causal,
+            ping_pong=spec.causal,
+        ),
+    )
 
 
 def search_space(spec: AttentionSpec) -> Iterator[Config]:

@@ -11,7 +11,8 @@ with the scale folded in). For a block of keys K_j and of values V_j:
     O = exp2(m - m') O + P_j V_j      wgmma with P in registers: S's layout is P's operand layout
 
 Of one consumer the products of two blocks are in flight at once, and its softmax runs beside the older one's
-(`overlap`); of two consumers, one issues its products while the other is in its softmax (`ping_pong`):
+(`overlap`). The other consumer's products fill what gaps there are: the two soon fall into step by themselves, and to
+make them take turns costs 2 %.
 
     consumer 0   softmax 0 | Q K_1  P_0 V_0 .            | Q K_2  P_1 V_1 .            |
                            |         . softmax 1 ....... |         . softmax 2 ....... |
@@ -25,8 +26,8 @@ With a causal mask, a window, lengths or segments, blocks that none of an item's
 visited. Blocks are walked from the last one back: those at either end that a mask touches have loops of their own, and
 only these are masked. Lengths and offsets are read in the kernel; what segments leave of the keys XLA tells before, a
 range of blocks for each item. A query that sees no key averages all values (`jaxkernels.xla.attention`): its item
-visits all blocks, and its masked logits are finite. Items come in strips of heads whose keys and values
-stay in L2, the longest of a strip first; which CTA does which is planned before the launch, so that all end together.
+visits all blocks, and its masked logits are finite. Items come head by head, so that all CTAs read the same keys and
+values, the longest of a head first; which CTA does which is planned before the launch, so that all end together.
 Head dimensions are padded to multiples of 64 by XLA, lengths to multiples of 8; beyond these TMA reads zeros and drops
 what it would write.
 
@@ -85,8 +86,6 @@ _REGISTERS = {2: (24, 240, 184), 3: (32, 160, 120)}
 _BARRIER_BYTES = 1024
 #: Outputs are staged in shared memory and sent out in pieces of this many columns, one swizzle span.
 _STORE_COLUMNS = 64
-#: Keys and values of the heads that are walked together: half of an H200's L2.
-_STRIP_BYTES = 25e6
 #: What an item costs beside its steps, in steps.
 _ITEM_STEPS = 0.7
 
@@ -94,9 +93,9 @@ _ITEM_STEPS = 0.7
 _BLOCK_QS = (64, 128)
 _BLOCK_KVS = (128, 64, 192)
 _STAGES = (2, 3, 4, 1)
-#: One step's wait for the other consumer's turn: 128 keys at head dimension 128 take 1.7 us on an H200 (637 TFLOP/s),
-#: 1.35 us of which are the products.
-_TURN_SECONDS = 0.4e-6
+#: What a step takes beside its products: 128 keys at head dimension 128 take 1.7 us on an H200 (637 TFLOP/s), 1.35 us
+#: of which are the products.
+_STEP_SECONDS = 0.4e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,11 +108,8 @@ class Config:
       num_stages: slots of the key ring and of the value ring.
       num_q_slots: items whose queries are in shared memory: with one, the next item's are loaded once this one's last
         logits are computed.
-      persistent: whether a CTA for each SM takes items in turn; else there is one for each item.
       overlap: whether a consumer's softmax runs beside its own products with the values before.
       bridge: whether an item's first logits are computed together with the last output of the item before.
-      ping_pong: whether the consumers take turns at the tensor cores.
-      strip: heads that are walked together; 0: as many as L2 holds the keys and values of.
       num_consumers: consumer warpgroups of a CTA, 2 or 3.
     """
 
@@ -121,11 +117,8 @@ class Config:
     block_kv: int = 128
     num_stages: int = 2
     num_q_slots: int = 1
-    persistent: bool = True
     overlap: bool = True
     bridge: bool = True
-    ping_pong: bool = True
-    strip: int = 0
     num_consumers: int = 2
 
     def __post_init__(self) -> None:
@@ -134,7 +127,6 @@ class Config:
             "num_stages and num_q_slots must be at least 1": min(self.num_stages, self.num_q_slots) < 1,
             # It waits for values while others are in use.
             "overlap needs num_stages of at least 2": self.overlap and self.num_stages < 2,
-            "strip must not be negative": self.strip < 0,
             "num_consumers must be 2 or 3": self.num_consumers not in _REGISTERS,
         }
         for rule, is_broken in rules.items():
@@ -147,8 +139,16 @@ def unsupported(spec: AttentionSpec) -> str | None:
 
 
 def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
-    # Two stages of 128 keys fill shared memory at head dimension 128; at 256 the blocks must halve.
-    return (Config(block_kv=128 if max(spec.q.shape[3], spec.v.shape[3]) <= 128 else 64),)
+    head_dim = max(spec.q.shape[3], spec.v.shape[3])
+    if head_dim <= 64:
+        # Three consumers hide the exponentials better; of short sequences their items leave more undone.
+        is_short = spec.causal and spec.k.shape[1] <= 1024
+        return (Config() if is_short else Config(num_stages=3, bridge=False, num_consumers=3),)
+    if head_dim <= 128:
+        return (Config(),)
+    # Two stages of 128 keys fill shared memory at head dimension 128; at 256 the blocks must halve. Beside a mask the
+    # products would wait for each other without the bridge (ptxas serialises them).
+    return (Config(block_kv=64, bridge=spec.causal),)
 
 
 def search_space(spec: AttentionSpec) -> Iterator[Config]:
@@ -191,14 +191,14 @@ def _num_store_slots(spec: AttentionSpec, config: Config) -> int:
 
 
 def estimate(spec: AttentionSpec, config: Config) -> float:
-    """Steps of all CTAs over the SMs, or the longest CTA's; the products of a step, and waiting for the turn."""
+    """Steps of all CTAs over the SMs, or the longest CTA's; the products of a step and what is beside them."""
     batch, num_queries, num_heads, _ = spec.q.shape
     rows = _rows(config)
     ctas = batch * num_heads * pl.cdiv(num_queries, rows)
     steps = _steps(spec, config)
-    seconds = 2 * rows * config.block_kv * sum(padded_head_dims(spec)) / FLOPS_PER_SM + _TURN_SECONDS
+    seconds = 2 * rows * config.block_kv * sum(padded_head_dims(spec)) / FLOPS_PER_SM + _STEP_SECONDS
     if config.num_stages == 1:
-        seconds += _TURN_SECONDS  # Nor is anything loaded beside it.
+        seconds += _STEP_SECONDS  # Nor is anything loaded beside it.
     if min(steps) == max(steps):
         busiest = steps[0] * pl.cdiv(ctas, spec.target.num_sms)
     else:
@@ -272,18 +272,16 @@ def _plan(spec: AttentionSpec, config: Config) -> np.ndarray:
     """The items of each CTA, in order: how many there are, their numbers, and one number more that stands for none.
 
     An item's number is head * num_q_blocks + q_block, heads of all batch elements counted. Items go to the CTA that has
-    least to do so far: strip by strip, the longest first; but a third of the blocks of queries, those that see least,
-    are kept for the end and even out what is left.
+    least to do so far: head by head, the longest first; but a third of the blocks of queries, those that see least, are
+    kept for the end and even out what is left.
     """
     batch, _, num_heads, _ = spec.q.shape
     heads, steps = batch * num_heads, _steps(spec, config)
     num_q_blocks = len(steps)
-    strip = min(config.strip or _default_strip(spec), heads)
-    strips = [range(first, min(first + strip, heads)) for first in range(0, heads, strip)]
     num_last = num_q_blocks // 3 if spec.causal else 0
-    items = [(q, head) for strip in strips for q in reversed(range(num_last, num_q_blocks)) for head in strip]
+    items = [(q, head) for head in range(heads) for q in reversed(range(num_last, num_q_blocks))]
     items += [(q, head) for q in reversed(range(num_last)) for head in range(heads)]
-    num_ctas = min(len(items), spec.target.num_sms) if config.persistent else len(items)
+    num_ctas = min(len(items), spec.target.num_sms)
     loads = [(0.0, cta) for cta in range(num_ctas)]
     taken: list[list[int]] = [[] for _ in loads]
     for q_block, head in items:
@@ -333,11 +331,6 @@ class _Item:
         return self.end_block - 1
 
 
-def _default_strip(spec: AttentionSpec) -> int:
-    """Query heads whose keys and values L2 holds."""
-    return max(1, int(_STRIP_BYTES / (2 * spec.k.shape[1] * sum(padded_head_dims(spec))))) * spec.group_size
-
-
 def _kernel(
     q_gmem: Any, k_gmem: Any, v_gmem: Any, plan_gmem: Any, *refs: Any, spec: AttentionSpec, config: Config
 ) -> None:
@@ -366,7 +359,6 @@ def _kernel(
         v_full: Any,
         k_empty: Any,
         v_empty: Any,
-        turn: Any,
     ) -> None:
         warpgroup = lax.axis_index("warpgroup")
         offset = query_offset(offset_gmem)
@@ -471,22 +463,12 @@ def _kernel(
             c = spec.scale * math.log2(math.e) if spec.soft_cap is None else 1.0
             spread = lambda x, shape: lax.broadcast_in_dim(x, shape, [0])
 
-            # All slots are free, and it is consumer 0's turn.
+            # All slots are free.
             for slot in range(num_stages):
                 plgpu.barrier_arrive(k_empty.at[slot])
                 plgpu.barrier_arrive(v_empty.at[slot])
             for slot in range(num_q_slots):
                 plgpu.barrier_arrive(q_empty.at[slot * num_consumers + consumer])
-
-            def pass_turn() -> None:
-                if turn is not None:
-                    plgpu.barrier_arrive(turn.at[jnp.where(consumer == num_consumers - 1, 0, consumer + 1)])
-
-            def await_turn() -> None:
-                if turn is not None:
-                    plgpu.barrier_wait(turn.at[consumer])
-
-            pl.when(consumer == num_consumers - 1)(pass_turn)
 
             def multiply_keys(s_ref: Any, nth: Any, slot: Any) -> None:
                 plgpu.wgmma(s_ref, q_smem.at[q_slot_of(nth, consumer)], k_smem.at[slot].transpose((1, 0)))
@@ -539,9 +521,7 @@ def _kernel(
 
                 @functools.partial(pl.run_scoped, s_ref=plgpu.ACC((block_q, block_kv), jnp.float32))
                 def s(s_ref: Any) -> jax.Array:
-                    await_turn()
                     multiply_keys(s_ref, nth, slot)
-                    pass_turn()
                     return plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
 
                 release_keys(nth, item, slot, block)
@@ -554,15 +534,12 @@ def _kernel(
                 def multiply(s_ref: Any, nth: Any, next_slot: Any, p: jax.Array, slot: Any) -> jax.Array:
                     """Adds P V of one block to the output, and returns the logits of the next."""
                     multiply_values = lambda: plgpu.wgmma(acc_ref, p, v_smem.at[slot])
-                    await_turn()
                     if config.overlap:
                         multiply_keys(s_ref, nth, next_slot)
                         multiply_values()
-                        pass_turn()
                         return plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
                     multiply_values()
                     multiply_keys(s_ref, nth, next_slot)
-                    pass_turn()
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
                     # A single slot must be free before anyone waits for what comes next.
                     plgpu.barrier_arrive(v_empty.at[slot])
@@ -642,9 +619,7 @@ def _kernel(
                     """The last output of an item, on its own."""
                     slot, p, row_max, row_sum = carry
                     normalizer = stage_lse(number, row_max, row_sum)
-                    await_turn()
                     plgpu.wgmma(acc_ref, p, v_smem.at[slot])
-                    pass_turn()
                     acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
                     plgpu.barrier_arrive(v_empty.at[slot])
                     store(number, acc, normalizer)
@@ -757,6 +732,5 @@ def _kernel(
         plgpu.Barrier(num_barriers=num_stages),
         plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages),
         plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages),
-        plgpu.Barrier(num_barriers=num_consumers) if config.ping_pong else None,
         collective_axes="warpgroup",
     )

@@ -259,6 +259,30 @@ def test_window_open_on_one_side():
         assert_close(out, jax.nn.dot_product_attention(q, k, v, mask=np.broadcast_to(visible, (T, S))))
 
 
+@pytest.mark.parametrize("query_lengths", [None, [3, 5]], ids=["", "lengths"])
+@pytest.mark.parametrize("rules", [dict(is_causal=True), dict(local_window_size=(2, 1))], ids=str)
+def test_bottom_right_alignment_counts_from_the_last_query_and_key(rules, query_lengths):
+    q, k, v = qkv()
+    rules = rules | dict(query_seq_lengths=None if query_lengths is None else jnp.int32(query_lengths))
+    i, j = np.arange(T)[:, None] + (S - T), np.arange(S)
+    left, right = rules.get("local_window_size", (S, 0))
+    mask = (j >= i - left) & (j <= i + right)
+
+    def loss(*xs, **options):
+        return (jk.dot_product_attention(*xs, query_seq_lengths=rules["query_seq_lengths"], **options) ** 2).sum()
+
+    masks = {name: x for name, x in rules.items() if name != "query_seq_lengths"} | dict(alignment="bottom_right")
+    for f in (jax.value_and_grad(loss, (0, 1, 2)), jax.jit(jax.value_and_grad(loss, (0, 1, 2)), static_argnames=masks)):
+        for x, y in zip(jax.tree.leaves(f(q, k, v, **masks)), jax.tree.leaves(f(q, k, v, mask=mask[None, None]))):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_bottom_right_alignment_maps():
+    q, k, v = qkv()
+    attend = functools.partial(jk.dot_product_attention, is_causal=True, alignment="bottom_right")
+    np.testing.assert_allclose(jax.vmap(attend)(q, k, v), attend(q, k, v), rtol=1e-5, atol=1e-5)
+
+
 def test_soft_cap_comes_after_the_bias_and_before_the_masks():
     q, k, v = qkv()
     bias, cap = 50 * draw(1, N, T, S), 2.0

@@ -333,6 +333,17 @@ ATTENTIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         dict(logits_soft_cap=float("inf")),
         "dot_product_attention[auto]: logits_soft_cap must be positive and finite; got inf. None turns it off.",
     ),
+    "alignment": (
+        (Q, K, V),
+        dict(is_causal=True, alignment="bottom"),
+        "dot_product_attention[auto]: alignment must be \"top_left\" or \"bottom_right\"; got 'bottom'.",
+    ),
+    "more queries than keys": (
+        (Q, K[:, :3], V[:, :3]),
+        dict(is_causal=True, alignment="bottom_right"),
+        'dot_product_attention[auto]: alignment="bottom_right" needs no more queries than keys; got 5 and 3. '
+        "Pass the mask itself.",
+    ),
     "scale": (
         (Q, K, V),
         dict(scale="small"),

@@ -147,20 +147,16 @@ def test_dtypes(dtype: str) -> None:
         dict(overlap=False),
         dict(bridge=False),
         dict(overlap=False, bridge=False),
-        dict(ping_pong=False),
         dict(num_q_slots=2),
-        dict(num_q_slots=2, overlap=False, bridge=False, ping_pong=False),
-        dict(persistent=False),
-        dict(strip=1),
-        dict(strip=2),
+        dict(num_q_slots=2, overlap=False, bridge=False),
         dict(num_consumers=3),
-        dict(num_consumers=3, overlap=False, bridge=False, num_q_slots=2, persistent=False),
+        dict(num_consumers=3, overlap=False, bridge=False, num_q_slots=2),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_forward_schedules(schedule: dict[str, Any], causal: bool) -> None:
-    """Nine items on two CTAs, a strip that does not divide the heads, ragged ends of queries and keys."""
+    """Nine items on two CTAs, ragged ends of queries and keys."""
     spec = make_spec(264, 200, heads=(3, 1), causal=causal)
     check(spec, dataclasses.replace(_FORWARD, **schedule), None)
 
@@ -326,7 +322,6 @@ def test_everything_at_once(dims: tuple[int, int], causal: bool, offset: int | N
         dict(block_kv=128, num_stages=1, overlap=False),
         dict(num_stages=3, num_q_slots=2),
         dict(overlap=False, bridge=False),
-        dict(persistent=False),
         dict(num_consumers=3),
     ],
     ids=str,
@@ -476,7 +471,7 @@ def test_a_missing_wait_of_the_forward_kernel_is_noticed(missing: int, monkeypat
     monkeypatch.setattr(plgpu, "barrier_wait", lambda barrier: None if next(waits) == missing else wait(barrier))
     # ValueError: a barrier went round before anyone had looked at it.
     with pytest.raises((RaceError, TimeoutError, ValueError)):
-        run_forward(make_spec(264, 264, causal=True), dataclasses.replace(_FORWARD, ping_pong=False))
+        run_forward(make_spec(264, 264, causal=True), _FORWARD)
     assert next(waits) == len(_WAITS)
 
 
@@ -493,7 +488,7 @@ def test_a_missing_wait_beside_masks_is_noticed(missing: int, monkeypatch: pytes
     # The last queries see nothing but the block in which the keys end; those of six heads come one after the other.
     spec = make_spec(264, 264, heads=(6, 1), window=(0, 130), key_lengths=True)
     with pytest.raises((RaceError, TimeoutError, ValueError)):
-        run_forward(spec, dataclasses.replace(_FORWARD, ping_pong=False), np.int32([264]))
+        run_forward(spec, _FORWARD, np.int32([264]))
     assert next(waits) == len(_WAITS_WITH_EDGES)
 
 
@@ -827,32 +822,26 @@ def test_refuses_what_has_no_kernel_shape() -> None:
         (
             lambda: attention_forward.Config(block_kv=32),
             "attention_forward[pallas]: block_q and block_kv must be multiples of 64; "
-            "got Config(block_q=64, block_kv=32, num_stages=2, num_q_slots=1, persistent=True, overlap=True, "
-            "bridge=True, ping_pong=True, strip=0, num_consumers=2).",
+            "got Config(block_q=64, block_kv=32, num_stages=2, num_q_slots=1, overlap=True, "
+            "bridge=True, num_consumers=2).",
         ),
         (
             lambda: attention_forward.Config(num_q_slots=0),
             "attention_forward[pallas]: num_stages and num_q_slots must be at least 1; "
-            "got Config(block_q=64, block_kv=128, num_stages=2, num_q_slots=0, persistent=True, overlap=True, "
-            "bridge=True, ping_pong=True, strip=0, num_consumers=2).",
+            "got Config(block_q=64, block_kv=128, num_stages=2, num_q_slots=0, overlap=True, "
+            "bridge=True, num_consumers=2).",
         ),
         (
             lambda: attention_forward.Config(num_stages=1),
             "attention_forward[pallas]: overlap needs num_stages of at least 2; "
-            "got Config(block_q=64, block_kv=128, num_stages=1, num_q_slots=1, persistent=True, overlap=True, "
-            "bridge=True, ping_pong=True, strip=0, num_consumers=2).",
-        ),
-        (
-            lambda: attention_forward.Config(strip=-1),
-            "attention_forward[pallas]: strip must not be negative; "
-            "got Config(block_q=64, block_kv=128, num_stages=2, num_q_slots=1, persistent=True, overlap=True, "
-            "bridge=True, ping_pong=True, strip=-1, num_consumers=2).",
+            "got Config(block_q=64, block_kv=128, num_stages=1, num_q_slots=1, overlap=True, "
+            "bridge=True, num_consumers=2).",
         ),
         (
             lambda: attention_forward.Config(num_consumers=4),
             "attention_forward[pallas]: num_consumers must be 2 or 3; "
-            "got Config(block_q=64, block_kv=128, num_stages=2, num_q_slots=1, persistent=True, overlap=True, "
-            "bridge=True, ping_pong=True, strip=0, num_consumers=4).",
+            "got Config(block_q=64, block_kv=128, num_stages=2, num_q_slots=1, overlap=True, "
+            "bridge=True, num_consumers=4).",
         ),
         (
             lambda: attention_backward.Config(dq_num_stages=0),
@@ -867,7 +856,7 @@ def test_refuses_what_has_no_kernel_shape() -> None:
             "fused=True, multicast=True, ping_pong=True, workspace_bytes=0).",
         ),
     ],
-    ids=["block", "no queries", "one slot", "strip", "consumers", "backward", "fused"],
+    ids=["block", "no queries", "one slot", "consumers", "backward", "fused"],
 )
 def test_configs_refuse_what_cannot_run(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

@@ -306,7 +306,8 @@ def dot_product_attention(
     implementation: Literal["xla"] | None = None, return_residual: Literal[False] = False,
     logits_soft_cap: float | None = None,
     query_segment_ids: ArrayLike | None = None, key_value_segment_ids: ArrayLike | None = None,
-    return_lse: Literal[False] = False, deterministic: bool = False, backend: str | None = None,
+    return_lse: Literal[False] = False, alignment: Literal["top_left", "bottom_right"] = "top_left",
+    deterministic: bool = False, backend: str | None = None,
 ) -> Array: ...  # fmt: skip
 
 
@@ -319,7 +320,8 @@ def dot_product_attention(
     implementation: Literal["xla"] | None = None, return_residual: Literal[True],
     logits_soft_cap: float | None = None,
     query_segment_ids: ArrayLike | None = None, key_value_segment_ids: ArrayLike | None = None,
-    return_lse: Literal[False] = False, deterministic: bool = False, backend: str | None = None,
+    return_lse: Literal[False] = False, alignment: Literal["top_left", "bottom_right"] = "top_left",
+    deterministic: bool = False, backend: str | None = None,
 ) -> tuple[Array, Array]: ...  # fmt: skip
 
 
@@ -332,7 +334,8 @@ def dot_product_attention(
     implementation: Literal["xla"] | None = None, return_residual: Literal[False] = False,
     logits_soft_cap: float | None = None,
     query_segment_ids: ArrayLike | None = None, key_value_segment_ids: ArrayLike | None = None,
-    return_lse: Literal[True], deterministic: bool = False, backend: str | None = None,
+    return_lse: Literal[True], alignment: Literal["top_left", "bottom_right"] = "top_left",
+    deterministic: bool = False, backend: str | None = None,
 ) -> tuple[Array, Array]: ...  # fmt: skip
 
 
@@ -354,6 +357,7 @@ def dot_product_attention(
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
     return_lse: bool = False,
+    alignment: Literal["top_left", "bottom_right"] = "top_left",
     deterministic: bool = False,
     backend: str | None = None,
 ) -> Array | tuple[Array, Array]:
@@ -375,7 +379,7 @@ def dot_product_attention(
         heads; floating.
       mask: True where a query sees a key; bool, same shapes as `bias`.
       scale: factor of the logits; default 1 / sqrt(H).
-      is_causal: query i sees keys j <= i (counted from the start of both, also where T != S).
+      is_causal: query i sees keys j <= i.
       query_seq_lengths: (B,) int32; queries from there on are padding, their output is 0.
       key_value_seq_lengths: (B,) int32; keys from there on are not seen.
       local_window_size: (left, right): query i sees keys i - left <= j <= i + right; an int for both
@@ -386,6 +390,8 @@ def dot_product_attention(
       query_segment_ids: (B, T) or (T,) int32; given together with `key_value_segment_ids`, (B, S) or
         (S,): a query sees only the keys of its own segment.
       return_lse: also return the natural logsumexp of the masked logits: float32, differentiable.
+      alignment: what `is_causal` and `local_window_size` count from where T != S: "top_left", the first query and
+        the first key, or "bottom_right", the last of both, as for new queries on a cache of keys (T <= S).
       deterministic: whether equal operands must give equal bits in every run. The output always does; the fastest
         backward pass adds up the query's gradient in whatever order its parts come.
       backend: name of the backend that must run it, or None for the fastest that can.
@@ -466,16 +472,31 @@ def dot_product_attention(
             f"{op}: logits_soft_cap must be positive and finite; got {logits_soft_cap!r}. None turns it off."
         )
 
+    if alignment not in ("top_left", "bottom_right"):
+        raise ValueError(f'{op}: alignment must be "top_left" or "bottom_right"; got {alignment!r}.')
+    window = _window(op, local_window_size)
+    if alignment == "bottom_right" and num_queries != num_keys and (is_causal or window is not None):
+        if num_queries > num_keys:
+            raise ValueError(
+                f'{op}: alignment="bottom_right" needs no more queries than keys; got {num_queries} and {num_keys}. '
+                "Pass the mask itself."
+            )
+        offset = jnp.int32(num_keys - num_queries)
+        # Their places in the sequence are told apart from their index, which the lengths are about.
+        lengths = None if extras.query_lengths is None else extras.query_lengths + offset
+        extras = dataclasses.replace(extras, query_offset=offset, query_lengths=lengths)
+
     static = Attention(
         scale=1.0 / math.sqrt(head_dim) if scale is None else _number(op, "scale", scale),
         causal=bool(is_causal),
-        window=_window(op, local_window_size),
+        window=window,
         soft_cap=soft_cap,
         bias=extras.bias is not None,
         mask=extras.mask is not None,
         query_lengths=extras.query_lengths is not None,
         key_lengths=extras.key_lengths is not None,
         segments=extras.query_segments is not None,
+        query_offset=extras.query_offset is not None,
         deterministic=bool(deterministic),
     )
     out, lse = forward_op(q, k, v, *extras.pack(), static=static, backend=backend)
