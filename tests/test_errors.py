@@ -336,7 +336,7 @@ ATTENTIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "alignment": (
         (Q, K, V),
         dict(is_causal=True, alignment="bottom"),
-        "dot_product_attention[auto]: alignment must be \"top_left\" or \"bottom_right\"; got 'bottom'.",
+        'dot_product_attention[auto]: alignment must be "top_left" or "bottom_right"; got \'bottom\'.',
     ),
     "more queries than keys": (
         (Q, K[:, :3], V[:, :3]),

@@ -141,16 +141,13 @@ def test_dtypes(dtype: str) -> None:
     "schedule",
     [
         dict(block_kv=128),
-        dict(block_kv=128, num_stages=1, overlap=False),
         dict(num_stages=3),
         dict(block_q=128),
-        dict(overlap=False),
         dict(bridge=False),
-        dict(overlap=False, bridge=False),
         dict(num_q_slots=2),
-        dict(num_q_slots=2, overlap=False, bridge=False),
+        dict(num_q_slots=2, bridge=False),
         dict(num_consumers=3),
-        dict(num_consumers=3, overlap=False, bridge=False, num_q_slots=2),
+        dict(num_consumers=3, bridge=False, num_q_slots=2),
     ],
     ids=str,
 )
@@ -319,9 +316,7 @@ def test_everything_at_once(dims: tuple[int, int], causal: bool, offset: int | N
     "schedule",
     [
         dict(block_kv=128),
-        dict(block_kv=128, num_stages=1, overlap=False),
         dict(num_stages=3, num_q_slots=2),
-        dict(overlap=False, bridge=False),
         dict(num_consumers=3),
     ],
     ids=str,
@@ -492,14 +487,11 @@ def test_a_missing_wait_beside_masks_is_noticed(missing: int, monkeypatch: pytes
     assert next(waits) == len(_WAITS_WITH_EDGES)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("missing", ["commit_smem", "wait_smem_to_gmem"])
-def test_a_missing_fence_of_the_forward_kernel_is_noticed(
-    missing: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_fence_of_the_forward_kernel_is_noticed(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plgpu, missing, lambda *args, **kwargs: None)
     with pytest.raises((RaceError, ValueError), match=r"is not ordered|Not all copy_smem_to_gmem"):
-        run_forward(make_spec(264, 264, causal=True), dataclasses.replace(_FORWARD, overlap=overlap))
+        run_forward(make_spec(264, 264, causal=True), _FORWARD)
 
 
 def test_an_output_read_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -822,25 +814,25 @@ def test_refuses_what_has_no_kernel_shape() -> None:
         (
             lambda: attention_forward.Config(block_kv=32),
             "attention_forward[pallas]: block_q and block_kv must be multiples of 64; "
-            "got Config(block_q=64, block_kv=32, num_stages=2, num_q_slots=1, overlap=True, "
+            "got Config(block_q=64, block_kv=32, num_stages=2, num_q_slots=1, "
             "bridge=True, num_consumers=2).",
         ),
         (
             lambda: attention_forward.Config(num_q_slots=0),
-            "attention_forward[pallas]: num_stages and num_q_slots must be at least 1; "
-            "got Config(block_q=64, block_kv=128, num_stages=2, num_q_slots=0, overlap=True, "
+            "attention_forward[pallas]: num_stages must be at least 2 and num_q_slots at least 1; "
+            "got Config(block_q=64, block_kv=128, num_stages=2, num_q_slots=0, "
             "bridge=True, num_consumers=2).",
         ),
         (
             lambda: attention_forward.Config(num_stages=1),
-            "attention_forward[pallas]: overlap needs num_stages of at least 2; "
-            "got Config(block_q=64, block_kv=128, num_stages=1, num_q_slots=1, overlap=True, "
+            "attention_forward[pallas]: num_stages must be at least 2 and num_q_slots at least 1; "
+            "got Config(block_q=64, block_kv=128, num_stages=1, num_q_slots=1, "
             "bridge=True, num_consumers=2).",
         ),
         (
             lambda: attention_forward.Config(num_consumers=4),
             "attention_forward[pallas]: num_consumers must be 2 or 3; "
-            "got Config(block_q=64, block_kv=128, num_stages=2, num_q_slots=1, overlap=True, "
+            "got Config(block_q=64, block_kv=128, num_stages=2, num_q_slots=1, "
             "bridge=True, num_consumers=4).",
         ),
         (

@@ -161,9 +161,7 @@ def test_attention_forward(head_dim: int, causal: bool, length: int, spills: Cal
 @pytest.mark.parametrize(
     "schedule",
     [
-        dict(overlap=False),
         dict(bridge=False),
-        dict(bridge=False, overlap=False),
         dict(num_q_slots=2),
         dict(num_consumers=3, block_kv=64),
     ],
