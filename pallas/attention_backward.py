@@ -34,6 +34,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 from jaxkernels.pallas import attention_backward_fused, attention_backward_wide
 from jaxkernels.pallas.attention_blocks import (
@@ -46,15 +47,19 @@ from jaxkernels.pallas.attention_blocks import (
     ROWS,
     TILE,
     TRANSFORMS,
+    features,
     key_iters,
+    keys_inside,
     mask,
+    may_see_nothing,
     pad_heads,
     padded_head_dims,
+    queries_inside,
     query_offset,
-    unsupported,
     visible_pairs,
 )
-from jaxkernels.specs import AttentionSpec
+from jaxkernels.pallas.attention_blocks import unsupported as _unsupported
+from jaxkernels.specs import MASKED_LOGIT, AttentionSpec
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
@@ -116,12 +121,16 @@ class Config:
             raise ValueError(f"attention_backward[pallas]: split_outputs needs stages of at least 2; got {self}.")
 
 
+def unsupported(spec: AttentionSpec) -> str | None:
+    return _unsupported(spec, ("a local window", "a soft cap", "sequence lengths", "segment ids"))
+
+
 def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
     head_dim = max(spec.q.shape[3], spec.v.shape[3])
     if head_dim <= 64:
         return (Config(dkv_block_q=128, fused=True),)
     if head_dim <= 128:
-        return (Config(fused=not spec.deterministic),)
+        return (Config(fused=not spec.deterministic or bool(features(spec))),)
     dq_stages, dkv_stages = attention_backward_wide.num_stages(spec)
     # Pairs whose blocks of keys differ in length wait for each other; turns then cost less than they gain.
     return (
@@ -139,7 +148,7 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
     """Yields, for the two kernels, blocks whose tiles fit the registers and whose rings fit shared memory.
 
     A single slot, which nothing can be loaded beside, only where two do not fit. The fused kernel up to head dimension
-    128; above it the consumers that share their keys, too.
+    128, alone where there is more than a causal mask; above it the consumers that share their keys, too.
     """
     head_dim, value_dim = padded_head_dims(spec)
     widest = max(head_dim, value_dim)
@@ -153,7 +162,7 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
                 found += [(block, n) for n in fits if n > 1 or 2 not in fits]
         return found
 
-    dq = rings(functools.partial(_dq_smem_bytes, spec), head_dim)
+    dq = [] if features(spec) else rings(functools.partial(_dq_smem_bytes, spec), head_dim)
     dkv = rings(functools.partial(_dkv_smem_bytes, spec), head_dim + value_dim)
     for (dq_block_kv, dq_stages), (dkv_block_q, dkv_stages) in itertools.product(dq, dkv):
         yield Config(dq_block_kv, dq_stages, dkv_block_q, dkv_stages)
@@ -228,14 +237,55 @@ def estimate(spec: AttentionSpec, config: Config) -> float:
 
 def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array):
     """Returns [dq, dk, dv]; the operands end with out, lse, dout, dlse."""
-    *extras, out, lse, dout, dlse = rest
+    if features(spec) and not (config.fused or config.split_outputs):
+        asked = ", ".join(features(spec))
+        raise ValueError(f"attention_backward[pallas]: {asked}: needs fused or split_outputs; got {config}.")
+    *given, out, lse, dout, dlse = rest
+    extras = dict(zip(spec.extra_names, given))
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1) - dlse
+    mean_gradient = None
+    if spec.query_lengths or may_see_nothing(spec):
+        # Whoever sees nothing has no gradients but dV's, P is 0 and so must dS be, whatever was averaged.
+        is_blind = lse <= MASKED_LOGIT / 2
+        if spec.query_lengths:
+            is_query = queries_inside(spec, extras)
+            q, dout = (jnp.where(is_query[:, :, None, None], x, 0) for x in (q, dout))
+            is_blind |= ~is_query[:, :, None]
+        if may_see_nothing(spec):
+            mean_gradient = _mean_gradient(spec, dout, is_blind)
+        lse, delta = jnp.where(is_blind, jnp.inf, lse), jnp.where(is_blind, 0, delta)
+    if spec.key_lengths:
+        is_key = keys_inside(spec, extras)
+        k, v = (jnp.where(is_key[:, :, None, None], x, 0) for x in (k, v))
+    dq, dk, dv = _gradients(spec, config, extras, q, k, v, lse, dout, delta)
+    if mean_gradient is not None:
+        dv = (dv.astype(jnp.float32) + mean_gradient).astype(dv.dtype)
+    return [dq, dk, dv]
+
+
+def _mean_gradient(spec: AttentionSpec, dout: jax.Array, is_blind: jax.Array) -> Float[Array, "B 1 K D"]:
+    """What queries that see no key, padding aside, add to the gradient of every value: they averaged all of them.
+
+    Args:
+      dout: zero in padding.
+    """
+    batch, num_keys, num_kv_heads, value_dim = spec.v.shape
+    summed = jnp.where(is_blind[..., None], dout.astype(jnp.float32), 0).sum(1)
+    return summed.reshape(batch, 1, num_kv_heads, spec.group_size, value_dim).sum(3) / num_keys
+
+
+def _gradients(
+    spec: AttentionSpec, config: Config, extras: dict[str, jax.Array],
+    q: jax.Array, k: jax.Array, v: jax.Array, lse: jax.Array, dout: jax.Array, delta: jax.Array,
+) -> list[jax.Array]:  # fmt: skip
+    """dq, dk and dv, to which queries with an infinite logsumexp add nothing; nothing in padding may be NaN."""
     padded_rows = (0, -q.shape[1] % 8)
     rows = lambda x: jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), padded_rows))
     tiles = [pad_heads(x) for x in (q, k, v, dout)]
-    operands = (*tiles, rows(lse * _LOG2E), rows(delta), *(x.reshape(1) for x in extras))
+    offset = [extras["query_offset"].reshape(1)] if spec.query_offset else []
+    operands = (*tiles, rows(lse * _LOG2E), rows(delta), *offset)
     if config.split_outputs:
-        grads = attention_backward_wide.gradients(spec, config, *operands)
+        grads = attention_backward_wide.gradients(spec, config, extras, *operands[:6])
         return [padded[:, : x.shape[1], :, : x.shape[3]] for padded, x in zip(grads, (q, k, v))]
     padded_q, padded_k, padded_v, _ = tiles
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -245,7 +295,9 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     if config.fused:
-        dq, dk, dv = attention_backward_fused.gradients(spec, config.dkv_block_q, config.dkv_num_stages, operands)
+        dq, dk, dv = attention_backward_fused.gradients(
+            spec, config.dkv_block_q, config.dkv_num_stages, operands[:6], extras
+        )
         dq = (dq * spec.scale).astype(q.dtype)
         return [padded[:, : x.shape[1], :, : x.shape[3]] for padded, x in zip((dq, dk, dv), (q, k, v))]
     dq = plgpu.kernel(

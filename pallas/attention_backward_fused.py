@@ -42,10 +42,18 @@ from jax import lax
 
 from jaxkernels.pallas.attention_blocks import (
     COLUMNS,
-    TILE,
     TRANSFORMS,
     TRANSFORMS_FLOAT32,
+    blocks_of,
+    blocks_within,
+    cap_and_slope,
+    hide_other_segments,
+    hide_unseen,
+    keys_seen_by_any,
+    queries_that_see_all,
+    queries_that_see_any,
     query_offset,
+    segment_query_blocks,
 )
 from jaxkernels.specs import AttentionSpec
 
@@ -78,52 +86,105 @@ def smem_bytes(head_dim: int, value_dim: int, block_q: int, num_stages: int) -> 
 
 
 def gradients(
-    spec: AttentionSpec, block_q: int, num_stages: int, operands: tuple[jax.Array, ...]
+    spec: AttentionSpec,
+    block_q: int,
+    num_stages: int,
+    operands: tuple[jax.Array, ...],
+    extras: dict[str, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns dq / scale in float32, dk and dv of padded operands: q, k, v, dout, lse in base 2, delta, and extras."""
+    """Returns dq / scale in float32, dk and dv of padded operands.
+
+    Args:
+      operands: q, k, v, dout, lse in base 2, infinite where a query adds nothing, and delta.
+      extras: the optional operands by name.
+    """
     q, k, v = operands[:3]
     like = lambda x, dtype=None: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
     num_streams = spec.k.shape[0] * spec.k.shape[2]
     most = _STREAMS_IN_ORDER if spec.deterministic else _STREAMS
     together = next(n for n in range(most, 0, -1) if num_streams % n == 0)
+    is_zeroed = _is_zeroed(spec)
     run = plgpu.kernel(
         functools.partial(_kernel, spec=spec, block_q=block_q, num_stages=num_stages),
-        out_type=[*([like(q, jnp.float32)] if spec.deterministic else []), like(k), like(v)],
+        out_type=[*([] if is_zeroed else [like(q, jnp.float32)]), like(k), like(v)],
         grid=(num_streams // together, pl.cdiv(spec.k.shape[1], KEYS), together),
         grid_names=("group", "kv_block", "stream"),
         num_threads=_PRODUCER_WARPGROUP + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    if spec.deterministic:
-        return run(*operands)
+    inputs = _inputs(spec, block_q, extras)
+    if not is_zeroed:
+        return run(*operands, inputs)
     dq = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
-    dk, dv = run(*operands, dq)
+    dk, dv = run(*operands, inputs, dq)
     return dq[...], dk, dv
 
 
+def _has_gaps(spec: AttentionSpec) -> bool:
+    """Whether there may be blocks of queries that the first block of keys does not visit."""
+    return spec.window is not None or spec.query_lengths or spec.key_lengths or spec.segments
+
+
+def _is_zeroed(spec: AttentionSpec) -> bool:
+    """Whether dQ's sum begins with zeros: else the first block of keys stores what it has."""
+    return not spec.deterministic or _has_gaps(spec)
+
+
+def _inputs(spec: AttentionSpec, block_q: int, extras: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """What the kernel reads beside its operands, by name."""
+    inputs = {name: x.reshape(1) if name == "query_offset" else x for name, x in extras.items()}
+    if spec.segments:
+        first, end, *same_segment = jnp.moveaxis(segment_query_blocks(spec, block_q, KEYS, extras), 2, 0)
+        if spec.deterministic:
+            # So that those who visit a block of queries follow one on the other, and each knows how many come before.
+            first, end = lax.cummin(first, axis=1, reverse=True), lax.cummax(end, axis=1)
+            q_block = jnp.arange(pl.cdiv(spec.q.shape[1], block_q), dtype=jnp.int32)
+            inputs["first_kv_block"] = jnp.sum(end[:, None, :] <= q_block[:, None], axis=2, dtype=jnp.int32)
+        inputs["segment_blocks"] = jnp.stack([first, end, *same_segment], axis=2)
+        whole_blocks = lambda ids, block: jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)))
+        inputs["query_segments"] = whole_blocks(extras["query_segments"], block_q)
+        inputs["key_segments"] = whole_blocks(extras["key_segments"], KEYS)
+    return inputs
+
+
 def _kernel(
-    q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, lse_gmem: Any, delta_gmem: Any, *refs: Any,
-    spec: AttentionSpec, block_q: int, num_stages: int,
+    q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, lse_gmem: Any, delta_gmem: Any, inputs: dict[str, Any],
+    dq_gmem: Any, dk_gmem: Any, dv_gmem: Any, *, spec: AttentionSpec, block_q: int, num_stages: int,
 ) -> None:  # fmt: skip
-    *offset_gmem, dq_gmem, dk_gmem, dv_gmem = refs
     dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
     num_keys, num_heads, group = spec.k.shape[1], spec.q.shape[2], spec.group_size
     stream = lax.axis_index("group") * lax.axis_size("stream") + lax.axis_index("stream")
     batch, kv_head = lax.div(stream, jnp.int32(spec.k.shape[2])), lax.rem(stream, jnp.int32(spec.k.shape[2]))
     kv_block = lax.axis_index("kv_block")
     kv_base = kv_block * KEYS
-    offset = query_offset(offset_gmem)
-    # Blocks of queries that see any of these keys, and of them those that see all; the former are the last ones.
+    offset = query_offset([inputs["query_offset"]] if spec.query_offset else [])
     num_q_blocks = pl.cdiv(spec.q.shape[1], block_q)
-    q_iters = num_unmasked = jnp.int32(num_q_blocks)
-    if spec.causal:
-        from_block = lambda key: jnp.clip(num_q_blocks - lax.div(key - offset, jnp.int32(block_q)), 0, num_q_blocks)
-        q_iters = from_block(jnp.maximum(kv_base, offset))
-        num_unmasked = from_block(jnp.maximum(kv_base + KEYS - 1, offset) + (block_q - 1))
-    if num_keys % KEYS:
-        num_unmasked = jnp.where(kv_base + KEYS > num_keys, 0, num_unmasked)
-    has_masked = spec.causal or num_keys % KEYS != 0
+    key_end = jnp.clip(inputs["key_lengths"][batch], 0, num_keys) if spec.key_lengths else num_keys
+    query_end = spec.q.shape[1] + offset
+    if spec.query_lengths:
+        query_end = jnp.minimum(inputs["query_lengths"][batch], query_end)
+    # Blocks of queries that see any of these keys, and those that see all and need no mask.
+    seeing = queries_that_see_any(spec, kv_base, jnp.minimum(kv_base + KEYS, key_end), offset, query_end)
+    first_block, end_block = blocks_of(seeing[0] - offset, seeing[1] - offset, block_q)
+    seeing = queries_that_see_all(spec, kv_base, kv_base + KEYS, offset, num_q_blocks * block_q + offset)
+    first_whole, end_whole = blocks_within(seeing[0] - offset, seeing[1] - offset, block_q)
+    looks_back = spec.window is not None and spec.window[0] is not None
+    if not (looks_back or spec.query_lengths):
+        end_block = end_whole = num_q_blocks
+    if spec.segments:
+        first, end, first_of_one, end_of_one = (inputs["segment_blocks"][batch, kv_block, i] for i in range(4))
+        first_block, end_block = jnp.maximum(first_block, first), jnp.minimum(end_block, end)
+        first_whole, end_whole = jnp.maximum(first_whole, first_of_one), jnp.minimum(end_whole, end_of_one)
+    q_iters = jnp.maximum(end_block - first_block, 0)
+    is_cut = spec.key_lengths or num_keys % KEYS != 0
+    if spec.key_lengths:
+        q_iters = jnp.where(kv_base < key_end, q_iters, 0)
+    # Counted from the last block.
+    first_unmasked, end_unmasked = end_block - end_whole, end_block - first_whole
+    if is_cut:
+        end_unmasked = jnp.where(kv_base + KEYS > key_end, 0, end_unmasked)
+    masks_places = spec.causal or spec.window is not None or is_cut
     num_steps = group * q_iters
     added: Any = None
     if spec.deterministic:
@@ -139,12 +200,23 @@ def _kernel(
 
     def queries_of(place: Any) -> tuple[Any, Any]:
         """The head, and the block of its queries."""
-        return kv_head * group + place[0], num_q_blocks - 1 - place[1]
+        return kv_head * group + place[0], end_block - 1 - place[1]
 
     def counter_of(place: Any) -> Any:
         """The semaphore that counts what has been added to a block of dQ."""
         head, q_block = queries_of(place)
         return (batch * num_heads + head) * num_q_blocks + q_block
+
+    def rank_of(place: Any) -> Any:
+        """How many blocks of keys add to a block of dQ before this one."""
+        if not _has_gaps(spec):
+            return kv_block
+        _, q_block = queries_of(place)
+        query = q_block * block_q + offset
+        first, _ = blocks_of(*keys_seen_by_any(spec, query, query + block_q, num_keys), KEYS)
+        if spec.segments:
+            first = jnp.maximum(first, inputs["first_kv_block"][batch, q_block])
+        return kv_block - first
 
     def scope(
         k_smem: Any,
@@ -190,11 +262,11 @@ def _kernel(
                 head, q_block = queries_of(place)
                 to = dq_gmem.at[batch, pl.ds(q_block * block_q, block_q), head]
                 plgpu.barrier_wait(dq_full)
-                if spec.deterministic:
+                if _is_zeroed(spec):
+                    plgpu.copy_smem_to_gmem(dq_smem, to, reduction_op="add")
+                else:
                     pl.when(kv_block == 0)(lambda: plgpu.copy_smem_to_gmem(dq_smem, to))
                     pl.when(kv_block > 0)(lambda: plgpu.copy_smem_to_gmem(dq_smem, to, reduction_op="add"))
-                else:
-                    plgpu.copy_smem_to_gmem(dq_smem, to, reduction_op="add")
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(dq_empty)
 
@@ -236,7 +308,8 @@ def _kernel(
                     dq_smem.at[rows, columns][...] = _product((_DQ_PART, _DQ_PART), ds, k_smem.at[:, columns])
                 plgpu.barrier_arrive(ds_empty.at[buffer])
                 if spec.deterministic:
-                    plgpu.semaphore_wait(added.at[counter_of(place)], kv_block, decrement=False, memory_scope="gpu")
+                    counter, rank = counter_of(place), rank_of(place)
+                    plgpu.semaphore_wait(added.at[counter], rank, decrement=False, memory_scope="gpu")
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(dq_full)
                 return advance(place), 1 - buffer
@@ -266,6 +339,28 @@ def _kernel(
                 shape = (_KEYS_PER_CONSUMER, block_q)
                 spread = lambda row: lax.broadcast_in_dim(row, shape, [1])
 
+                def hide(s: jax.Array, i: Any) -> jax.Array:
+                    q_start = (end_block - 1 - i) * block_q
+                    if spec.segments:
+                        key_ids = inputs["key_segments"].at[batch, pl.ds(key_start, _KEYS_PER_CONSUMER)]
+                        query_ids = inputs["query_segments"].at[batch, pl.ds(q_start, block_q)]
+                        s = hide_other_segments(s, key_ids, query_ids, -math.inf)
+                    if not masks_places:
+                        return s
+                    last = key_end if is_cut else None
+                    return hide_unseen(s, spec, q_start + offset, key_start, keys_in_rows=True, key_end=last)
+
+                def probabilities(s: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+                    """P, and what dP - delta is multiplied by: P, times the slope of the cap."""
+                    if spec.soft_cap is None:
+                        p = lax.optimization_barrier(jnp.exp2(s * (spec.scale * _LOG2E) - spread(lse)).astype(dtype))
+                        return p, p
+                    capped, slope = cap_and_slope(s, spec)
+                    p = jnp.exp2(capped - spread(lse))
+                    if masks_places or spec.segments:
+                        p = jnp.where(s == -math.inf, 0.0, p)
+                    return lax.optimization_barrier((p.astype(dtype), (p * slope).astype(dtype)))
+
                 def step(_: Any, carry: Any) -> Any:
                     i, slot, buffer = carry
                     plgpu.barrier_wait(q_full.at[slot])
@@ -273,17 +368,17 @@ def _kernel(
                     s = _product(shape, my_k, q_smem.at[slot].transpose((1, 0)), meanwhile)
                     # To wait for a barrier ends a block of instructions: what comes after is not loaded before.
                     plgpu.barrier_wait(dout_full.at[slot])
-                    if has_masked:
-                        query_start = (num_q_blocks - 1 - i) * block_q + offset
-                        hide = lambda s: _hide(s, spec, query_start, key_start)
-                        s = lax.cond(i >= num_unmasked, hide, lambda s: s, s)
-                    lse = plgpu.load(lse_smem.at[slot], layout=COLUMNS)
-                    p = lax.optimization_barrier(jnp.exp2(s * (spec.scale * _LOG2E) - spread(lse)).astype(dtype))
+                    if masks_places or spec.segments:
+                        is_masked = i >= end_unmasked
+                        if looks_back or spec.segments:
+                            is_masked |= i < first_unmasked
+                        s = lax.cond(is_masked, lambda s: hide(s, i), lambda s: s, s)
+                    p, weights = probabilities(s, plgpu.load(lse_smem.at[slot], layout=COLUMNS))
                     plgpu.wgmma(dv_ref, p, dout_smem.at[slot])
                     dp = _product(shape, my_v, dout_smem.at[slot].transpose((1, 0)))
                     plgpu.barrier_wait(ds_empty.at[buffer])
                     delta = plgpu.load(delta_smem.at[slot], layout=COLUMNS)
-                    ds = (p.astype(jnp.float32) * (dp - spread(delta))).astype(dtype)
+                    ds = (weights.astype(jnp.float32) * (dp - spread(delta))).astype(dtype)
                     plgpu.barrier_arrive(dout_empty.at[slot])
                     ds_smem.at[buffer, my_keys][...] = ds
                     plgpu.commit_smem()
@@ -329,21 +424,6 @@ def _kernel(
         plgpu.Barrier(),
         collective_axes="warpgroup",
     )
-
-
-def _hide(s: jax.Array, spec: AttentionSpec, query_start: Any, key_start: Any) -> jax.Array:
-    """Sets the logits, keys in rows, of keys that a query does not see or that there are not to -inf."""
-    columns = 8
-    rows = plgpu.broadcasted_iota(jnp.int32, (s.shape[0], columns), 0, layout=TILE) + key_start
-    column = plgpu.broadcasted_iota(jnp.int32, (s.shape[0], columns), 1, layout=TILE)
-    unseen_until = rows - query_start - column if spec.causal else jnp.zeros_like(rows)
-    if spec.k.shape[1] % KEYS:
-        unseen_until = jnp.where(rows < spec.k.shape[1], unseen_until, s.shape[1])
-    tiles = [
-        jnp.where(unseen_until <= first, s[:, first : first + columns], -jnp.inf)
-        for first in range(0, s.shape[1], columns)
-    ]
-    return jnp.concatenate(tiles, axis=1)
 
 
 def _product(shape: tuple[int, int], lhs: Any, rhs: Any, meanwhile: Callable[[], None] = lambda: None) -> jax.Array:

@@ -30,11 +30,16 @@ Two CTAs side by side form a cluster and load for each other (`multicast`): in t
 same queries and output gradients; in the second the same keys and values. Alone, a CTA of the first reads 64 KB for
 every 2048 cycles of products at head dimension 256: all SMs together more than L2 gives.
 
+With a window, lengths or segments both kernels walk only the blocks that something may be seen in, and mask those that
+an edge touches. The CTAs of a cluster release each other's slots, and so walk the same blocks: what either of them
+sees. With a soft cap consumer 0 hands over P times the cap's slope, all that dS needs of either.
+
 Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691), appendix B.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -53,10 +58,21 @@ from jaxkernels.pallas.attention_blocks import (
     ROWS,
     TILE,
     TRANSFORMS,
+    blocks_of,
+    blocks_within,
+    cap_and_slope,
+    hide_other_segments,
+    hide_unseen,
     key_iters,
+    keys_seen_by_all,
+    keys_seen_by_any,
     mask,
     padded_head_dims,
+    queries_that_see_all,
+    queries_that_see_any,
     query_offset,
+    segment_key_blocks,
+    segment_query_blocks,
 )
 from jaxkernels.specs import AttentionSpec
 
@@ -105,20 +121,29 @@ def _is_square(spec: AttentionSpec) -> bool:
     return head_dim == value_dim
 
 
-def gradients(spec: AttentionSpec, config: Any, *operands: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def gradients(
+    spec: AttentionSpec, config: Any, extras: dict[str, jax.Array], *operands: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns dq, dk, dv.
 
     Args:
       config: of `attention_backward`.
-      operands: q, k, v, dout, padded to multiples of 64 columns; lse in base 2 and delta, (B, N, T); the queries'
-        offset, where the spec has one.
+      extras: the optional operands by name.
+      operands: q, k, v, dout, padded to multiples of 64 columns; lse in base 2 and delta, (B, N, T). Queries with an
+        infinite lse have no part in any gradient.
     """
     if config.dq_num_stages < _min_dq_stages(spec):
         raise ValueError(
             "attention_backward[pallas]: split_outputs needs dq_num_stages of at least 3 where keys and values are "
             f"equally wide, as they share a ring; got {config}."
         )
+    if config.workspace_bytes and not _is_plain(spec):
+        raise ValueError(
+            "attention_backward[pallas]: workspace_bytes must be 0 with a window, lengths or segments, as of dS only "
+            f"what some query sees is written; got {config}."
+        )
     q, k, v, *_ = operands
+    inputs = _inputs(spec, config, extras)
     num_ctas = _num_ctas(config)
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     params: dict[str, Any] = dict(
@@ -142,8 +167,8 @@ def gradients(spec: AttentionSpec, config: Any, *operands: jax.Array) -> tuple[j
             grid=(q.shape[2], pl.cdiv(spec.q.shape[1], num_ctas * NUM_CONSUMERS * _ROWS_PER_CONSUMER), q.shape[0]),
             grid_names=("head", "q_block", "batch"),
             **params,
-        )(*operands)
-        dk, dv = plgpu.kernel(dkv, out_type=[like(k), like(v)], **dkv_grid(streams), **params)(*operands)
+        )(*operands, inputs)
+        dk, dv = plgpu.kernel(dkv, out_type=[like(k), like(v)], **dkv_grid(streams), **params)(*operands, inputs)
         return dq, dk, dv
     count = _streams_at_a_time(spec, config)
     num_columns = spec.q.shape[1] + -spec.q.shape[1] % _ROWS_PER_CONSUMER
@@ -154,7 +179,7 @@ def gradients(spec: AttentionSpec, config: Any, *operands: jax.Array) -> tuple[j
         now = min(count, streams - first)
         plgpu.kernel(
             functools.partial(dkv, first_stream=first), out_type=[], **dkv_grid(now), **params
-        )(*operands, ds, dk, dv)  # fmt: skip
+        )(*operands, inputs, ds, dk, dv)  # fmt: skip
         plgpu.kernel(
             functools.partial(_product_kernel, spec=spec, config=config, first_stream=first),
             out_type=[],
@@ -165,8 +190,21 @@ def gradients(spec: AttentionSpec, config: Any, *operands: jax.Array) -> tuple[j
             ),
             grid_names=("outer", "q_block", "inner"),
             **product_params,
-        )(k, *operands[6:], ds, dq)
+        )(k, inputs, ds, dq)
     return dq[...], dk[...], dv[...]
+
+
+def _inputs(spec: AttentionSpec, config: Any, extras: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """What the kernels read beside the arrays of `gradients`, by name."""
+    inputs = {name: x.reshape(1) if name == "query_offset" else x for name, x in extras.items()}
+    if spec.segments:
+        rows = _num_ctas(config) * _ROWS_PER_CONSUMER
+        inputs["key_blocks"] = segment_key_blocks(spec, NUM_CONSUMERS * rows, config.dq_block_kv, extras)
+        inputs["query_blocks"] = segment_query_blocks(spec, config.dkv_block_q, rows, extras)
+        whole_blocks = lambda ids, block: jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)))
+        inputs["query_segments"] = whole_blocks(extras["query_segments"], NUM_CONSUMERS * rows)
+        inputs["key_segments"] = whole_blocks(extras["key_segments"], rows)
+    return inputs
 
 
 def _streams_at_a_time(spec: AttentionSpec, config: Any) -> int:
@@ -179,6 +217,118 @@ def _streams_at_a_time(spec: AttentionSpec, config: Any) -> int:
     if fit >= batch:
         return min(fit // batch, num_kv_heads) * batch
     return next(n for n in range(max(fit, 1), 0, -1) if batch % n == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Range:
+    """Blocks from `first` to `end`, at least one: what any row of a cluster sees, so that its CTAs walk the same.
+
+    Attributes:
+      clear: the first, and one behind the last, in which each row of a consumer sees everything; None: `mask` tells.
+    """
+
+    first: Any
+    end: Any
+    clear: tuple[Any, Any] | None = None
+
+    @classmethod
+    def intersection(cls, seen: Any, clear: Any, segments: list[Any], num_blocks: int) -> _Range:
+        """Of what places and lengths leave, and of what the segments leave: four numbers, or none."""
+        (first, end), (first_clear, end_clear) = seen, clear
+        if segments:
+            first, end = jnp.maximum(first, segments[0]), jnp.minimum(end, segments[1])
+            first_clear, end_clear = jnp.maximum(first_clear, segments[2]), jnp.minimum(end_clear, segments[3])
+        first = jnp.minimum(first, num_blocks - 1)
+        return cls(first, jnp.maximum(end, first + 1), (first_clear, end_clear))
+
+    def hide(self, s: jax.Array, block: Any, mask: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Masks a block that an edge touches."""
+        assert self.clear is not None
+        return lax.cond((block >= self.clear[0]) & (block < self.clear[1]), lambda s: s, mask, s)
+
+
+def _queries_of_keys(spec: AttentionSpec, config: Any, inputs: dict[str, Any], batch: Any, start: Any) -> _Range:
+    """The blocks of queries for a CTA's keys, in the first kernel; the cluster's begin at `start`."""
+    block_q, rows = config.dkv_block_q, _num_ctas(config) * _ROWS_PER_CONSUMER
+    num_blocks = pl.cdiv(spec.q.shape[1], block_q)
+    offset = _offset(inputs)
+    if _is_plain(spec):
+        first = jnp.int32(0)
+        if spec.causal:
+            # Queries before the cluster's first key see none of it.
+            first = jnp.minimum(lax.div(jnp.maximum(start - offset, 0), jnp.int32(block_q)), num_blocks - 1)
+        return _Range(first, num_blocks)
+    query_end, key_end = _ends(spec, inputs, batch)
+    any_start, any_end = queries_that_see_any(spec, start, jnp.minimum(start + rows, key_end), offset, query_end)
+    any_end = jnp.where(start < key_end, any_end, any_start)
+    # Padding adds nothing, behind the queries as little as behind their length: no mask is needed for it.
+    my_start = start + lax.axis_index("cluster") * _ROWS_PER_CONSUMER
+    all_start, all_end = queries_that_see_all(
+        spec, my_start, my_start + _ROWS_PER_CONSUMER, offset, num_blocks * block_q + offset
+    )
+    kv_block = lax.div(start, jnp.int32(rows))
+    segments = [inputs["query_blocks"][batch, kv_block, i] for i in range(4)] if spec.segments else []
+    return _Range.intersection(
+        blocks_of(any_start - offset, any_end - offset, block_q),
+        blocks_within(all_start - offset, all_end - offset, block_q),
+        segments,
+        num_blocks,
+    )
+
+
+def _keys_of_queries(
+    spec: AttentionSpec, config: Any, inputs: dict[str, Any], batch: Any, start: Any, consumer: Any
+) -> _Range:
+    """The blocks of keys for a consumer's queries, in the second kernel; the cluster's begin at `start`."""
+    block_kv, rows = config.dq_block_kv, _num_ctas(config) * NUM_CONSUMERS * _ROWS_PER_CONSUMER
+    offset = _offset(inputs)
+    if _is_plain(spec):
+        return _Range(0, key_iters(spec, start + rows + offset, block_kv))
+    query_end, key_end = _ends(spec, inputs, batch)
+    q_block, start = lax.div(start, jnp.int32(rows)), start + offset
+    end = jnp.minimum(start + rows, query_end)
+    any_start, any_end = keys_seen_by_any(spec, start, end, key_end)
+    any_end = jnp.where(start < end, any_end, any_start)
+    my_start = start + (lax.axis_index("cluster") * NUM_CONSUMERS + consumer) * _ROWS_PER_CONSUMER
+    clear = keys_seen_by_all(spec, my_start, my_start + _ROWS_PER_CONSUMER, key_end)
+    segments = [inputs["key_blocks"][batch, q_block, i] for i in range(4)] if spec.segments else []
+    return _Range.intersection(
+        blocks_of(any_start, any_end, block_kv),
+        blocks_within(*clear, block_kv),
+        segments,
+        pl.cdiv(spec.k.shape[1], block_kv),
+    )
+
+
+def _is_plain(spec: AttentionSpec) -> bool:
+    """Whether nothing but a causal mask hides keys."""
+    return not (spec.window or spec.query_lengths or spec.key_lengths or spec.segments)
+
+
+def _offset(inputs: dict[str, Any]) -> Any:
+    return query_offset([inputs["query_offset"]] if "query_offset" in inputs else [])
+
+
+def _ends(spec: AttentionSpec, inputs: dict[str, Any], batch: Any) -> tuple[Any, Any]:
+    """Where the queries end, a place in the sequence, and the keys."""
+    query_end, key_end = spec.q.shape[1] + _offset(inputs), jnp.int32(spec.k.shape[1])
+    if spec.query_lengths:
+        query_end = jnp.clip(inputs["query_lengths"][batch], 0, query_end)
+    if spec.key_lengths:
+        key_end = jnp.clip(inputs["key_lengths"][batch], 0, key_end)
+    return query_end, key_end
+
+
+def _probabilities(
+    s: jax.Array, lse: jax.Array, spec: AttentionSpec, spread: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """P, and what dP - delta is multiplied by: P, with a soft cap times its slope."""
+    if spec.soft_cap is None:
+        p = jnp.exp2(s * (spec.scale * _LOG2E) - spread(lse))
+        return p, p
+    capped, slope = cap_and_slope(s, spec)
+    p = jnp.where(s == -math.inf, 0.0, jnp.exp2(capped - spread(lse)))
+    return p, p * slope
 
 
 def _num_ctas(config: Any) -> int:
@@ -229,11 +379,11 @@ def _leave(cluster_done: Any) -> None:
 
 
 def _dkv_kernel(
-    q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, lse_gmem: Any, delta_gmem: Any, *refs: Any,
-    spec: AttentionSpec, config: Any, first_stream: int = 0,
+    q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, lse_gmem: Any, delta_gmem: Any,
+    inputs: dict[str, Any], *refs: Any, spec: AttentionSpec, config: Any, first_stream: int = 0,
 ) -> None:  # fmt: skip
-    *offset_gmem, dk_gmem, dv_gmem = refs
-    ds_gmem = offset_gmem.pop() if config.workspace_bytes else None
+    *ds_gmems, dk_gmem, dv_gmem = refs
+    ds_gmem = ds_gmems[0] if config.workspace_bytes else None
     dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
     block_q, block_kv, num_slots = config.dkv_block_q, _ROWS_PER_CONSUMER, config.dkv_num_stages
     shared = ("cluster",) if config.multicast else None
@@ -276,13 +426,9 @@ def _dkv_kernel(
         cluster_base = lax.axis_index("kv_block") * (_num_ctas(config) * block_kv)
         kv_base = cluster_base + lax.axis_index("cluster") * block_kv
         keys = (batch, pl.ds(kv_base, block_kv), kv_head)
-        offset = query_offset(offset_gmem)
-        num_q_blocks = pl.cdiv(spec.q.shape[1], block_q)
-        first = jnp.int32(0)
-        if spec.causal:
-            # Queries before the cluster's first key see none of it. One block is visited in any case.
-            first = jnp.minimum(lax.div(jnp.maximum(cluster_base - offset, 0), jnp.int32(block_q)), num_q_blocks - 1)
-        q_iters = num_q_blocks - first
+        offset = _offset(inputs)
+        visited = _queries_of_keys(spec, config, inputs, batch, cluster_base)
+        first, q_iters = visited.first, visited.end - visited.first
         steps = spec.group_size * q_iters
         following = functools.partial(_following, num_slots=num_slots)
         next_p_slot = functools.partial(_following, num_slots=_NUM_P_SLOTS)
@@ -323,6 +469,11 @@ def _dkv_kernel(
         await_turn, pass_turn = _turns(turn, warpgroup)
 
         def store(acc: jax.Array, staging: Any, out_gmem: Any) -> None:
+            if spec.key_lengths:
+                # A row without a key has been computed from zeros, with logits that nothing bounds.
+                _, key_end = _ends(spec, inputs, batch)
+                row = plgpu.broadcasted_iota(jnp.int32, acc.shape, 0, layout=TILE)
+                acc = jnp.where(row < key_end - kv_base, acc, 0.0)
             staging[...] = acc.astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(staging, out_gmem.at[keys])
@@ -336,14 +487,28 @@ def _dkv_kernel(
                 plgpu.barrier_wait(q_full.at[slot])
                 plgpu.wgmma(s_ref, k_smem, q_smem.at[slot].transpose((1, 0)))
 
+            def hide(s: jax.Array, block: Any) -> jax.Array:
+                query_start = block * block_q + offset
+                if visited.clear is None:
+                    return mask(s, spec, query_start, kv_base, keys_in_rows=True)
+
+                def hide_any(s: jax.Array) -> jax.Array:
+                    if spec.segments:
+                        key_ids = inputs["key_segments"].at[batch, pl.ds(kv_base, block_kv)]
+                        query_ids = inputs["query_segments"].at[batch, pl.ds(block * block_q, block_q)]
+                        s = hide_other_segments(s, key_ids, query_ids, -math.inf)
+                    return hide_unseen(s, spec, query_start, kv_base, keys_in_rows=True)
+
+                return visited.hide(s, block, hide_any)
+
             def probabilities(s_ref: Any, slot: Any, q_idx: Any, p_slot: Any) -> jax.Array:
-                """P^T, of which consumer 1 gets a copy."""
+                """P^T, of which consumer 1 gets a copy, times the slope of a soft cap."""
                 s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
                 lse = plgpu.load(lse_smem.at[slot], layout=COLUMNS)
-                s = mask(s, spec, (first + q_idx) * block_q + offset, kv_base, keys_in_rows=True)
-                p = jnp.exp2(s * (spec.scale * _LOG2E) - spread(lse)).astype(dtype)
+                p, weights = _probabilities(hide(s, first + q_idx), lse, spec, spread)
+                p, weights = p.astype(dtype), weights.astype(dtype)
                 plgpu.barrier_wait(p_empty.at[p_slot])
-                p_smem.at[p_slot][...] = p
+                p_smem.at[p_slot][...] = weights
                 plgpu.barrier_arrive(p_full.at[p_slot])
                 return p
 
@@ -482,10 +647,9 @@ def _dkv_kernel(
 
 
 def _dq_kernel(
-    q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, lse_gmem: Any, delta_gmem: Any, *refs: Any,
-    spec: AttentionSpec, config: Any,
+    q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, lse_gmem: Any, delta_gmem: Any,
+    inputs: dict[str, Any], dq_gmem: Any, *, spec: AttentionSpec, config: Any,
 ) -> None:  # fmt: skip
-    *offset_gmem, dq_gmem = refs
     dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
     block_q, block_kv, num_slots = _ROWS_PER_CONSUMER, config.dq_block_kv, config.dq_num_stages
     shared = ("cluster",) if config.multicast else None
@@ -526,8 +690,8 @@ def _dq_kernel(
         cta_rows = NUM_CONSUMERS * block_q
         cluster_base = q_block * (_num_ctas(config) * cta_rows)
         q_base = cluster_base + lax.axis_index("cluster") * cta_rows
-        offset = query_offset(offset_gmem)
-        kv_iters = key_iters(spec, cluster_base + _num_ctas(config) * cta_rows + offset, block_kv)
+        offset = _offset(inputs)
+        visited = _keys_of_queries(spec, config, inputs, batch, cluster_base, warpgroup)
         following = functools.partial(_following, num_slots=num_slots)
         # In one ring a block's keys come after its values; in two they have the same place.
         keys_of = following if is_square else (lambda slot: slot)
@@ -554,7 +718,7 @@ def _dq_kernel(
                     plgpu.copy_gmem_to_smem(gmem.at[source], smem.at[slot], full.at[slot], collective_axes=shared)
                 return next_values(v_slot)
 
-            lax.fori_loop(0, kv_iters, load, jnp.int32(0))
+            lax.fori_loop(visited.first, visited.end, load, jnp.int32(0))
 
         @pl.when(warpgroup < NUM_CONSUMERS)
         def _consume() -> None:
@@ -584,20 +748,33 @@ def _dq_kernel(
                 plgpu.wgmma(s_ref, q_smem.at[mine], k_smem.at[keys_of(v_slot)].transpose((1, 0)))
                 pass_turn()
 
+            def hide(s: jax.Array, block: Any) -> jax.Array:
+                if visited.clear is None:
+                    return mask(s, spec, my_q + offset, block * block_kv)
+
+                def hide_any(s: jax.Array) -> jax.Array:
+                    if spec.segments:
+                        query_ids = inputs["query_segments"].at[batch, pl.ds(my_q, block_q)]
+                        key_ids = inputs["key_segments"].at[batch, pl.ds(block * block_kv, block_kv)]
+                        s = hide_other_segments(s, query_ids, key_ids, -math.inf)
+                    key_end = _ends(spec, inputs, batch)[1] if spec.key_lengths else None
+                    return hide_unseen(s, spec, my_q + offset, block * block_kv, key_end=key_end)
+
+                return visited.hide(s, block, hide_any)
+
             def logit_gradients(dp_ref: Any, s_ref: Any, v_slot: Any, block: Any) -> jax.Array:
                 plgpu.wgmma_wait(1)
                 plgpu.barrier_arrive(v_empty.at[v_slot])
                 s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
                 dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=None)
-                s = mask(s, spec, my_q + offset, block * block_kv)
-                p = jnp.exp2(s * (spec.scale * _LOG2E) - spread(lse))
-                return (p * (dp - spread(delta))).astype(dtype)
+                _, weights = _probabilities(hide(s, block), lse, spec, spread)
+                return (weights * (dp - spread(delta))).astype(dtype)
 
             def accumulate(dq_ref: Any) -> None:
                 def first_step(dp_ref: Any, s_ref: Any) -> jax.Array:
                     await_turn()
                     multiply(dp_ref, s_ref, jnp.int32(0))
-                    return logit_gradients(dp_ref, s_ref, jnp.int32(0), jnp.int32(0))
+                    return logit_gradients(dp_ref, s_ref, jnp.int32(0), jnp.int32(visited.first))
 
                 def step(block: Any, carry: Any) -> Any:
                     """dS of this block, and dQ with the one of the block before."""
@@ -616,7 +793,7 @@ def _dq_kernel(
 
                 logits = plgpu.ACC((block_q, block_kv), jnp.float32)
                 carry = pl.run_scoped(first_step, logits, logits), jnp.int32(0)
-                ds, v_slot = lax.fori_loop(1, kv_iters, step, carry)
+                ds, v_slot = lax.fori_loop(visited.first + 1, visited.end, step, carry)
                 await_turn()
                 plgpu.wgmma(dq_ref, ds, k_smem.at[keys_of(v_slot)])
                 pass_turn()
@@ -634,11 +811,11 @@ def _dq_kernel(
 
 
 def _product_kernel(
-    k_gmem: Any, *refs: Any, spec: AttentionSpec, config: Any, first_stream: int
+    k_gmem: Any, inputs: dict[str, Any], ds_gmem: Any, dq_gmem: Any, *, spec: AttentionSpec, config: Any,
+    first_stream: int,
 ) -> None:  # fmt: skip
     """dQ = c dS K, of the heads whose dS^T is in memory. A consumer reads none that was not written: keys that none of
     its queries sees."""
-    *offset_gmem, ds_gmem, dq_gmem = refs
     dtype, head_dim = k_gmem.dtype, k_gmem.shape[3]
     block_q, block_kv, num_slots = _ROWS_PER_CONSUMER, _ROWS_PER_CONSUMER, _PRODUCT_STAGES
     cta_rows = _PRODUCT_CONSUMERS * block_q
@@ -666,7 +843,7 @@ def _product_kernel(
         q_block = lax.axis_size("q_block") - 1 - q_block if spec.causal else q_block
         cluster_base = q_block * (_num_ctas(config) * cta_rows)
         q_base = cluster_base + lax.axis_index("cluster") * cta_rows
-        offset = query_offset(offset_gmem)
+        offset = _offset(inputs)
         kv_iters = key_iters(spec, cluster_base + _num_ctas(config) * cta_rows + offset, block_kv)
         following = functools.partial(_following, num_slots=num_slots)
 

@@ -12,7 +12,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 from jaxkernels.specs import AttentionSpec
 
@@ -31,19 +31,25 @@ __all__ = [
     "blocks_of",
     "blocks_within",
     "cap",
+    "cap_and_slope",
+    "features",
     "hide_other_segments",
     "hide_unseen",
     "key_iters",
+    "keys_inside",
     "keys_seen_by_all",
     "keys_seen_by_any",
     "mask",
     "may_see_nothing",
     "pad_heads",
     "padded_head_dims",
+    "queries_inside",
     "queries_that_see_all",
     "queries_that_see_any",
     "query_offset",
     "segment_blocks",
+    "segment_key_blocks",
+    "segment_query_blocks",
     "unsupported",
     "visible_pairs",
 ]
@@ -73,13 +79,9 @@ COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 UNSEEN_LOGIT = -(2.0**100)
 
 
-def unsupported(spec: AttentionSpec, handled: Collection[str] = ()) -> str | None:
-    """Why a pass that handles the features named in `handled`, beside the causal mask, cannot run the spec."""
-    if not spec.target.is_hopper:
-        return f"needs a GPU of compute capability 9.0 (Hopper), the target is {spec.target}"
-    if spec.q.dtype not in _DTYPES:
-        return f"takes bfloat16 or float16, not {spec.q.dtype}"
-    features = {
+def features(spec: AttentionSpec) -> list[str]:
+    """What the spec asks for that not every pass handles, by name."""
+    asked = {
         "a bias": spec.bias is not None,
         "a dense mask": spec.mask is not None,
         "a local window": spec.window is not None,
@@ -87,8 +89,16 @@ def unsupported(spec: AttentionSpec, handled: Collection[str] = ()) -> str | Non
         "sequence lengths": spec.query_lengths or spec.key_lengths,
         "segment ids": spec.segments,
     }
-    assert set(handled) <= set(features)
-    if missing := [name for name, asked in features.items() if asked and name not in handled]:
+    return [name for name, is_asked in asked.items() if is_asked]
+
+
+def unsupported(spec: AttentionSpec, handled: Collection[str] = ()) -> str | None:
+    """Why a pass that handles the features named in `handled`, beside the causal mask, cannot run the spec."""
+    if not spec.target.is_hopper:
+        return f"needs a GPU of compute capability 9.0 (Hopper), the target is {spec.target}"
+    if spec.q.dtype not in _DTYPES:
+        return f"takes bfloat16 or float16, not {spec.q.dtype}"
+    if missing := [name for name in features(spec) if name not in handled]:
         return f"does not handle {', '.join(missing)} yet"
     if spec.scale <= 0:
         return f"needs a positive scale, got {spec.scale}"
@@ -200,13 +210,67 @@ def may_see_nothing(spec: AttentionSpec) -> bool:
     return spec.key_lengths or spec.segments or is_left_behind
 
 
+def queries_inside(spec: AttentionSpec, extras: dict[str, jax.Array]) -> Bool[Array, "B T"]:
+    """Which queries are not padding."""
+    batch, num_queries = spec.q.shape[:2]
+    if not spec.query_lengths:
+        return jnp.ones((batch, num_queries), bool)
+    place = jnp.arange(num_queries, dtype=jnp.int32) + extras.get("query_offset", 0)
+    return place < extras["query_lengths"][:, None]
+
+
+def keys_inside(spec: AttentionSpec, extras: dict[str, jax.Array]) -> Bool[Array, "B S"]:
+    """Which keys are not padding."""
+    batch, num_keys = spec.k.shape[:2]
+    if not spec.key_lengths:
+        return jnp.ones((batch, num_keys), bool)
+    return jnp.arange(num_keys, dtype=jnp.int32) < extras["key_lengths"][:, None]
+
+
+def _pairs_of_blocks(
+    spec: AttentionSpec, block_q: int, block_kv: int, extras: dict[str, jax.Array]
+) -> tuple[Bool[Array, "B Q K"], Bool[Array, "B Q K"]]:
+    """Which blocks of queries and of keys may share a segment, and which are of one and the same.
+
+    They may share one where the spans of their ids meet: of documents packed one after the other those are the ones
+    that do.
+    """
+
+    def spans(ids: jax.Array, is_real: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+        """The least and the largest id of each block; the wrong way round where there is none."""
+        info = jnp.iinfo(jnp.int32)
+
+        def blocks(filler: int) -> jax.Array:
+            filled = jnp.where(is_real, ids, filler)
+            padded = jnp.pad(filled, ((0, 0), (0, -ids.shape[1] % block)), constant_values=filler)
+            return padded.reshape(ids.shape[0], -1, block)
+
+        return blocks(int(info.max)).min(2), blocks(int(info.min)).max(2)
+
+    query_spans = spans(extras["query_segments"], queries_inside(spec, extras), block_q)
+    key_spans = spans(extras["key_segments"], keys_inside(spec, extras), block_kv)
+    least_query, largest_query = (x[:, :, None] for x in query_spans)
+    least_key, largest_key = (x[:, None, :] for x in key_spans)
+    meets = (least_key <= largest_query) & (largest_key >= least_query)
+    is_one = (least_query == largest_query) & (least_key == largest_key) & (least_key == least_query)
+    return meets, is_one
+
+
+def _spans_of_blocks(meets: Bool[Array, "B X Y"], is_one: Bool[Array, "B X Y"]) -> list[Int32[Array, "B X"]]:
+    """Along Y: the first block that meets and the end of these, the first of a run that is one, and the run's end."""
+    num_blocks = meets.shape[2]
+    block = jnp.arange(num_blocks, dtype=jnp.int32)
+    first = jnp.min(jnp.where(meets, block, num_blocks), axis=2)
+    end = jnp.max(jnp.where(meets, block + 1, 0), axis=2)
+    first_of_one = jnp.min(jnp.where(is_one, block, num_blocks), axis=2)
+    ends_run = ~is_one & (block > first_of_one[:, :, None])
+    return [first, end, first_of_one, jnp.min(jnp.where(ends_run, block, num_blocks), axis=2)]
+
+
 def segment_blocks(
     spec: AttentionSpec, block_q: int, block_kv: int, extras: dict[str, jax.Array]
 ) -> Int32[Array, "B Q 5"]:
     """What the segments leave of the keys, for each block of queries; computed by XLA before the kernel.
-
-    A block of keys may share a segment with one of queries where the spans of their ids meet: of documents packed one
-    after the other those are the ones that do.
 
     Args:
       extras: the optional operands by name.
@@ -216,49 +280,37 @@ def segment_blocks(
       blocks in which all ids are those of the queries, and the run's end; whether some query, not padding, may see no
       key at all. Whether it sees itself decides that where there are as many keys as queries.
     """
+    spans = _spans_of_blocks(*_pairs_of_blocks(spec, block_q, block_kv, extras))
     query_ids, key_ids = extras["query_segments"], extras["key_segments"]
     (batch, num_queries), num_keys = query_ids.shape, key_ids.shape[1]
     place = jnp.arange(num_queries, dtype=jnp.int32) + extras.get("query_offset", 0)
-    key = jnp.arange(num_keys, dtype=jnp.int32)
-    key_end = extras.get("key_lengths", jnp.full((batch,), num_keys, jnp.int32))[:, None]
-    is_key = jnp.broadcast_to(key < key_end, (batch, num_keys))
-    is_query = jnp.ones(query_ids.shape, bool)
-    if spec.query_lengths:
-        is_query = place < extras["query_lengths"][:, None]
-
-    def spans(ids: jax.Array, is_real: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-        """The least and the largest id of each block; the wrong way round where there is none."""
-        info = jnp.iinfo(jnp.int32)
-
-        def blocks(filler: int) -> jax.Array:
-            filled = jnp.where(is_real, ids, filler)
-            padded = jnp.pad(filled, ((0, 0), (0, -ids.shape[1] % block)), constant_values=filler)
-            return padded.reshape(batch, -1, block)
-
-        return blocks(int(info.max)).min(2), blocks(int(info.min)).max(2)
-
-    least_query, largest_query = (x[:, :, None] for x in spans(query_ids, is_query, block_q))
-    least_key, largest_key = (x[:, None, :] for x in spans(key_ids, is_key, block_kv))
-    meets = (least_key <= largest_query) & (largest_key >= least_query)
-    is_one = (least_query == largest_query) & (least_key == largest_key) & (least_key == least_query)
-    num_blocks = meets.shape[2]
-    block = jnp.arange(num_blocks, dtype=jnp.int32)
-    first = jnp.min(jnp.where(meets, block, num_blocks), axis=2)
-    end = jnp.max(jnp.where(meets, block + 1, 0), axis=2)
-    first_of_one = jnp.min(jnp.where(is_one, block, num_blocks), axis=2)
-    ends_run = ~is_one & (block > first_of_one[:, :, None])
-    end_of_one = jnp.min(jnp.where(ends_run, block, num_blocks), axis=2)
-
+    is_query, is_key = queries_inside(spec, extras), keys_inside(spec, extras)
     if spec.query_offset or num_queries == num_keys:
         own = jnp.clip(place, 0, num_keys - 1)
-        sees = (place < jnp.minimum(key_end, num_keys)) & (query_ids == key_ids[:, own])
+        sees = (place < num_keys) & is_key[:, own] & (query_ids == key_ids[:, own])
     else:
+        key = jnp.arange(num_keys, dtype=jnp.int32)
         start, stop = keys_seen_by_any(spec, place[:, None], place[:, None] + 1, num_keys)
         sees = jnp.any(
             (key >= start) & (key < stop) & is_key[:, None] & (query_ids[:, :, None] == key_ids[:, None]), axis=2
         )
     is_lost = jnp.pad(is_query & ~sees, ((0, 0), (0, -num_queries % block_q))).reshape(batch, -1, block_q).any(2)
-    return jnp.stack([first, end, first_of_one, end_of_one, is_lost], axis=2).astype(jnp.int32)
+    return jnp.stack([*spans, is_lost], axis=2).astype(jnp.int32)
+
+
+def segment_key_blocks(
+    spec: AttentionSpec, block_q: int, block_kv: int, extras: dict[str, jax.Array]
+) -> Int32[Array, "B Q 4"]:
+    """The first four numbers of `segment_blocks`."""
+    return jnp.stack(_spans_of_blocks(*_pairs_of_blocks(spec, block_q, block_kv, extras)), axis=2).astype(jnp.int32)
+
+
+def segment_query_blocks(
+    spec: AttentionSpec, block_q: int, block_kv: int, extras: dict[str, jax.Array]
+) -> Int32[Array, "B K 4"]:
+    """What the segments leave of the queries, for each block of keys: the first four numbers of `segment_blocks`."""
+    pairs = (jnp.swapaxes(x, 1, 2) for x in _pairs_of_blocks(spec, block_q, block_kv, extras))
+    return jnp.stack(_spans_of_blocks(*pairs), axis=2).astype(jnp.int32)
 
 
 def query_offset(offset_gmem: list[Any]) -> jax.Array:
@@ -310,13 +362,14 @@ def hide_unseen(
     key_start: jax.Array | int,
     *,
     keys_in_rows: bool = False,
-    key_end: jax.Array | None = None,
+    key_end: jax.Array | int | None = None,
     hidden: float = -math.inf,
 ) -> jax.Array:
     """As `mask`, in any block, and with the window and the lengths too: compares every place.
 
     Args:
-      key_end: how many keys there are, where lengths are given.
+      key_end: how many keys there are, where lengths are given. With keys in rows those beyond it are hidden, too, and
+        none if it is None.
       hidden: what hidden logits become. Those beyond the array, which are no keys, become -inf in any case.
     """
     num_keys, columns = spec.k.shape[1], 8
@@ -327,9 +380,13 @@ def hide_unseen(
     seen_from = seen_until = None
     is_ragged = not keys_in_rows and num_keys % s.shape[1] != 0
     if keys_in_rows:
-        ahead = rows + (key_start - query_start) - column
+        rows += key_start
+        ahead = rows - query_start - column
         seen_from = None if right is None else ahead - right if right else ahead
         seen_until = None if left is None else ahead + left
+        if key_end is not None:
+            ahead = jnp.zeros_like(rows) if seen_from is None else seen_from
+            seen_from = jnp.where(rows < key_end, ahead, s.shape[1])
     else:
         last_seen = None
         if right is not None:
@@ -364,13 +421,16 @@ def hide_unseen(
     return jnp.concatenate([show(first) for first in range(0, s.shape[1], columns)], axis=1)
 
 
-def hide_other_segments(s: jax.Array, query_ids: Any, key_ids: Any, hidden: float) -> jax.Array:
-    """Hides the logits of queries (rows) and keys (columns) whose ids differ; takes references to the block's ids."""
+def hide_other_segments(s: jax.Array, row_ids: Any, column_ids: Any, hidden: float) -> jax.Array:
+    """Hides the logits of rows and columns, queries and keys or the other way round, whose ids differ.
+
+    Takes references to the block's ids.
+    """
     columns = 8
-    of_rows = lax.broadcast_in_dim(plgpu.load(query_ids, layout=ROWS, optimized=False), (s.shape[0], columns), [0])
+    of_rows = lax.broadcast_in_dim(plgpu.load(row_ids, layout=ROWS, optimized=False), (s.shape[0], columns), [0])
 
     def show(first: int) -> jax.Array:
-        ids = plgpu.load(key_ids.at[pl.ds(first, columns)], layout=COLUMNS, optimized=False)
+        ids = plgpu.load(column_ids.at[pl.ds(first, columns)], layout=COLUMNS, optimized=False)
         of_columns = lax.broadcast_in_dim(ids, (s.shape[0], columns), [1])
         return jnp.where(of_rows == of_columns, s[:, first : first + columns], hidden)
 
@@ -383,7 +443,31 @@ def cap(s: jax.Array, spec: AttentionSpec) -> jax.Array:
     tanh x is 1 - 2 / (1 + e^2x), off by 2^-21 at most; the chip's own tanh is off by 2^-11, which a cap of some tens
     makes a percent of a probability. 1 / x is the square of rsqrt(x): one instruction, where a division is a dozen.
     """
+    return _capped(_inverse(1.0 + jnp.exp2(s * _exponent(spec))), spec)
+
+
+def cap_and_slope(s: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
+    """`cap`, and 1 - tanh² x, the cap's derivative by the scaled logits.
+
+    It is 4 e^2x / (1 + e^2x)²: where tanh is almost 1, the difference has no digits left.
+    """
+    power = jnp.exp2(jnp.minimum(s * _exponent(spec), 60.0))  # Its square is finite; tanh is 1 long before.
+    inverse = _inverse(1.0 + power)
+    return _capped(inverse, spec), 4.0 * power * (inverse * inverse)
+
+
+def _exponent(spec: AttentionSpec) -> float:
+    """2x log2(e) over the logit."""
     assert spec.soft_cap is not None
-    log2e = math.log2(math.e)
-    root = lax.rsqrt(1.0 + jnp.exp2(s * (2.0 * log2e * spec.scale / spec.soft_cap)))
-    return spec.soft_cap * log2e - (2.0 * spec.soft_cap * log2e) * (root * root)
+    return 2.0 * math.log2(math.e) * spec.scale / spec.soft_cap
+
+
+def _inverse(x: jax.Array) -> jax.Array:
+    root = lax.rsqrt(x)
+    return root * root
+
+
+def _capped(inverse: jax.Array, spec: AttentionSpec) -> jax.Array:
+    assert spec.soft_cap is not None
+    most = spec.soft_cap * math.log2(math.e)
+    return most - (2.0 * most) * inverse

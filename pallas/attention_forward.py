@@ -498,7 +498,7 @@ def _kernel(
                 first, end = item.same_segment
                 query_ids = extras["query_segments"].at[item.batch, pl.ds(item.q_base + consumer * block_q, block_q)]
                 key_ids = extras["key_segments"].at[item.batch, pl.ds(block * block_kv, block_kv)]
-                differ = functools.partial(hide_other_segments, query_ids=query_ids, key_ids=key_ids, hidden=hidden)
+                differ = functools.partial(hide_other_segments, row_ids=query_ids, column_ids=key_ids, hidden=hidden)
                 return lax.cond((block >= first) & (block < end), lambda s: s, differ, s)
 
             # The last block is masked whenever it may have to be, the others behind a test.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import re
@@ -13,11 +14,18 @@ import numpy as np
 import pytest
 from cases import random_array
 from interpret import RaceError, interpret
+from interpret.memory import SharedMemory
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from numerics import assert_accurate
 
 from jaxkernels import dispatch, hardware
-from jaxkernels.pallas import attention_backward, attention_backward_wide, attention_blocks, attention_forward
+from jaxkernels.pallas import (
+    attention_backward,
+    attention_backward_fused,
+    attention_backward_wide,
+    attention_blocks,
+    attention_forward,
+)
 from jaxkernels.specs import ArrayType, AttentionSpec
 from jaxkernels.xla import attention_backward as xla_backward
 from jaxkernels.xla import attention_forward as xla_forward
@@ -534,7 +542,7 @@ def test_split_with_grouped_heads(heads: tuple[int, int], dtype: str) -> None:
 
 @pytest.mark.parametrize("offset", [0, 70, 300])
 def test_split_with_a_shard_of_the_queries(offset: int) -> None:
-    check(make_spec(72, 400, causal=True, query_offset=True), backward=_SPLIT, offset=offset)
+    check(make_spec(72, 400, causal=True, query_offset=True), backward=_SPLIT, query_offset=offset)
 
 
 def test_split_with_large_logits() -> None:
@@ -547,6 +555,161 @@ def run_backward(spec: AttentionSpec, config: attention_backward.Config, **setti
     out, lse = xla_forward.run(spec, xla_forward.Config(), q, k, v)
     with interpret(**settings):
         attention_backward.run(spec, config, q, k, v, out, lse, out, lse)
+
+
+_ALONE = dataclasses.replace(_SPLIT, multicast=False)
+
+
+@pytest.mark.parametrize("config", [_ALONE, _SPLIT], ids=["alone", "multicast"])
+@pytest.mark.parametrize("lengths", [(136, 328), (328, 136)], ids=str)
+@pytest.mark.parametrize("window", _WINDOWS, ids=str)
+def test_split_windows(
+    window: tuple[int | None, int | None], lengths: tuple[int, int], config: attention_backward.Config
+) -> None:
+    """Keys and queries that nobody sees, or that see none; CTAs of a pair that see different blocks."""
+    check(make_spec(*lengths, window=window), backward=config)
+
+
+@pytest.mark.parametrize("window", [(70, None), (0, 0)], ids=str)
+def test_split_causal_windows(window: tuple[int, int | None]) -> None:
+    check(make_spec(264, 264, heads=(3, 1), window=window, causal=True), backward=_SPLIT)
+
+
+@pytest.mark.parametrize("offset", [0, 70, 300])
+def test_split_with_a_shard_of_the_queries_in_the_window(offset: int) -> None:
+    check(make_spec(136, 264, window=(70, 40), query_offset=True), backward=_SPLIT, query_offset=offset)
+
+
+@pytest.mark.parametrize("rules", [{}, dict(causal=True), dict(window=(40, 30))], ids=str)
+@pytest.mark.parametrize("given", [("query",), ("key",), ("query", "key")], ids="+".join)
+def test_split_with_sequence_lengths(given: tuple[str, ...], rules: dict[str, Any]) -> None:
+    spec = make_spec(200, 200, batch=5, **{f"{name}_lengths": True for name in given}, **rules)
+    check(spec, backward=_SPLIT, query_lengths=_LENGTHS[::-1], key_lengths=_LENGTHS)
+
+
+@pytest.mark.parametrize("rules", [{}, dict(causal=True)], ids=str)
+@pytest.mark.parametrize("name", _SEGMENTS)
+def test_split_with_segments(name: str, rules: dict[str, Any]) -> None:
+    query_ids, key_ids = _SEGMENTS[name]
+    spec = make_spec(query_ids.shape[1], key_ids.shape[1], batch=2, segments=True, **rules)
+    check(spec, backward=_SPLIT, query_segments=query_ids, key_segments=key_ids)
+
+
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+@pytest.mark.parametrize("scale_queries", [1.0, 100.0])
+def test_split_with_a_soft_cap(cap: float, scale_queries: float) -> None:
+    check(make_spec(72, 136, causal=True, soft_cap=cap), backward=_SPLIT, scale_queries=scale_queries)
+
+
+def test_split_with_capped_dlogits_in_memory() -> None:
+    check(make_spec(136, 200, causal=True, soft_cap=3.0), backward=dataclasses.replace(_SPLIT, workspace_bytes=1))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dims", [(192, 128), (192, 192), (256, 256)], ids=str)
+def test_wide_heads_with_everything_at_once(dims: tuple[int, int], causal: bool) -> None:
+    spec = make_spec(
+        200, 264, heads=(4, 2), dims=dims, batch=2, causal=causal, window=(100, 30), soft_cap=3.0,
+        query_lengths=True, key_lengths=True, segments=True, query_offset=causal,
+    )  # fmt: skip
+    ids, place = _documents(2, 264, 90), 60 * causal
+    check(
+        spec, backward=dispatch.default_config("attention_backward", "pallas", spec), query_lengths=[190, 264],
+        key_lengths=[264, 150], query_offset=place, query_segments=ids[:, place : place + 200], key_segments=ids,
+    )  # fmt: skip
+
+
+def split_gradients(
+    spec: AttentionSpec, config: attention_backward.Config, poisoned: dict[str, slice], **integers: Any
+) -> dict[str, np.ndarray]:
+    """What the two kernels make of NaN in some rows of the values or of the output gradients."""
+    q, k, v = random_operands(spec)
+    operands = dict(q=q, k=k, v=v, dout=random_array(np.random.default_rng(1), q.shape, q.dtype))
+    for name, rows in poisoned.items():
+        operands[name][:, rows] = np.nan
+    rows = np.zeros((*spec.q.shape[:1], *spec.q.shape[2:0:-1]), np.float32)
+    extras = {name: jnp.asarray(integers[name], jnp.int32) for name in spec.extra_names}
+    with interpret():
+        grads = attention_backward_wide.gradients(spec, config, extras, *operands.values(), rows + 5, rows)
+    return {name: np.asarray(x).astype(np.float32) for name, x in zip(("dq", "dk", "dv"), grads)}
+
+
+_HALVES = np.arange(264)[None] // 128
+
+
+@pytest.mark.parametrize(
+    ("rules", "integers", "dout", "values", "clean_keys", "clean_queries"),
+    [
+        (dict(window=(60, None), causal=True), {}, slice(192, 264), slice(0, 64), slice(0, 128), slice(128, 264)),
+        (dict(window=(None, 60)), {}, slice(0, 64), slice(192, 264), slice(128, 264), slice(0, 128)),
+        (dict(key_lengths=True), dict(key_lengths=[120]), slice(0, 0), slice(128, 264), slice(0, 264), slice(0, 264)),
+        (
+            dict(query_lengths=True),
+            dict(query_lengths=[120]),
+            slice(128, 264),
+            slice(0, 0),
+            slice(0, 264),
+            slice(0, 264),
+        ),
+        (
+            dict(segments=True),
+            dict(query_segments=_HALVES, key_segments=_HALVES),
+            slice(0, 128),
+            slice(0, 128),
+            slice(128, 264),
+            slice(128, 264),
+        ),
+    ],
+    ids=["window", "right", "key lengths", "query lengths", "segments"],
+)
+def test_split_kernels_do_not_visit_what_nobody_sees(
+    rules: dict[str, Any], integers: dict[str, Any], dout: slice, values: slice, clean_keys: slice, clean_queries: slice
+) -> None:
+    spec = make_spec(264, 264, **rules)
+    grads = split_gradients(spec, _ALONE, dict(dout=dout), **integers)
+    assert np.isfinite(grads["dv"][:, clean_keys]).all()
+    grads = split_gradients(spec, _ALONE, dict(v=values), **integers)
+    assert np.isfinite(grads["dq"][:, clean_queries]).all()
+
+
+def test_split_kernels_mask_edges_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of keys that end with a block, and of one segment, nothing is hidden: that it would be NaN does not matter."""
+    for name in ("hide_unseen", "hide_other_segments"):
+        monkeypatch.setattr(attention_backward_wide, name, lambda s, *_, **__: jnp.full_like(s, jnp.nan))
+    spec = make_spec(256, 264, key_lengths=True, segments=True)
+    ids = dict(query_segments=np.ones((1, 256)), key_segments=np.ones((1, 264)))
+    grads = split_gradients(spec, _SPLIT, {}, key_lengths=[256], **ids)
+    assert all(np.isfinite(x).all() for x in grads.values())
+    assert not grads["dk"][:, 256:].any()
+    assert grads["dk"][:, :256].any(axis=(2, 3)).all()
+
+
+@pytest.mark.parametrize("taken_for_clear", ["keys_seen_by_all", "queries_that_see_all"])
+def test_the_edges_that_the_split_kernels_mask_matter(taken_for_clear: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_backward_wide, taken_for_clear, lambda spec, *_: (0, 264))
+    with pytest.raises(AssertionError, match="from the reference"):
+        check(make_spec(264, 264, window=(90, 20)), backward=_SPLIT)
+
+
+def test_a_pair_that_walks_different_blocks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = attention_backward_wide._queries_of_keys
+
+    def apart(spec: AttentionSpec, config: Any, inputs: Any, batch: Any, start: Any) -> Any:
+        return together(spec, _ALONE, inputs, batch, start + jax.lax.axis_index("cluster") * 64)
+
+    monkeypatch.setattr(attention_backward_wide, "_queries_of_keys", apart)
+    with pytest.raises((RaceError, TimeoutError, ValueError)):
+        run_backward(make_spec(264, 264, window=(70, 0)), _SPLIT, deadlock_after=3.0)
+
+
+def test_dlogits_are_not_kept_where_blocks_are_skipped() -> None:
+    config = dataclasses.replace(_SPLIT, workspace_bytes=1)
+    message = (
+        "attention_backward[pallas]: workspace_bytes must be 0 with a window, lengths or segments, as of dS only what "
+        f"some query sees is written; got {config}."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check(make_spec(72, 72, window=(3, 0)), backward=config)
 
 
 #: Every wait of the two kernels, in the order in which they are traced; turns are no condition, and nothing else
@@ -617,7 +780,7 @@ def test_split_with_wide_dlogits_in_memory(dims: tuple[int, int]) -> None:
 
 
 def test_split_with_dlogits_of_a_shard_of_the_queries_in_memory() -> None:
-    check(make_spec(72, 400, causal=True, query_offset=True), backward=_KEPT[1], offset=70)
+    check(make_spec(72, 400, causal=True, query_offset=True), backward=_KEPT[1], query_offset=70)
 
 
 @pytest.mark.parametrize(
@@ -670,7 +833,7 @@ def test_fused_with_grouped_heads(heads: tuple[int, int], deterministic: bool) -
 
 @pytest.mark.parametrize("offset", [0, 1, 70, 300])
 def test_fused_on_a_shard_of_the_queries(offset: int) -> None:
-    check(make_spec(72, 200, causal=True, query_offset=True), backward=_FUSED[64], offset=offset)
+    check(make_spec(72, 200, causal=True, query_offset=True), backward=_FUSED[64], query_offset=offset)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -768,6 +931,228 @@ def test_a_sum_that_is_never_announced_is_a_deadlock(monkeypatch: pytest.MonkeyP
         attention_backward.run(spec, _FUSED[64], q, k, v, out, lse, out, lse)
 
 
+_ORDERS = pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
+
+
+@pytest.mark.parametrize("lengths", [(264, 264), (136, 328), (328, 136)], ids=str)
+@pytest.mark.parametrize(
+    ("window", "causal", "deterministic"),
+    [((70, None), True, True), ((None, 40), False, False), ((70, 40), False, True), ((0, 0), False, False)],
+    ids=str,
+)
+def test_fused_with_windows(
+    window: tuple[int | None, int | None], causal: bool, deterministic: bool, lengths: tuple[int, int]
+) -> None:
+    """With 328 queries of 136 keys, the last queries of most windows see none: they add to all values' gradients."""
+    check(make_spec(*lengths, window=window, causal=causal, deterministic=deterministic), backward=_FUSED[64])
+
+
+@pytest.mark.parametrize("offset", [0, 70, 300])
+def test_fused_on_a_shard_that_has_its_place_in_the_window(offset: int) -> None:
+    spec = make_spec(136, 264, window=(70, 40), query_offset=True, deterministic=True)
+    check(spec, backward=_FUSED[64], query_offset=offset)
+
+
+@pytest.mark.parametrize("rules", [dict(causal=True), dict(window=(40, 30))], ids=str)
+@pytest.mark.parametrize("given", [("query",), ("key",), ("query", "key")], ids="+".join)
+@_ORDERS
+def test_fused_with_sequence_lengths(given: tuple[str, ...], rules: dict[str, Any], deterministic: bool) -> None:
+    flags = {f"{name}_lengths": True for name in given}
+    spec = make_spec(200, 200, batch=5, deterministic=deterministic, **flags, **rules)
+    check(spec, backward=_FUSED[64], query_lengths=_LENGTHS[::-1], key_lengths=_LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("name", "rules"),
+    [
+        *((name, {}) for name in _SEGMENTS),
+        ("packed", dict(causal=True)),
+        ("unordered", dict(window=(40, 30))),
+        ("other keys", dict(causal=True)),
+    ],
+    ids=str,
+)
+@_ORDERS
+def test_fused_with_segments(name: str, rules: dict[str, Any], deterministic: bool) -> None:
+    query_ids, key_ids = _SEGMENTS[name]
+    lengths = query_ids.shape[1], key_ids.shape[1]
+    spec = make_spec(*lengths, batch=2, segments=True, deterministic=deterministic, **rules)
+    check(spec, backward=_FUSED[64], query_segments=query_ids, key_segments=key_ids)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+@pytest.mark.parametrize("scale_queries", [1.0, 100.0])
+def test_fused_with_a_soft_cap(cap: float, scale_queries: float, dtype: str) -> None:
+    """Where all logits are at the cap, what is left of the gradients is the slope there."""
+    spec = make_spec(72, 136, causal=dtype == "float16", soft_cap=cap, dtype=dtype)
+    check(spec, backward=_FUSED[64], scale_queries=scale_queries)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 64)], ids=str)
+@pytest.mark.parametrize(("causal", "offset"), [(False, None), (True, 60)], ids=str)
+@_ORDERS
+def test_fused_with_everything_at_once(
+    dims: tuple[int, int], causal: bool, offset: int | None, deterministic: bool
+) -> None:
+    spec = make_spec(
+        200, 264, heads=(4, 2), dims=dims, batch=2, causal=causal, window=(100, 30), soft_cap=3.0, query_lengths=True,
+        key_lengths=True, segments=True, query_offset=offset is not None, deterministic=deterministic,
+    )  # fmt: skip
+    ids, place = _documents(2, 264, 90), offset or 0
+    check(
+        spec, backward=_FUSED[64 if dims[0] == 64 else 128], query_lengths=[190, 264], key_lengths=[264, 150],
+        query_offset=place, query_segments=ids[:, place : place + 200], key_segments=ids,
+    )  # fmt: skip
+
+
+def backward(spec: AttentionSpec, arrays: dict[str, Any], *extras: Any) -> list[np.ndarray]:
+    """dq, dk and dv of the fused kernel, interpreted."""
+    operands = [arrays[name] for name in "qkv"], extras, [arrays[name] for name in ("out", "lse", "dout", "dlse")]
+    with interpret(deadlock_after=3.0):
+        grads = attention_backward.run(spec, _FUSED[64], *map(jnp.asarray, itertools.chain(*operands)))
+        return [np.asarray(x) for x in grads]
+
+
+def residuals(spec: AttentionSpec, *extras: Any) -> dict[str, np.ndarray]:
+    """The operands of the backward pass by name, but for the extras."""
+    q, k, v = random_operands(spec)
+    out, lse = xla_forward.run(spec, xla_forward.Config(), *map(jnp.asarray, (q, k, v, *extras)))
+    rng = np.random.default_rng(1)
+    dout, dlse = random_array(rng, out.shape, out.dtype), random_array(rng, lse.shape, "float32")
+    return dict(q=q, k=k, v=v, out=np.array(out), lse=np.array(lse), dout=dout, dlse=dlse)
+
+
+@pytest.mark.parametrize("rules", [{}, dict(causal=True), dict(window=(40, 30))], ids=str)
+def test_padding_reaches_no_gradient(rules: dict[str, Any]) -> None:
+    spec = make_spec(200, 200, batch=3, query_lengths=True, key_lengths=True, deterministic=True, **rules)
+    query_lengths, key_lengths = np.int32([200, 130, 1]), np.int32([200, 130, 1] if rules else [130, 64, 1])
+    clean = residuals(spec, query_lengths, key_lengths)
+    poisoned = {name: x.copy() for name, x in clean.items()}
+    for name, x in poisoned.items():
+        for b, length in enumerate(key_lengths if name in "kv" else query_lengths):
+            if name != "lse":
+                x[b, length:] = np.nan
+    expected = backward(spec, clean, query_lengths, key_lengths)
+    for x, y in zip(backward(spec, poisoned, query_lengths, key_lengths), expected, strict=True):
+        assert np.isfinite(y.astype(np.float32)).all()
+        np.testing.assert_array_equal(x, y)
+
+
+def test_an_average_of_padding_reaches_no_gradient_but_that_of_values() -> None:
+    """Queries without a key have averaged padding, too: their outputs are NaN, their weights constant."""
+    spec = make_spec(136, 136, batch=2, key_lengths=True, deterministic=True)
+    lengths = np.int32([0, 64])
+    arrays = residuals(spec, lengths)
+    arrays["out"][0] = np.nan
+    arrays["v"][0] = np.nan
+    dq, dk, dv = backward(spec, arrays, lengths)
+    assert not dq[0].any()
+    assert not dk[0].any()
+    mean = arrays["dout"][0].astype(np.float32).sum((0, 1)) / 136
+    np.testing.assert_allclose(dv[0, :, 0].astype(np.float32), np.broadcast_to(mean, (136, 64)), rtol=1e-2)
+    assert np.isfinite(dv[1].astype(np.float32)).all()
+
+
+_DOCUMENTS = np.arange(392)[None] // 128
+
+
+@pytest.mark.parametrize(
+    ("rules", "integers", "poisoned", "clean"),
+    [
+        (dict(window=(60, None), causal=True), {}, slice(256, 392), slice(0, 128)),
+        (dict(window=(None, 60)), {}, slice(0, 128), slice(256, 392)),
+        (dict(causal=True), {}, slice(0, 128), slice(128, 392)),
+        (dict(segments=True), dict(query_segments=_DOCUMENTS, key_segments=_DOCUMENTS), slice(0, 128), slice(128, 392)),
+        (dict(key_lengths=True), dict(key_lengths=[100]), slice(0, 392), slice(128, 392)),
+    ],
+    ids=["window", "right", "causal", "segments", "key lengths"],
+)
+def test_blocks_that_see_no_key_are_not_visited(
+    rules: dict[str, Any], integers: dict[str, Any], poisoned: slice, clean: slice
+) -> None:
+    """Of a block that is visited NaN reaches the gradients of every key: 0 NaN is NaN."""
+    spec = make_spec(392, 392, **rules)
+    extras = [np.int32(integers[name]) for name in spec.extra_names]
+    arrays = residuals(spec, *extras)
+    arrays["dout"][:, poisoned] = np.nan
+    for x in backward(spec, arrays, *extras)[1:]:
+        assert np.isfinite(x[:, clean].astype(np.float32)).all()
+
+
+def test_the_edges_of_the_fused_kernels_mask_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without masked blocks, results are wrong."""
+    everything = lambda spec, key_start, key_end, query_start, query_end: (query_start, query_end)
+    monkeypatch.setattr(attention_backward_fused, "queries_that_see_all", everything)
+    with pytest.raises(AssertionError, match="from the reference"):
+        check(make_spec(264, 264, window=(90, 20)), backward=_FUSED[64])
+
+
+@pytest.mark.parametrize(
+    ("hidden", "rules"),
+    [
+        ("hide_unseen", dict(window=(300, 200))),
+        ("hide_other_segments", dict(segments=True)),
+    ],
+    ids=["window", "segments"],
+)
+def test_blocks_that_see_all_keys_are_not_masked(
+    hidden: str, rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask that hides everything leaves the gradients of keys that are seen by whole blocks as they are."""
+    spec = make_spec(384, 384, **rules)
+    extras = [np.int32(_DOCUMENTS[:, :384])] * (2 if spec.segments else 0)
+    arrays = residuals(spec, *extras)
+    _, dk, _ = backward(spec, arrays, *extras)
+    monkeypatch.setattr(attention_backward_fused, hidden, lambda s, *args, **kwargs: jnp.full_like(s, -jnp.inf))
+    _, masked_dk, _ = backward(spec, arrays, *extras)
+    assert masked_dk[:, 128:256].any()
+    if spec.segments:
+        np.testing.assert_array_equal(masked_dk, dk)
+
+
+_RANKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (dict(window=(150, None), causal=True), {}),
+    (dict(window=(20, 10)), {}),
+    (dict(window=(150, 10), query_offset=True), dict(query_offset=70)),
+    (dict(query_lengths=True, key_lengths=True), dict(query_lengths=[300], key_lengths=[200])),
+    *((dict(segments=True), dict(query_segments=x[0][:1], key_segments=x[1][:1])) for x in _SEGMENTS.values()),
+    (
+        dict(segments=True, window=(150, 40), key_lengths=True),
+        dict(query_segments=_DOCUMENTS % 2, key_segments=_DOCUMENTS % 2, key_lengths=[300]),
+    ),
+]
+
+
+@pytest.mark.parametrize(("rules", "integers"), _RANKED, ids=[*"012345678901", "mixed"])
+def test_blocks_of_keys_add_to_dq_in_turn(
+    rules: dict[str, Any], integers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever adds to a block of dQ waits for as many as come before: 0, 1, 2 and so on, none twice."""
+    ids = [integers[name].shape[1] for name in ("query_segments", "key_segments") if name in integers]
+    spec = make_spec(*(ids or (392, 392)), deterministic=True, **rules)
+    extras = [np.int32(integers[name]) for name in spec.extra_names]
+    ranks: dict[tuple[int, ...], list[int]] = collections.defaultdict(list)
+    wait = SharedMemory.wait_semaphore
+
+    def record(memory: Any, thread: Any, place: tuple[int, ...], value: int, **kwargs: Any) -> None:
+        ranks[place].append(value)
+        wait(memory, thread, place, value, **kwargs)
+
+    monkeypatch.setattr(SharedMemory, "wait_semaphore", record)
+    backward(spec, residuals(spec, *extras), *extras)
+    assert ranks
+    for values in ranks.values():
+        assert sorted(values) == list(range(len(values)))
+
+
+def test_a_rank_that_counts_blocks_that_do_not_come_is_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec(392, 392, window=(20, 10), deterministic=True)
+    monkeypatch.setattr(attention_backward_fused, "keys_seen_by_any", lambda spec, start, end, key_end: (0, key_end))
+    with pytest.raises(TimeoutError, match="deadlock: "):
+        backward(spec, residuals(spec))
+
+
 _BIAS, _MASK = ArrayType((1, 2, 8, 8), jnp.dtype("float32")), ArrayType((1, 1, 8, 8), jnp.dtype("bool"))
 
 
@@ -790,16 +1175,32 @@ def test_refusals(rules: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize(
     ("rules", "reason"),
     [
-        (dict(window=(3, 0)), "does not handle a local window yet"),
-        (dict(soft_cap=3.0, key_lengths=True), "does not handle a soft cap, sequence lengths yet"),
-        (dict(segments=True, mask=_MASK), "does not handle a dense mask, segment ids yet"),
+        (dict(window=(3, 0)), "does not handle a local window at head dimensions above 128 yet"),
+        (
+            dict(soft_cap=3.0, key_lengths=True),
+            "does not handle a soft cap, sequence lengths at head dimensions above 128 yet",
+        ),
+        (dict(segments=True, mask=_MASK), "does not handle a dense mask yet"),
     ],
     ids=["window", "cap and lengths", "segments and mask"],
 )
 def test_what_the_backward_pass_refuses_alone(rules: dict[str, Any], reason: str) -> None:
-    spec = make_spec(8, 8, **rules)
-    assert attention_forward.unsupported(spec) == ("does not handle a dense mask yet" if spec.mask else None)
-    assert attention_backward.unsupported(spec) == reason
+    wide, narrow = make_spec(8, 8, dims=(64, 192), **rules), make_spec(8, 8, dims=(128, 128), **rules)
+    assert attention_backward.unsupported(wide) == reason
+    dense_mask = "does not handle a dense mask yet" if "mask" in rules else None
+    for reason in (attention_forward.unsupported(wide), attention_backward.unsupported(narrow)):
+        assert reason == dense_mask
+
+
+def test_the_two_kernels_refuse_features() -> None:
+    spec = make_spec(8, 8, window=(3, 0), segments=True)
+    message = "attention_backward[pallas]: a local window, segment ids: needs fused or split_outputs; got Config(dq_block_kv=64"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        attention_backward.run(spec, _BACKWARD, *[jnp.zeros((1, 8, 2, 64))] * 9)
+    for deterministic in (False, True):
+        wider = make_spec(8, 8, dims=(128, 128), window=(3, 0), deterministic=deterministic)
+        assert all(config.fused for config in attention_backward.shortlist(wider))
+        assert all(config.fused for config in attention_backward.search_space(wider))
 
 
 def test_refuses_what_has_no_kernel_shape() -> None:

@@ -212,7 +212,7 @@ def _backward_spills(
     rows = ArrayType(spec.q.shape[:3], jnp.dtype(jnp.float32))
     out = ArrayType((*spec.q.shape[:3], spec.v.shape[3]), spec.q.dtype)
     run = functools.partial(attention_backward.run, spec, config)
-    return spills(run, spec.q, spec.k, spec.v, out, rows, out, rows)
+    return spills(run, spec.q, spec.k, spec.v, *extra_types(spec), out, rows, out, rows)
 
 
 #: By head dimension: what spills are places of barriers and of results, a few of which a step reads again.
@@ -228,6 +228,19 @@ def test_attention_backward(head_dim: int, causal: bool, deterministic: bool, sp
     assert max(_backward_spills(spec, config, spills)) <= _ALLOWED[head_dim]
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
+@pytest.mark.parametrize("features", _FEATURES, ids=lambda features: "+".join(features))
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_attention_backward_features(
+    head_dim: int, causal: bool, features: dict[str, Any], deterministic: bool, spills: Callable[..., list[int]]
+) -> None:
+    """What spills is stored before the loop, and a step reads six words of it back."""
+    spec = _attention_spec(head_dim, causal=causal, length=4000, deterministic=deterministic, **features)
+    config = dispatch.default_config("attention_backward", "pallas", spec)
+    assert max(_backward_spills(spec, config, spills)) <= {64: 40, 128: 128}[head_dim]
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dims", [(192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize(
@@ -240,3 +253,15 @@ def test_attention_backward_split(
     spec = dataclasses.replace(spec, v=ArrayType((*spec.v.shape[:3], dims[1]), spec.v.dtype))
     config = dispatch.default_config("attention_backward", "pallas", spec)
     assert max(_backward_spills(spec, dataclasses.replace(config, **schedule), spills)) <= _ALLOWED[dims[0]]
+
+
+@pytest.mark.parametrize("features", _FEATURES, ids=lambda features: "+".join(features))
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256)], ids=str)
+def test_attention_backward_split_features(
+    dims: tuple[int, int], causal: bool, features: dict[str, Any], spills: Callable[..., list[int]]
+) -> None:
+    spec = _attention_spec(dims[0], causal=causal, length=4000, **features)
+    spec = dataclasses.replace(spec, v=ArrayType((*spec.v.shape[:3], dims[1]), spec.v.dtype))
+    config = dispatch.default_config("attention_backward", "pallas", spec)
+    assert max(_backward_spills(spec, config, spills)) <= _ALLOWED[dims[0]]
