@@ -12,7 +12,9 @@ they are the left operands of the last two products. Both kernels sum in a fixed
 are bitwise repeatable. Together they compute 7 products where one kernel needs 5.
 
 Up to head dimension 128 there is one kernel with 5 products (`attention_backward_fused`); where the same bits are asked
-for in every run, only up to 64, as above that its order costs more than the two products.
+for in every run, only up to 64, as above that its order costs more than the two products. It alone handles windows,
+lengths, segments and soft cap. For these XLA takes NaN out of padding before the kernel, makes the logsumexp of queries
+that see no key infinite, and adds what they have averaged to dV.
 
 Above head dimension 128 the two accumulators of kernel 2 no longer fit one warpgroup's registers. There
 both consumers work on the same keys, and one computes dV, the other dK: see `attention_backward_wide`.

@@ -22,6 +22,11 @@ The order of dQ's sum. TMA adds what comes, and the sum's last bits may differ f
 added. The first stores, and nothing need be zeroed. All walk queries from the last, which every block of keys sees:
 whoever comes later is one step behind and stays there.
 
+A causal mask, a window, lengths and segments leave a block of keys one range of blocks of queries. Steps that an edge
+of it touches are masked, in the same loop: of two, ptxas serialises the products. With gaps, blocks of queries that the
+first block of keys does not visit, dQ's sum begins with zeros; those who visit one of them follow one on the other in
+any case, so that each knows its turn. A soft cap's slope multiplies P, which is then kept twice, in 16 bits both.
+
 Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691), appendix B; dQ's own warpgroup after FlashAttention-3's own warp
 (Shah et al. 2024, arXiv:2407.08608), section 3.
 """
