@@ -284,10 +284,10 @@ class AttentionCase:
         """The keyword arguments that are not arrays."""
         return dict(is_causal=self.causal, local_window_size=self.window, logits_soft_cap=self.soft_cap)
 
-    def run(self, operands: dict[str, jax.Array], *, backend: str | None = None) -> tuple[jax.Array, jax.Array]:
-        """The case by this package: (out, lse)."""
+    def run(self, operands: dict[str, jax.Array], **options: Any) -> tuple[jax.Array, jax.Array]:
+        """The case by this package: (out, lse); `options` are more of the function's."""
         attention: Callable[..., Any] = jk.dot_product_attention
-        return attention(**operands, **self.options, return_lse=True, backend=backend)
+        return attention(**operands, **self.options, return_lse=True, **options)
 
 
 def _document_starts(length: int, documents: int) -> tuple[int, ...]:
