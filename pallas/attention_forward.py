@@ -148,11 +148,12 @@ def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
 
 
 def search_space(spec: AttentionSpec) -> Iterator[Config]:
-    """Yields the blocks whose tiles fit the registers and whose rings fit shared memory.
+    """Yields the shortlist, and the blocks whose tiles fit the registers and whose rings fit shared memory.
 
     A second slot for queries beside the usual rings. Items of more than 128 queries and blocks of 192 keys only where
     there are more than 128.
     """
+    yield from shortlist(spec)
     _, value_dim = padded_head_dims(spec)
     num_queries, num_keys = spec.q.shape[1], spec.k.shape[1]
     for num_consumers, block_q, block_kv in itertools.product(_REGISTERS, _BLOCK_QS, _BLOCK_KVS):
