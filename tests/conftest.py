@@ -9,6 +9,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -92,6 +93,20 @@ def opaque(monkeypatch: pytest.MonkeyPatch) -> str:
     for op in OPS:
         monkeypatch.setitem(dispatch.REGISTRY, (op, "opaque"), dispatch.Entry(dispatch.REGISTRY[op, "xla"].module))
     return "opaque"
+
+
+#: Linux allows a process 65,530 mappings of memory, and every program that XLA compiles for the CPU takes several. The
+#: one beyond them ends the process.
+_MANY_MAPPINGS = 30_000
+
+
+@pytest.fixture(autouse=True)
+def forget_programs() -> Iterator[None]:
+    """Drops the compiled programs of the tests before, when they are many."""
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > _MANY_MAPPINGS:
+        jax.clear_caches()
 
 
 @pytest.fixture

@@ -180,6 +180,7 @@ def test_backward_schedules(backward: attention_backward.Config, causal: bool) -
     check(make_spec(200, 264, causal=causal), backward=backward)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("offset", [0, 1, 70, 300])
 def test_a_shard_of_the_queries_counts_from_its_place(offset: int) -> None:
     check(make_spec(72, 200, causal=True, query_offset=True), query_offset=offset)
@@ -242,6 +243,7 @@ def test_windows(window: tuple[int | None, int | None], lengths: tuple[int, int]
     check(make_spec(*lengths, window=window, causal=causal), backward=None)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("offset", [0, 70, 300])
 @pytest.mark.parametrize("window", [(70, None), (70, 40)], ids=str)
 def test_a_shard_of_the_queries_has_its_place_in_the_window(window: tuple[int, int | None], offset: int) -> None:
@@ -251,6 +253,7 @@ def test_a_shard_of_the_queries_has_its_place_in_the_window(window: tuple[int, i
 _LENGTHS = [0, 1, 64, 130, 200]
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("rules", [{}, dict(causal=True), dict(window=(40, 30))], ids=str)
 @pytest.mark.parametrize("given", [("query",), ("key",), ("query", "key")], ids="+".join)
 def test_sequence_lengths(given: tuple[str, ...], rules: dict[str, Any]) -> None:
@@ -258,6 +261,7 @@ def test_sequence_lengths(given: tuple[str, ...], rules: dict[str, Any]) -> None
     check(spec, backward=None, query_lengths=_LENGTHS[::-1], key_lengths=_LENGTHS)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("rules", [{}, dict(causal=True), dict(window=(40, 30))], ids=str)
 def test_padding_reaches_no_result(rules: dict[str, Any], poison: float) -> None:
@@ -289,6 +293,7 @@ _SEGMENTS: dict[str, tuple[np.ndarray, np.ndarray]] = {
 }
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("rules", [dict(causal=True), dict(window=(40, 30))], ids=str)
 @pytest.mark.parametrize("name", _SEGMENTS)
 def test_segments(name: str, rules: dict[str, Any]) -> None:
@@ -303,6 +308,7 @@ def test_soft_cap(cap: float, scale_queries: float) -> None:
     check(make_spec(72, 136, causal=True, soft_cap=cap), backward=None, scale_queries=scale_queries)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (80, 64)], ids=str)
 @pytest.mark.parametrize(("causal", "offset"), [(False, None), (True, 60)])
 def test_everything_at_once(dims: tuple[int, int], causal: bool, offset: int | None) -> None:
@@ -318,6 +324,7 @@ def test_everything_at_once(dims: tuple[int, int], causal: bool, offset: int | N
     )  # fmt: skip
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -340,6 +347,7 @@ def _poisoned(spec: AttentionSpec, keys: slice) -> list[np.ndarray]:
     return [q, k, v]
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize(
     ("rules", "integers", "poisoned", "clean"),
     [
@@ -378,6 +386,7 @@ def _sees(spec: AttentionSpec, i: np.ndarray, j: np.ndarray) -> np.ndarray:
     return sees
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("window", [None, *_WINDOWS], ids=str)
 def test_ranges_are_what_the_masks_say(window: tuple[int | None, int | None] | None, causal: bool) -> None:
@@ -407,6 +416,7 @@ def test_ranges_are_what_the_masks_say(window: tuple[int | None, int | None] | N
         assert attention_blocks.blocks_within(number(17), number(63), 16) == (2, 3)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("rules", [{}, dict(causal=True), dict(window=(40, 30))], ids=str)
 @pytest.mark.parametrize("name", _SEGMENTS)
 def test_segment_blocks_leave_no_key_out(name: str, rules: dict[str, Any]) -> None:
@@ -432,6 +442,7 @@ def test_segment_blocks_leave_no_key_out(name: str, rules: dict[str, Any]) -> No
             assert (first_of_one, end_of_one) == (first, end)
 
 
+@pytest.mark.one_version
 def test_the_edges_of_a_mask_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the masked loops, or with one block too many taken for unmasked, results are wrong."""
     spec = make_spec(264, 264, window=(90, 20))
@@ -441,6 +452,7 @@ def test_the_edges_of_a_mask_matter(monkeypatch: pytest.MonkeyPatch) -> None:
         check(spec, backward=None)
 
 
+@pytest.mark.one_version
 def test_blocks_that_all_see_are_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask that hides everything leaves the blocks in the middle of a window as they are."""
     monkeypatch.setattr(attention_forward, "hide_unseen", lambda s, *args, **kwargs: jnp.full_like(s, -jnp.inf))
@@ -465,6 +477,7 @@ def run_forward(spec: AttentionSpec, config: attention_forward.Config, *extras: 
         attention_forward.run(spec, config, *map(jnp.asarray, (*random_operands(spec), *extras)))
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("missing", range(len(_WAITS)), ids=_WAITS)
 def test_a_missing_wait_of_the_forward_kernel_is_noticed(missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = itertools.count()
@@ -481,6 +494,7 @@ _WAITS_WITH_EDGES += [f"{loop} {what}" for loop in ("masked", "middle", "last ma
 _WAITS_WITH_EDGES += _WAITS[-3:]
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("missing", range(len(_WAITS_WITH_EDGES)), ids=_WAITS_WITH_EDGES)
 def test_a_missing_wait_beside_masks_is_noticed(missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = itertools.count()
@@ -517,6 +531,7 @@ def test_split_lengths(lengths: tuple[int, int], multicast: bool, causal: bool) 
     check(make_spec(*lengths, causal=causal), backward=dataclasses.replace(_SPLIT, multicast=multicast))
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -531,17 +546,20 @@ def test_split_schedules(schedule: dict[str, Any], dims: tuple[int, int]) -> Non
     check(make_spec(264, 264, dims=dims, causal=True), backward=dataclasses.replace(_SPLIT, **schedule))
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("heads", [(2, 2), (3, 1), (4, 2)], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_split_with_grouped_heads(heads: tuple[int, int], dtype: str) -> None:
     check(make_spec(200, 200, heads=heads, batch=2, dtype=dtype, causal=True), backward=_SPLIT)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("offset", [0, 70, 300])
 def test_split_with_a_shard_of_the_queries(offset: int) -> None:
     check(make_spec(72, 400, causal=True, query_offset=True), backward=_SPLIT, query_offset=offset)
 
 
+@pytest.mark.one_version
 def test_split_with_large_logits() -> None:
     check(make_spec(72, 136, causal=True), backward=_SPLIT, scale_queries=200.0)
 
@@ -557,6 +575,7 @@ def run_backward(spec: AttentionSpec, config: attention_backward.Config, **setti
 _ALONE = dataclasses.replace(_SPLIT, multicast=False)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize(("config", "lengths"), [(_ALONE, (136, 328)), (_SPLIT, (328, 136))], ids=["alone", "pairs"])
 @pytest.mark.parametrize("window", _WINDOWS, ids=str)
 def test_split_windows(
@@ -566,16 +585,19 @@ def test_split_windows(
     check(make_spec(*lengths, window=window), backward=config)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("window", [(70, None), (0, 0)], ids=str)
 def test_split_causal_windows(window: tuple[int, int | None]) -> None:
     check(make_spec(264, 264, heads=(3, 1), window=window, causal=True), backward=_SPLIT)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("offset", [0, 70, 300])
 def test_split_with_a_shard_of_the_queries_in_the_window(offset: int) -> None:
     check(make_spec(136, 264, window=(70, 40), query_offset=True), backward=_SPLIT, query_offset=offset)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("rules", [{}, dict(causal=True), dict(window=(40, 30))], ids=str)
 @pytest.mark.parametrize("given", [("query",), ("key",), ("query", "key")], ids="+".join)
 def test_split_with_sequence_lengths(given: tuple[str, ...], rules: dict[str, Any]) -> None:
@@ -583,6 +605,7 @@ def test_split_with_sequence_lengths(given: tuple[str, ...], rules: dict[str, An
     check(spec, backward=_SPLIT, query_lengths=_LENGTHS[::-1], key_lengths=_LENGTHS)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("rules", [{}, dict(causal=True)], ids=str)
 @pytest.mark.parametrize("name", _SEGMENTS)
 def test_split_with_segments(name: str, rules: dict[str, Any]) -> None:
@@ -591,16 +614,19 @@ def test_split_with_segments(name: str, rules: dict[str, Any]) -> None:
     check(spec, backward=_SPLIT, query_segments=query_ids, key_segments=key_ids)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("cap", [0.5, 30.0])
 @pytest.mark.parametrize("scale_queries", [1.0, 100.0])
 def test_split_with_a_soft_cap(cap: float, scale_queries: float) -> None:
     check(make_spec(72, 136, causal=True, soft_cap=cap), backward=_SPLIT, scale_queries=scale_queries)
 
 
+@pytest.mark.one_version
 def test_split_with_capped_dlogits_in_memory() -> None:
     check(make_spec(136, 200, causal=True, soft_cap=3.0), backward=dataclasses.replace(_SPLIT, workspace_bytes=1))
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dims", [(192, 128), (192, 192), (256, 256)], ids=str)
 def test_wide_heads_with_everything_at_once(dims: tuple[int, int], causal: bool) -> None:
@@ -633,6 +659,7 @@ def split_gradients(
 _HALVES = np.arange(264)[None] // 128
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize(
     ("rules", "integers", "dout", "values", "clean_keys", "clean_queries"),
     [
@@ -668,6 +695,7 @@ def test_split_kernels_do_not_visit_what_nobody_sees(
     assert np.isfinite(grads["dq"][:, clean_queries]).all()
 
 
+@pytest.mark.one_version
 def test_split_kernels_mask_edges_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of keys that end with a block, and of one segment, nothing is hidden: that it would be NaN does not matter."""
     for name in ("hide_unseen", "hide_other_segments"):
@@ -680,6 +708,7 @@ def test_split_kernels_mask_edges_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert grads["dk"][:, :256].any(axis=(2, 3)).all()
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("taken_for_clear", ["keys_seen_by_all", "queries_that_see_all"])
 def test_the_edges_that_the_split_kernels_mask_matter(taken_for_clear: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_backward_wide, taken_for_clear, lambda spec, *_: (0, 264))
@@ -687,6 +716,7 @@ def test_the_edges_that_the_split_kernels_mask_matter(taken_for_clear: str, monk
         check(make_spec(264, 264, window=(90, 20)), backward=_SPLIT)
 
 
+@pytest.mark.one_version
 def test_a_pair_that_walks_different_blocks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     together = attention_backward_wide._queries_of_keys
 
@@ -698,6 +728,7 @@ def test_a_pair_that_walks_different_blocks_is_noticed(monkeypatch: pytest.Monke
         run_backward(make_spec(264, 264, window=(70, 0)), _SPLIT, deadlock_after=3.0)
 
 
+@pytest.mark.one_version
 def test_dlogits_are_not_kept_where_blocks_are_skipped() -> None:
     config = dataclasses.replace(_SPLIT, workspace_bytes=1)
     message = (
@@ -719,6 +750,7 @@ _SPLIT_WAITS += ["output gradients for dP", "P", "last queries for dK"]
 _SPLIT_IMPLIED = {"last queries for dK"}
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("missing", sorted(set(_SPLIT_WAITS) - _SPLIT_IMPLIED))
 def test_a_missing_wait_of_the_split_kernels_is_noticed(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = itertools.count()
@@ -731,6 +763,7 @@ def test_a_missing_wait_of_the_split_kernels_is_noticed(missing: str, monkeypatc
         run_backward(make_spec(264, 264), config, deadlock_after=3.0)
 
 
+@pytest.mark.one_version
 def test_the_waits_of_the_split_kernels_are_all_named(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = []
     wait = plgpu.barrier_wait
@@ -739,6 +772,7 @@ def test_the_waits_of_the_split_kernels_are_all_named(monkeypatch: pytest.Monkey
     assert len(waits) == len(_SPLIT_WAITS)
 
 
+@pytest.mark.one_version
 def test_slots_that_a_neighbour_does_not_release_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = lambda config, num_slots, num_consumers=2: plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_slots)
     monkeypatch.setattr(attention_backward_wide, "_empty", alone)
@@ -746,6 +780,7 @@ def test_slots_that_a_neighbour_does_not_release_are_noticed(monkeypatch: pytest
         run_backward(make_spec(264, 264), _SPLIT, deadlock_after=3.0)
 
 
+@pytest.mark.one_version
 def test_gradients_read_too_early_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     load = plgpu.wgmma_accumulator_load
     monkeypatch.setattr(
@@ -759,6 +794,7 @@ def test_gradients_read_too_early_are_noticed(monkeypatch: pytest.MonkeyPatch) -
 _KEPT = [dataclasses.replace(_SPLIT, workspace_bytes=n) for n in (1, 10**9)]
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("lengths", [(128, 128), (200, 264), (1, 130), (63, 301)], ids=str)
 @pytest.mark.parametrize(("config", "causal"), [(_KEPT[0], True), (_KEPT[1], False)], ids=["one head", "all heads"])
 def test_split_with_dlogits_in_memory(
@@ -769,15 +805,18 @@ def test_split_with_dlogits_in_memory(
     check(make_spec(*lengths, heads=(4, 2), batch=2, causal=causal), backward=config)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("dims", [(64, 128), (192, 128), (256, 256)], ids=str)
 def test_split_with_wide_dlogits_in_memory(dims: tuple[int, int]) -> None:
     check(make_spec(136, 72, dims=dims, causal=True), backward=_KEPT[1])
 
 
+@pytest.mark.one_version
 def test_split_with_dlogits_of_a_shard_of_the_queries_in_memory() -> None:
     check(make_spec(72, 400, causal=True, query_offset=True), backward=_KEPT[1], query_offset=70)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize(
     ("fit", "count"), [(0, 1), (1, 1), (3, 2), (4, 4), (5, 4), (9, 8), (99, 8)], ids=lambda n: f"{n}"
 )
@@ -791,6 +830,7 @@ def test_dlogits_of_whole_batches_or_parts_of_one_are_in_memory_together(fit: in
 _PRODUCT_WAITS = ["slots free", "dS and keys", "finished"]
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("missing", _PRODUCT_WAITS)
 def test_a_missing_wait_of_the_product_is_noticed(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = iter([*_SPLIT_WAITS[7:], "slots free", "dS and keys", "dS and keys, not used", "finished"])
@@ -819,6 +859,7 @@ def test_fused_head_dimensions(dims: tuple[int, int], deterministic: bool) -> No
     check(spec, backward=_FUSED[dims[0]])
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
 @pytest.mark.parametrize("heads", [(2, 2), (3, 1), (4, 2)], ids=str)
 def test_fused_with_grouped_heads(heads: tuple[int, int], deterministic: bool) -> None:
@@ -826,16 +867,19 @@ def test_fused_with_grouped_heads(heads: tuple[int, int], deterministic: bool) -
     check(spec, backward=_FUSED[64])
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("offset", [0, 1, 70, 300])
 def test_fused_on_a_shard_of_the_queries(offset: int) -> None:
     check(make_spec(72, 200, causal=True, query_offset=True), backward=_FUSED[64], query_offset=offset)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_fused_with_three_slots(causal: bool) -> None:
     check(make_spec(264, 200, causal=causal), backward=attention_backward.Config(dkv_num_stages=3, fused=True))
 
 
+@pytest.mark.one_version
 def test_fused_ignores_keys_that_there_are_not() -> None:
     """Where all logits are some -300, a key of zeros beyond the last one would have an infinite probability."""
     spec = make_spec(72, 136)
@@ -856,6 +900,7 @@ _FUSED_WAITS = ["queries free", "output gradients free", "dQ full", "dS full", "
 _FUSED_WAITS += ["output gradients", "dS free", "last dS read"]
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("missing", range(len(_FUSED_WAITS)), ids=_FUSED_WAITS)
 def test_a_missing_wait_of_the_fused_kernel_is_noticed(missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec(392, 264, causal=True)
@@ -870,6 +915,7 @@ def test_a_missing_wait_of_the_fused_kernel_is_noticed(missing: int, monkeypatch
     assert next(waits) == len(_FUSED_WAITS)
 
 
+@pytest.mark.one_version
 def test_queries_freed_before_their_product_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec(392, 264)
     rng = np.random.default_rng(0)
@@ -881,6 +927,7 @@ def test_queries_freed_before_their_product_are_noticed(monkeypatch: pytest.Monk
         attention_backward.run(spec, attention_backward.Config(fused=True), q, k, v, out, lse, out, lse)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize(
     ("missing", "config"),
     [
@@ -907,6 +954,7 @@ def test_a_missing_fence_is_noticed(
         attention_backward.run(spec, config, q, k, v, out, lse, out, lse)
 
 
+@pytest.mark.one_version
 def test_a_sum_that_does_not_wait_for_its_turn_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first block of keys stores, the others add: these must come later."""
     spec = make_spec(136, 136, deterministic=True)
@@ -917,6 +965,7 @@ def test_a_sum_that_does_not_wait_for_its_turn_is_noticed(monkeypatch: pytest.Mo
         attention_backward.run(spec, _FUSED[64], q, k, v, out, lse, out, lse)
 
 
+@pytest.mark.one_version
 def test_a_sum_that_is_never_announced_is_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec(136, 136, deterministic=True)
     q, k, v = (jnp.ones(x.shape, x.dtype) for x in (spec.q, spec.k, spec.v))
@@ -929,6 +978,7 @@ def test_a_sum_that_is_never_announced_is_a_deadlock(monkeypatch: pytest.MonkeyP
 _ORDERS = pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("lengths", [(264, 264), (136, 328), (328, 136)], ids=str)
 @pytest.mark.parametrize(
     ("window", "causal", "deterministic"),
@@ -942,12 +992,14 @@ def test_fused_with_windows(
     check(make_spec(*lengths, window=window, causal=causal, deterministic=deterministic), backward=_FUSED[64])
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("offset", [0, 70, 300])
 def test_fused_on_a_shard_that_has_its_place_in_the_window(offset: int) -> None:
     spec = make_spec(136, 264, window=(70, 40), query_offset=True, deterministic=True)
     check(spec, backward=_FUSED[64], query_offset=offset)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("rules", [dict(causal=True), dict(window=(40, 30))], ids=str)
 @pytest.mark.parametrize("given", [("query",), ("key",), ("query", "key")], ids="+".join)
 @_ORDERS
@@ -957,6 +1009,7 @@ def test_fused_with_sequence_lengths(given: tuple[str, ...], rules: dict[str, An
     check(spec, backward=_FUSED[64], query_lengths=_LENGTHS[::-1], key_lengths=_LENGTHS)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize(
     ("name", "rules"),
     [
@@ -975,6 +1028,7 @@ def test_fused_with_segments(name: str, rules: dict[str, Any], deterministic: bo
     check(spec, backward=_FUSED[64], query_segments=query_ids, key_segments=key_ids)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("cap", [0.5, 30.0])
 @pytest.mark.parametrize("scale_queries", [1.0, 100.0])
@@ -984,6 +1038,7 @@ def test_fused_with_a_soft_cap(cap: float, scale_queries: float, dtype: str) -> 
     check(spec, backward=_FUSED[64], scale_queries=scale_queries)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 64)], ids=str)
 @pytest.mark.parametrize(("causal", "offset"), [(False, None), (True, 60)], ids=str)
 @_ORDERS
@@ -1018,6 +1073,7 @@ def residuals(spec: AttentionSpec, *extras: Any) -> dict[str, np.ndarray]:
     return dict(q=q, k=k, v=v, out=np.array(out), lse=np.array(lse), dout=dout, dlse=dlse)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("rules", [{}, dict(causal=True), dict(window=(40, 30))], ids=str)
 def test_padding_reaches_no_gradient(rules: dict[str, Any]) -> None:
     spec = make_spec(200, 200, batch=3, query_lengths=True, key_lengths=True, deterministic=True, **rules)
@@ -1034,6 +1090,7 @@ def test_padding_reaches_no_gradient(rules: dict[str, Any]) -> None:
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.one_version
 def test_an_average_of_padding_reaches_no_gradient_but_that_of_values() -> None:
     """Queries without a key have averaged padding, too: their outputs are NaN, their weights constant."""
     spec = make_spec(136, 136, batch=2, key_lengths=True, deterministic=True)
@@ -1052,6 +1109,7 @@ def test_an_average_of_padding_reaches_no_gradient_but_that_of_values() -> None:
 _DOCUMENTS = np.arange(392)[None] // 128
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize(
     ("rules", "integers", "poisoned", "clean"),
     [
@@ -1075,6 +1133,7 @@ def test_blocks_that_see_no_key_are_not_visited(
         assert np.isfinite(x[:, clean].astype(np.float32)).all()
 
 
+@pytest.mark.one_version
 def test_the_edges_of_the_fused_kernels_mask_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without masked blocks, results are wrong."""
     everything = lambda spec, key_start, key_end, query_start, query_end: (query_start, query_end)
@@ -1083,6 +1142,7 @@ def test_the_edges_of_the_fused_kernels_mask_matter(monkeypatch: pytest.MonkeyPa
         check(make_spec(264, 264, window=(90, 20)), backward=_FUSED[64])
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize(
     ("hidden", "rules"),
     [
@@ -1119,6 +1179,7 @@ _RANKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize(("rules", "integers"), _RANKED, ids=[*"012345678901", "mixed"])
 def test_blocks_of_keys_add_to_dq_in_turn(
     rules: dict[str, Any], integers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -1141,6 +1202,7 @@ def test_blocks_of_keys_add_to_dq_in_turn(
         assert sorted(values) == list(range(len(values)))
 
 
+@pytest.mark.one_version
 def test_a_rank_that_counts_blocks_that_do_not_come_is_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec(392, 392, window=(20, 10), deterministic=True)
     monkeypatch.setattr(attention_backward_fused, "keys_seen_by_any", lambda spec, start, end, key_end: (0, key_end))
@@ -1167,6 +1229,7 @@ def test_refusals(rules: dict[str, Any], reason: str) -> None:
     assert attention_backward.unsupported(spec) == reason
 
 
+@pytest.mark.one_version
 def test_the_two_kernels_refuse_features() -> None:
     spec = make_spec(8, 8, window=(3, 0), segments=True)
     asked = "a local window, segment ids"
