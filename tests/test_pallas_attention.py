@@ -294,11 +294,10 @@ _SEGMENTS: dict[str, tuple[np.ndarray, np.ndarray]] = {
 
 
 @pytest.mark.one_version
-@pytest.mark.parametrize("rules", [dict(causal=True), dict(window=(40, 30))], ids=str)
 @pytest.mark.parametrize("name", _SEGMENTS)
-def test_segments(name: str, rules: dict[str, Any]) -> None:
+def test_segments(name: str) -> None:
     query_ids, key_ids = _SEGMENTS[name]
-    spec = make_spec(query_ids.shape[1], key_ids.shape[1], batch=2, segments=True, **rules)
+    spec = make_spec(query_ids.shape[1], key_ids.shape[1], batch=2, segments=True, window=(40, 30))
     check(spec, backward=None, query_segments=query_ids, key_segments=key_ids)
 
 
@@ -606,11 +605,10 @@ def test_split_with_sequence_lengths(given: tuple[str, ...], rules: dict[str, An
 
 
 @pytest.mark.one_version
-@pytest.mark.parametrize("rules", [{}, dict(causal=True)], ids=str)
 @pytest.mark.parametrize("name", _SEGMENTS)
-def test_split_with_segments(name: str, rules: dict[str, Any]) -> None:
+def test_split_with_segments(name: str) -> None:
     query_ids, key_ids = _SEGMENTS[name]
-    spec = make_spec(query_ids.shape[1], key_ids.shape[1], batch=2, segments=True, **rules)
+    spec = make_spec(query_ids.shape[1], key_ids.shape[1], batch=2, segments=True, causal=True)
     check(spec, backward=_SPLIT, query_segments=query_ids, key_segments=key_ids)
 
 
