@@ -44,12 +44,14 @@ from jaxkernels.pallas.attention_blocks import (
     COLUMNS,
     FLOPS_PER_SM,
     LAUNCH_SECONDS,
+    LOG2E,
     NUM_CONSUMERS,
     PRODUCER_REGISTERS,
     ROWS,
     TILE,
     TRANSFORMS,
     features,
+    kernel_inputs,
     key_iters,
     keys_inside,
     mask,
@@ -58,16 +60,15 @@ from jaxkernels.pallas.attention_blocks import (
     padded_head_dims,
     queries_inside,
     query_offset,
+    unsupported,
     visible_pairs,
 )
-from jaxkernels.pallas.attention_blocks import unsupported as _unsupported
 from jaxkernels.specs import MASKED_LOGIT, AttentionSpec
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
 VERSION = 2
 
-_LOG2E = math.log2(math.e)
 #: Rows of a consumer's tile: queries in kernel 1, keys in kernel 2.
 _ROWS_PER_CONSUMER = 64
 
@@ -121,10 +122,6 @@ class Config:
             )
         if self.split_outputs and min(self.dq_num_stages, self.dkv_num_stages) < 2:
             raise ValueError(f"attention_backward[pallas]: split_outputs needs stages of at least 2; got {self}.")
-
-
-def unsupported(spec: AttentionSpec) -> str | None:
-    return _unsupported(spec, ("a local window", "a soft cap", "sequence lengths", "segment ids"))
 
 
 def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
@@ -284,10 +281,9 @@ def _gradients(
     padded_rows = (0, -q.shape[1] % 8)
     rows = lambda x: jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), padded_rows))
     tiles = [pad_heads(x) for x in (q, k, v, dout)]
-    offset = [extras["query_offset"].reshape(1)] if spec.query_offset else []
-    operands = (*tiles, rows(lse * _LOG2E), rows(delta), *offset)
+    operands = (*tiles, rows(lse * LOG2E), rows(delta))
     if config.split_outputs:
-        grads = attention_backward_wide.gradients(spec, config, extras, *operands[:6])
+        grads = attention_backward_wide.gradients(spec, config, extras, *operands)
         return [padded[:, : x.shape[1], :, : x.shape[3]] for padded, x in zip(grads, (q, k, v))]
     padded_q, padded_k, padded_v, _ = tiles
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -298,32 +294,32 @@ def _gradients(
     )
     if config.fused:
         dq, dk, dv = attention_backward_fused.gradients(
-            spec, config.dkv_block_q, config.dkv_num_stages, operands[:6], extras
+            spec, config.dkv_block_q, config.dkv_num_stages, operands, extras
         )
         dq = (dq * spec.scale).astype(q.dtype)
         return [padded[:, : x.shape[1], :, : x.shape[3]] for padded, x in zip((dq, dk, dv), (q, k, v))]
+    inputs = kernel_inputs(extras, config.dkv_block_q, config.dq_block_kv)
     dq = plgpu.kernel(
         functools.partial(_dq_kernel, spec=spec, config=config),
         out_type=like(padded_q),
         grid=(q.shape[2], pl.cdiv(q.shape[1], NUM_CONSUMERS * _ROWS_PER_CONSUMER), q.shape[0]),
         grid_names=("head", "q_block", "batch"),
         **params,
-    )(*operands)
+    )(*operands, inputs)
     dk, dv = plgpu.kernel(
         functools.partial(_dkv_kernel, spec=spec, config=config),
         out_type=[like(padded_k), like(padded_v)],
         grid=(k.shape[2], pl.cdiv(k.shape[1], NUM_CONSUMERS * _ROWS_PER_CONSUMER), k.shape[0]),
         grid_names=("kv_head", "kv_block", "batch"),
         **params,
-    )(*operands)
+    )(*operands, inputs)
     return [padded[:, : x.shape[1], :, : x.shape[3]] for padded, x in zip((dq, dk, dv), (q, k, v))]
 
 
 def _dq_kernel(
-    q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, lse_gmem: Any, delta_gmem: Any, *refs: Any,
-    spec: AttentionSpec, config: Config,
+    q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, lse_gmem: Any, delta_gmem: Any,
+    inputs: dict[str, Any], dq_gmem: Any, *, spec: AttentionSpec, config: Config,
 ) -> None:  # fmt: skip
-    *offset_gmem, dq_gmem = refs
     dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
     block_q, block_kv = _ROWS_PER_CONSUMER, config.dq_block_kv
     batch, head = lax.axis_index("batch"), lax.axis_index("head")
@@ -332,7 +328,7 @@ def _dq_kernel(
     q_block = lax.axis_index("q_block")
     q_block = lax.axis_size("q_block") - 1 - q_block if spec.causal else q_block
     q_base = q_block * (NUM_CONSUMERS * block_q)
-    offset = query_offset(offset_gmem)
+    offset = query_offset(inputs)
     kv_iters = key_iters(spec, q_base + NUM_CONSUMERS * block_q + offset, block_kv)
 
     def scope(q_smem: Any, dout_smem: Any, lse_smem: Any, delta_smem: Any, full: Any) -> None:
@@ -363,7 +359,7 @@ def _dq_kernel(
             (kv_idx,) = indices
             s = _product((block_q, block_kv), q_smem, k_smem.transpose((1, 0)))
             s = mask(s, spec, my_q + offset, kv_idx * block_kv)
-            p = jnp.exp2(s * (spec.scale * _LOG2E) - lax.broadcast_in_dim(lse, s.shape, [0]))
+            p = jnp.exp2(s * (spec.scale * LOG2E) - lax.broadcast_in_dim(lse, s.shape, [0]))
             dp = _product((block_q, block_kv), dout_smem, v_smem.transpose((1, 0)))
             plgpu.barrier_arrive(v_empty)
             ds = (p * (dp - lax.broadcast_in_dim(delta, dp.shape, [0]))).astype(dtype)
@@ -399,16 +395,15 @@ def _dq_kernel(
 
 
 def _dkv_kernel(
-    q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, lse_gmem: Any, delta_gmem: Any, *refs: Any,
-    spec: AttentionSpec, config: Config,
+    q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, lse_gmem: Any, delta_gmem: Any,
+    inputs: dict[str, Any], dk_gmem: Any, dv_gmem: Any, *, spec: AttentionSpec, config: Config,
 ) -> None:  # fmt: skip
-    *offset_gmem, dk_gmem, dv_gmem = refs
     dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
     block_q, block_kv = config.dkv_block_q, _ROWS_PER_CONSUMER
     batch, kv_head = lax.axis_index("batch"), lax.axis_index("kv_head")
     group = spec.group_size
     kv_base = lax.axis_index("kv_block") * (NUM_CONSUMERS * block_kv)
-    offset = query_offset(offset_gmem)
+    offset = query_offset(inputs)
     q_iters = pl.cdiv(spec.q.shape[1], block_q)
     first = jnp.int32(0)
     if spec.causal:
@@ -442,7 +437,7 @@ def _dkv_kernel(
             s = _product(shape, k_smem, q_smem.transpose((1, 0)))
             s = mask(s, spec, (first + q_idx) * block_q + offset, keys[1].start, keys_in_rows=True)
             lse, delta = plgpu.load(lse_smem, layout=COLUMNS), plgpu.load(delta_smem, layout=COLUMNS)
-            p = jnp.exp2(s * (spec.scale * _LOG2E) - lax.broadcast_in_dim(lse, shape, [1]))
+            p = jnp.exp2(s * (spec.scale * LOG2E) - lax.broadcast_in_dim(lse, shape, [1]))
             p16 = p.astype(dtype)
             dk, dv = carry
             dv = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p16, dout_smem))(plgpu.ACC.init(dv))

@@ -47,6 +47,8 @@ from jax import lax
 
 from jaxkernels.pallas.attention_blocks import (
     COLUMNS,
+    LOG2E,
+    RING_BARRIER_BYTES,
     TRANSFORMS,
     TRANSFORMS_FLOAT32,
     blocks_of,
@@ -54,6 +56,8 @@ from jaxkernels.pallas.attention_blocks import (
     cap_and_slope,
     hide_other_segments,
     hide_unseen,
+    hides_by_causality_alone,
+    kernel_inputs,
     keys_seen_by_any,
     queries_that_see_all,
     queries_that_see_any,
@@ -62,12 +66,12 @@ from jaxkernels.pallas.attention_blocks import (
 )
 from jaxkernels.specs import AttentionSpec
 
-__all__ = ["KEYS", "gradients", "smem_bytes"]
+__all__ = ["gradients", "smem_bytes"]
 
 #: Keys of a consumer warpgroup, and of a CTA.
 _KEYS_PER_CONSUMER = 64
 _NUM_CONSUMERS = 2
-KEYS = _NUM_CONSUMERS * _KEYS_PER_CONSUMER
+_KEYS = _NUM_CONSUMERS * _KEYS_PER_CONSUMER
 _DQ_WARPGROUP = _NUM_CONSUMERS
 _PRODUCER_WARPGROUP = _NUM_CONSUMERS + 1
 #: Registers of a thread: consumers', the dQ warpgroup's, the producer's. All 512 threads have 128 each at first.
@@ -78,16 +82,13 @@ _DQ_PART = 64
 #: queries L2 then holds once. In order, 8 blocks: so many steps are the last ones behind.
 _STREAMS = 8
 _STREAMS_IN_ORDER = 16
-_LOG2E = math.log2(math.e)
-#: What barriers and the alignment of buffers to 1 KB add to the buffers' own bytes, at most.
-_BARRIER_BYTES = 1024
 
 
 def smem_bytes(head_dim: int, value_dim: int, block_q: int, num_stages: int) -> int:
     """Keys and values, the rings of queries and output gradients, two blocks of dS^T, and dQ's staging buffer."""
     columns = head_dim + value_dim
     ring = num_stages * block_q * (2 * columns + 8)
-    return 2 * KEYS * columns + ring + 2 * 2 * KEYS * block_q + 4 * block_q * head_dim + _BARRIER_BYTES
+    return 2 * _KEYS * columns + ring + 2 * 2 * _KEYS * block_q + 4 * block_q * head_dim + RING_BARRIER_BYTES
 
 
 def gradients(
@@ -112,7 +113,7 @@ def gradients(
     run = plgpu.kernel(
         functools.partial(_kernel, spec=spec, block_q=block_q, num_stages=num_stages),
         out_type=[*([] if is_zeroed else [like(q, jnp.float32)]), like(k), like(v)],
-        grid=(num_streams // together, pl.cdiv(spec.k.shape[1], KEYS), together),
+        grid=(num_streams // together, pl.cdiv(spec.k.shape[1], _KEYS), together),
         grid_names=("group", "kv_block", "stream"),
         num_threads=_PRODUCER_WARPGROUP + 1,
         thread_name="warpgroup",
@@ -126,30 +127,22 @@ def gradients(
     return dq[...], dk, dv
 
 
-def _has_gaps(spec: AttentionSpec) -> bool:
-    """Whether there may be blocks of queries that the first block of keys does not visit."""
-    return spec.window is not None or spec.query_lengths or spec.key_lengths or spec.segments
-
-
 def _is_zeroed(spec: AttentionSpec) -> bool:
-    """Whether dQ's sum begins with zeros: else the first block of keys stores what it has."""
-    return not spec.deterministic or _has_gaps(spec)
+    """Whether dQ's sum begins with zeros: else the first block of keys, which then visits all queries, stores."""
+    return not (spec.deterministic and hides_by_causality_alone(spec))
 
 
 def _inputs(spec: AttentionSpec, block_q: int, extras: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """What the kernel reads beside its operands, by name."""
-    inputs = {name: x.reshape(1) if name == "query_offset" else x for name, x in extras.items()}
+    inputs = kernel_inputs(extras, block_q, _KEYS)
     if spec.segments:
-        first, end, *same_segment = jnp.moveaxis(segment_query_blocks(spec, block_q, KEYS, extras), 2, 0)
+        first, end, *same_segment = jnp.moveaxis(segment_query_blocks(spec, block_q, _KEYS, extras), 2, 0)
         if spec.deterministic:
             # So that those who visit a block of queries follow one on the other, and each knows how many come before.
             first, end = lax.cummin(first, axis=1, reverse=True), lax.cummax(end, axis=1)
             q_block = jnp.arange(pl.cdiv(spec.q.shape[1], block_q), dtype=jnp.int32)
             inputs["first_kv_block"] = jnp.sum(end[:, None, :] <= q_block[:, None], axis=2, dtype=jnp.int32)
         inputs["segment_blocks"] = jnp.stack([first, end, *same_segment], axis=2)
-        whole_blocks = lambda ids, block: jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)))
-        inputs["query_segments"] = whole_blocks(extras["query_segments"], block_q)
-        inputs["key_segments"] = whole_blocks(extras["key_segments"], KEYS)
     return inputs
 
 
@@ -162,17 +155,17 @@ def _kernel(
     stream = lax.axis_index("group") * lax.axis_size("stream") + lax.axis_index("stream")
     batch, kv_head = lax.div(stream, jnp.int32(spec.k.shape[2])), lax.rem(stream, jnp.int32(spec.k.shape[2]))
     kv_block = lax.axis_index("kv_block")
-    kv_base = kv_block * KEYS
-    offset = query_offset([inputs["query_offset"]] if spec.query_offset else [])
+    kv_base = kv_block * _KEYS
+    offset = query_offset(inputs)
     num_q_blocks = pl.cdiv(spec.q.shape[1], block_q)
     key_end = jnp.clip(inputs["key_lengths"][batch], 0, num_keys) if spec.key_lengths else num_keys
     query_end = spec.q.shape[1] + offset
     if spec.query_lengths:
         query_end = jnp.minimum(inputs["query_lengths"][batch], query_end)
     # Blocks of queries that see any of these keys, and those that see all and need no mask.
-    seeing = queries_that_see_any(spec, kv_base, jnp.minimum(kv_base + KEYS, key_end), offset, query_end)
+    seeing = queries_that_see_any(spec, kv_base, jnp.minimum(kv_base + _KEYS, key_end), offset, query_end)
     first_block, end_block = blocks_of(seeing[0] - offset, seeing[1] - offset, block_q)
-    seeing = queries_that_see_all(spec, kv_base, kv_base + KEYS, offset, num_q_blocks * block_q + offset)
+    seeing = queries_that_see_all(spec, kv_base, kv_base + _KEYS, offset, num_q_blocks * block_q + offset)
     first_whole, end_whole = blocks_within(seeing[0] - offset, seeing[1] - offset, block_q)
     looks_back = spec.window is not None and spec.window[0] is not None
     if not (looks_back or spec.query_lengths):
@@ -182,13 +175,13 @@ def _kernel(
         first_block, end_block = jnp.maximum(first_block, first), jnp.minimum(end_block, end)
         first_whole, end_whole = jnp.maximum(first_whole, first_of_one), jnp.minimum(end_whole, end_of_one)
     q_iters = jnp.maximum(end_block - first_block, 0)
-    is_cut = spec.key_lengths or num_keys % KEYS != 0
+    is_cut = spec.key_lengths or num_keys % _KEYS != 0
     if spec.key_lengths:
         q_iters = jnp.where(kv_base < key_end, q_iters, 0)
     # Counted from the last block.
     first_unmasked, end_unmasked = end_block - end_whole, end_block - first_whole
     if is_cut:
-        end_unmasked = jnp.where(kv_base + KEYS > key_end, 0, end_unmasked)
+        end_unmasked = jnp.where(kv_base + _KEYS > key_end, 0, end_unmasked)
     masks_places = spec.causal or spec.window is not None or is_cut
     num_steps = group * q_iters
     added: Any = None
@@ -214,11 +207,11 @@ def _kernel(
 
     def rank_of(place: Any) -> Any:
         """How many blocks of keys add to a block of dQ before this one."""
-        if not _has_gaps(spec):
+        if hides_by_causality_alone(spec):
             return kv_block
         _, q_block = queries_of(place)
         query = q_block * block_q + offset
-        first, _ = blocks_of(*keys_seen_by_any(spec, query, query + block_q, num_keys), KEYS)
+        first, _ = blocks_of(*keys_seen_by_any(spec, query, query + block_q, num_keys), _KEYS)
         if spec.segments:
             first = jnp.maximum(first, inputs["first_kv_block"][batch, q_block])
         return kv_block - first
@@ -248,7 +241,7 @@ def _kernel(
         def _copy() -> None:
             plgpu.set_max_registers(_REGISTERS[2], action="decrease")
             plgpu.barrier_arrive(dq_empty)
-            keys = (batch, pl.ds(kv_base, KEYS), kv_head)
+            keys = (batch, pl.ds(kv_base, _KEYS), kv_head)
             plgpu.copy_gmem_to_smem(k_gmem.at[keys], k_smem, kv_full)
             plgpu.copy_gmem_to_smem(v_gmem.at[keys], v_smem, kv_full)
 
@@ -358,7 +351,7 @@ def _kernel(
                 def probabilities(s: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
                     """P, and what dP - delta is multiplied by: P, times the slope of the cap."""
                     if spec.soft_cap is None:
-                        p = lax.optimization_barrier(jnp.exp2(s * (spec.scale * _LOG2E) - spread(lse)).astype(dtype))
+                        p = lax.optimization_barrier(jnp.exp2(s * (spec.scale * LOG2E) - spread(lse)).astype(dtype))
                         return p, p
                     capped, slope = cap_and_slope(s, spec)
                     p = jnp.exp2(capped - spread(lse))
@@ -410,13 +403,13 @@ def _kernel(
     ring = lambda num_arrivals: plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_stages)
     pl.run_scoped(
         scope,
-        tile(KEYS, head_dim),
-        tile(KEYS, value_dim),
+        tile(_KEYS, head_dim),
+        tile(_KEYS, value_dim),
         tile(num_stages, block_q, head_dim),
         tile(num_stages, block_q, value_dim),
         rows,
         rows,
-        tile(2, KEYS, block_q),
+        tile(2, _KEYS, block_q),
         plgpu.SMEM((block_q, head_dim), jnp.float32, transforms=TRANSFORMS_FLOAT32),
         plgpu.Barrier(num_arrivals=2),
         ring(2),

@@ -53,16 +53,21 @@ from jax import lax
 
 from jaxkernels.pallas.attention_blocks import (
     COLUMNS,
+    LOG2E,
     NUM_CONSUMERS,
     PRODUCER_REGISTERS,
+    RING_BARRIER_BYTES,
     ROWS,
     TILE,
     TRANSFORMS,
     blocks_of,
     blocks_within,
     cap_and_slope,
+    ends_of,
     hide_other_segments,
     hide_unseen,
+    hides_by_causality_alone,
+    kernel_inputs,
     key_iters,
     keys_seen_by_all,
     keys_seen_by_any,
@@ -78,7 +83,6 @@ from jaxkernels.specs import AttentionSpec
 
 __all__ = ["gradients", "num_stages"]
 
-_LOG2E = math.log2(math.e)
 #: Rows of a consumer's tile: keys in the first kernel, queries in the second.
 _ROWS_PER_CONSUMER = 64
 _CONSUMER_REGISTERS = 240
@@ -91,14 +95,12 @@ _PRODUCT_STAGES = 3
 _NUM_P_SLOTS = 2
 #: Beyond these more slots are of no use.
 _MAX_STAGES = 4
-#: What barriers and the alignment of buffers to 1 KB add to the buffers' own bytes, at most.
-_BARRIER_BYTES = 1024
 
 
 def num_stages(spec: AttentionSpec) -> tuple[list[int], list[int]]:
     """How many slots of 64 rows the rings of the dQ kernel, and those of the other one, can have: the least first."""
     columns = sum(padded_head_dims(spec))
-    room = spec.target.smem_bytes - _BARRIER_BYTES
+    room = spec.target.smem_bytes - RING_BARRIER_BYTES
     # Both consumers' queries and output gradients with lse and delta; a CTA's keys and values, and the buffers of P.
     dq_room = room - NUM_CONSUMERS * _ROWS_PER_CONSUMER * (2 * columns + 8)
     dkv_room = room - _ROWS_PER_CONSUMER * 2 * (columns + _NUM_P_SLOTS * _ROWS_PER_CONSUMER)
@@ -137,7 +139,7 @@ def gradients(
             "attention_backward[pallas]: split_outputs needs dq_num_stages of at least 3 where keys and values are "
             f"equally wide, as they share a ring; got {config}."
         )
-    if config.workspace_bytes and not _is_plain(spec):
+    if config.workspace_bytes and not hides_by_causality_alone(spec):
         raise ValueError(
             "attention_backward[pallas]: workspace_bytes must be 0 with a window, lengths or segments, as of dS only "
             f"what some query sees is written; got {config}."
@@ -196,14 +198,11 @@ def gradients(
 
 def _inputs(spec: AttentionSpec, config: Any, extras: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """What the kernels read beside the arrays of `gradients`, by name."""
-    inputs = {name: x.reshape(1) if name == "query_offset" else x for name, x in extras.items()}
+    rows = _num_ctas(config) * _ROWS_PER_CONSUMER
+    inputs = kernel_inputs(extras, NUM_CONSUMERS * rows, rows)
     if spec.segments:
-        rows = _num_ctas(config) * _ROWS_PER_CONSUMER
         inputs["key_blocks"] = segment_key_blocks(spec, NUM_CONSUMERS * rows, config.dq_block_kv, extras)
         inputs["query_blocks"] = segment_query_blocks(spec, config.dkv_block_q, rows, extras)
-        whole_blocks = lambda ids, block: jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)))
-        inputs["query_segments"] = whole_blocks(extras["query_segments"], NUM_CONSUMERS * rows)
-        inputs["key_segments"] = whole_blocks(extras["key_segments"], rows)
     return inputs
 
 
@@ -251,14 +250,14 @@ def _queries_of_keys(spec: AttentionSpec, config: Any, inputs: dict[str, Any], b
     """The blocks of queries for a CTA's keys, in the first kernel; the cluster's begin at `start`."""
     block_q, rows = config.dkv_block_q, _num_ctas(config) * _ROWS_PER_CONSUMER
     num_blocks = pl.cdiv(spec.q.shape[1], block_q)
-    offset = _offset(inputs)
-    if _is_plain(spec):
+    offset = query_offset(inputs)
+    if hides_by_causality_alone(spec):
         first = jnp.int32(0)
         if spec.causal:
             # Queries before the cluster's first key see none of it.
             first = jnp.minimum(lax.div(jnp.maximum(start - offset, 0), jnp.int32(block_q)), num_blocks - 1)
         return _Range(first, num_blocks)
-    query_end, key_end = _ends(spec, inputs, batch)
+    query_end, key_end = ends_of(spec, inputs, batch, offset)
     any_start, any_end = queries_that_see_any(spec, start, jnp.minimum(start + rows, key_end), offset, query_end)
     any_end = jnp.where(start < key_end, any_end, any_start)
     # Padding adds nothing, behind the queries as little as behind their length: no mask is needed for it.
@@ -281,10 +280,10 @@ def _keys_of_queries(
 ) -> _Range:
     """The blocks of keys for a consumer's queries, in the second kernel; the cluster's begin at `start`."""
     block_kv, rows = config.dq_block_kv, _num_ctas(config) * NUM_CONSUMERS * _ROWS_PER_CONSUMER
-    offset = _offset(inputs)
-    if _is_plain(spec):
+    offset = query_offset(inputs)
+    if hides_by_causality_alone(spec):
         return _Range(0, key_iters(spec, start + rows + offset, block_kv))
-    query_end, key_end = _ends(spec, inputs, batch)
+    query_end, key_end = ends_of(spec, inputs, batch, offset)
     q_block, start = lax.div(start, jnp.int32(rows)), start + offset
     end = jnp.minimum(start + rows, query_end)
     any_start, any_end = keys_seen_by_any(spec, start, end, key_end)
@@ -300,31 +299,12 @@ def _keys_of_queries(
     )
 
 
-def _is_plain(spec: AttentionSpec) -> bool:
-    """Whether nothing but a causal mask hides keys."""
-    return not (spec.window or spec.query_lengths or spec.key_lengths or spec.segments)
-
-
-def _offset(inputs: dict[str, Any]) -> Any:
-    return query_offset([inputs["query_offset"]] if "query_offset" in inputs else [])
-
-
-def _ends(spec: AttentionSpec, inputs: dict[str, Any], batch: Any) -> tuple[Any, Any]:
-    """Where the queries end, a place in the sequence, and the keys."""
-    query_end, key_end = spec.q.shape[1] + _offset(inputs), jnp.int32(spec.k.shape[1])
-    if spec.query_lengths:
-        query_end = jnp.clip(inputs["query_lengths"][batch], 0, query_end)
-    if spec.key_lengths:
-        key_end = jnp.clip(inputs["key_lengths"][batch], 0, key_end)
-    return query_end, key_end
-
-
 def _probabilities(
     s: jax.Array, lse: jax.Array, spec: AttentionSpec, spread: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """P, and what dP - delta is multiplied by: P, with a soft cap times its slope."""
     if spec.soft_cap is None:
-        p = jnp.exp2(s * (spec.scale * _LOG2E) - spread(lse))
+        p = jnp.exp2(s * (spec.scale * LOG2E) - spread(lse))
         return p, p
     capped, slope = cap_and_slope(s, spec)
     p = jnp.where(s == -math.inf, 0.0, jnp.exp2(capped - spread(lse)))
@@ -426,7 +406,7 @@ def _dkv_kernel(
         cluster_base = lax.axis_index("kv_block") * (_num_ctas(config) * block_kv)
         kv_base = cluster_base + lax.axis_index("cluster") * block_kv
         keys = (batch, pl.ds(kv_base, block_kv), kv_head)
-        offset = _offset(inputs)
+        offset = query_offset(inputs)
         visited = _queries_of_keys(spec, config, inputs, batch, cluster_base)
         first, q_iters = visited.first, visited.end - visited.first
         steps = spec.group_size * q_iters
@@ -471,7 +451,7 @@ def _dkv_kernel(
         def store(acc: jax.Array, staging: Any, out_gmem: Any) -> None:
             if spec.key_lengths:
                 # A row without a key has been computed from zeros, with logits that nothing bounds.
-                _, key_end = _ends(spec, inputs, batch)
+                _, key_end = ends_of(spec, inputs, batch, offset)
                 row = plgpu.broadcasted_iota(jnp.int32, acc.shape, 0, layout=TILE)
                 acc = jnp.where(row < key_end - kv_base, acc, 0.0)
             staging[...] = acc.astype(dtype)
@@ -690,7 +670,7 @@ def _dq_kernel(
         cta_rows = NUM_CONSUMERS * block_q
         cluster_base = q_block * (_num_ctas(config) * cta_rows)
         q_base = cluster_base + lax.axis_index("cluster") * cta_rows
-        offset = _offset(inputs)
+        offset = query_offset(inputs)
         visited = _keys_of_queries(spec, config, inputs, batch, cluster_base, warpgroup)
         following = functools.partial(_following, num_slots=num_slots)
         # In one ring a block's keys come after its values; in two they have the same place.
@@ -757,7 +737,7 @@ def _dq_kernel(
                         query_ids = inputs["query_segments"].at[batch, pl.ds(my_q, block_q)]
                         key_ids = inputs["key_segments"].at[batch, pl.ds(block * block_kv, block_kv)]
                         s = hide_other_segments(s, query_ids, key_ids, -math.inf)
-                    key_end = _ends(spec, inputs, batch)[1] if spec.key_lengths else None
+                    key_end = ends_of(spec, inputs, batch, offset)[1] if spec.key_lengths else None
                     return hide_unseen(s, spec, my_q + offset, block * block_kv, key_end=key_end)
 
                 return visited.hide(s, block, hide_any)
@@ -843,7 +823,7 @@ def _product_kernel(
         q_block = lax.axis_size("q_block") - 1 - q_block if spec.causal else q_block
         cluster_base = q_block * (_num_ctas(config) * cta_rows)
         q_base = cluster_base + lax.axis_index("cluster") * cta_rows
-        offset = _offset(inputs)
+        offset = query_offset(inputs)
         kv_iters = key_iters(spec, cluster_base + _num_ctas(config) * cta_rows + offset, block_kv)
         following = functools.partial(_following, num_slots=num_slots)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -21,8 +20,10 @@ __all__ = [
     "COLUMNS",
     "FLOPS_PER_SM",
     "LAUNCH_SECONDS",
+    "LOG2E",
     "NUM_CONSUMERS",
     "PRODUCER_REGISTERS",
+    "RING_BARRIER_BYTES",
     "ROWS",
     "TILE",
     "TRANSFORMS",
@@ -32,9 +33,12 @@ __all__ = [
     "blocks_within",
     "cap",
     "cap_and_slope",
+    "ends_of",
     "features",
     "hide_other_segments",
     "hide_unseen",
+    "hides_by_causality_alone",
+    "kernel_inputs",
     "key_iters",
     "keys_inside",
     "keys_seen_by_all",
@@ -59,8 +63,11 @@ _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 NUM_CONSUMERS = 2
 #: Registers each producer thread keeps; the consumers share the rest.
 PRODUCER_REGISTERS = 24
-#: What barriers and the alignment of buffers to 1 KB add to the buffers' own bytes, at most.
+#: What barriers and the alignment of buffers to 1 KB add to the buffers' own bytes, at most: where JAX emits the
+#: pipelines, and where a kernel has rings of its own.
 BARRIER_BYTES = 4096
+RING_BARRIER_BYTES = 1024
+LOG2E = math.log2(math.e)
 # Rough figures of an H200 for the cost models: bf16 FLOP/s that one SM can reach, and what it takes to begin and to
 # end one CTA's work.
 FLOPS_PER_SM = 6.2e12
@@ -80,10 +87,8 @@ UNSEEN_LOGIT = -(2.0**100)
 
 
 def features(spec: AttentionSpec) -> list[str]:
-    """What the spec asks for that not every pass handles, by name."""
+    """What the spec asks for that not every kernel handles, by name."""
     asked = {
-        "a bias": spec.bias is not None,
-        "a dense mask": spec.mask is not None,
         "a local window": spec.window is not None,
         "a soft cap": spec.soft_cap is not None,
         "sequence lengths": spec.query_lengths or spec.key_lengths,
@@ -92,13 +97,13 @@ def features(spec: AttentionSpec) -> list[str]:
     return [name for name, is_asked in asked.items() if is_asked]
 
 
-def unsupported(spec: AttentionSpec, handled: Collection[str] = ()) -> str | None:
-    """Why a pass that handles the features named in `handled`, beside the causal mask, cannot run the spec."""
+def unsupported(spec: AttentionSpec) -> str | None:
     if not spec.target.is_hopper:
         return f"needs a GPU of compute capability 9.0 (Hopper), the target is {spec.target}"
     if spec.q.dtype not in _DTYPES:
         return f"takes bfloat16 or float16, not {spec.q.dtype}"
-    if missing := [name for name in features(spec) if name not in handled]:
+    operands = {"a bias": spec.bias is not None, "a dense mask": spec.mask is not None}
+    if missing := [name for name, is_given in operands.items() if is_given]:
         return f"does not handle {', '.join(missing)} yet"
     if spec.scale <= 0:
         return f"needs a positive scale, got {spec.scale}"
@@ -201,6 +206,11 @@ def blocks_of(start: Any, end: Any, block: int) -> tuple[Any, Any]:
 def blocks_within(start: Any, end: Any, block: int) -> tuple[Any, Any]:
     """The blocks that lie wholly inside a range that does not begin before 0."""
     return _quotient(start + block - 1, block), _quotient(end, block)
+
+
+def hides_by_causality_alone(spec: AttentionSpec) -> bool:
+    """Whether nothing but a causal mask hides keys."""
+    return not (spec.window or spec.query_lengths or spec.key_lengths or spec.segments)
 
 
 def may_see_nothing(spec: AttentionSpec) -> bool:
@@ -313,9 +323,30 @@ def segment_query_blocks(
     return jnp.stack(_spans_of_blocks(*pairs), axis=2).astype(jnp.int32)
 
 
-def query_offset(offset_gmem: list[Any]) -> jax.Array:
-    """The first query's place in the sequence, for masks that count from its start."""
-    return offset_gmem[0][0] if offset_gmem else jnp.int32(0)
+def kernel_inputs(extras: dict[str, jax.Array], block_q: int, block_kv: int) -> dict[str, jax.Array]:
+    """The optional operands as kernels read them, by name: the offset in an array, ids padded to whole blocks."""
+    inputs = dict(extras)
+    if "query_offset" in inputs:
+        inputs["query_offset"] = inputs["query_offset"].reshape(1)
+    for name, block in (("query_segments", block_q), ("key_segments", block_kv)):
+        if name in inputs:
+            inputs[name] = jnp.pad(inputs[name], ((0, 0), (0, -inputs[name].shape[1] % block)))
+    return inputs
+
+
+def query_offset(inputs: dict[str, Any]) -> jax.Array:
+    """The first query's place in the sequence, for masks that count from its start, in a kernel."""
+    return inputs["query_offset"][0] if "query_offset" in inputs else jnp.int32(0)
+
+
+def ends_of(spec: AttentionSpec, inputs: dict[str, Any], batch: Any, offset: jax.Array) -> tuple[Any, Any]:
+    """Where the queries end, a place in the sequence, and the keys, in a kernel."""
+    query_end, key_end = spec.q.shape[1] + offset, jnp.int32(spec.k.shape[1])
+    if spec.query_lengths:
+        query_end = jnp.clip(inputs["query_lengths"][batch], 0, query_end)
+    if spec.key_lengths:
+        key_end = jnp.clip(inputs["key_lengths"][batch], 0, key_end)
+    return query_end, key_end
 
 
 def key_iters(spec: AttentionSpec, queries_end: jax.Array, block_kv: int) -> Any:
@@ -459,7 +490,7 @@ def cap_and_slope(s: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, jax.Arr
 def _exponent(spec: AttentionSpec) -> float:
     """2x log2(e) over the logit."""
     assert spec.soft_cap is not None
-    return 2.0 * math.log2(math.e) * spec.scale / spec.soft_cap
+    return 2.0 * LOG2E * spec.scale / spec.soft_cap
 
 
 def _inverse(x: jax.Array) -> jax.Array:
@@ -469,5 +500,5 @@ def _inverse(x: jax.Array) -> jax.Array:
 
 def _capped(inverse: jax.Array, spec: AttentionSpec) -> jax.Array:
     assert spec.soft_cap is not None
-    most = spec.soft_cap * math.log2(math.e)
+    most = spec.soft_cap * LOG2E
     return most - (2.0 * most) * inverse

@@ -53,6 +53,8 @@ from jax import lax
 from jaxkernels.pallas.attention_blocks import (
     FLOPS_PER_SM,
     LAUNCH_SECONDS,
+    LOG2E,
+    RING_BARRIER_BYTES,
     ROWS,
     TILE,
     TRANSFORMS,
@@ -60,8 +62,11 @@ from jaxkernels.pallas.attention_blocks import (
     blocks_of,
     blocks_within,
     cap,
+    ends_of,
     hide_other_segments,
     hide_unseen,
+    hides_by_causality_alone,
+    kernel_inputs,
     key_iters,
     keys_seen_by_all,
     keys_seen_by_any,
@@ -70,8 +75,8 @@ from jaxkernels.pallas.attention_blocks import (
     padded_head_dims,
     query_offset,
     segment_blocks,
+    unsupported,
 )
-from jaxkernels.pallas.attention_blocks import unsupported as _unsupported
 from jaxkernels.specs import MASKED_LOGIT, AttentionSpec
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
@@ -81,8 +86,6 @@ VERSION = 2
 #: For so many consumers: registers of the producer's threads, of a consumer's, and of these for accumulators, logits
 #: and probabilities.
 _REGISTERS = {2: (24, 240, 184), 3: (32, 160, 120)}
-#: What barriers and the alignment of buffers to 1 KB add to the buffers' own bytes, at most.
-_BARRIER_BYTES = 1024
 #: Outputs are staged in shared memory and sent out in pieces of this many columns, one swizzle span.
 _STORE_COLUMNS = 64
 #: What an item costs beside its steps, in steps.
@@ -130,10 +133,6 @@ class Config:
                 raise ValueError(f"attention_forward[pallas]: {rule}; got {self}.")
 
 
-def unsupported(spec: AttentionSpec) -> str | None:
-    return _unsupported(spec, ("a local window", "a soft cap", "sequence lengths", "segment ids"))
-
-
 def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
     head_dim = max(spec.q.shape[3], spec.v.shape[3])
     if head_dim <= 64:
@@ -173,10 +172,9 @@ def _smem_bytes(spec: AttentionSpec, config: Config) -> int:
     """Queries, the rings, logsumexps and barriers, and one piece of each consumer's output."""
     head_dim, value_dim = padded_head_dims(spec)
     rows = _rows(config)
+    per_row = 2 * head_dim * config.num_q_slots + 2 * _STORE_COLUMNS + 4
     slot = 2 * config.block_kv * (head_dim + value_dim)
-    return (
-        rows * (2 * head_dim * config.num_q_slots + 2 * _STORE_COLUMNS + 4) + config.num_stages * slot + _BARRIER_BYTES
-    )
+    return rows * per_row + config.num_stages * slot + RING_BARRIER_BYTES
 
 
 def _num_store_slots(spec: AttentionSpec, config: Config) -> int:
@@ -242,23 +240,16 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
 
 def _inputs(spec: AttentionSpec, config: Config, v: jax.Array, extras: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """What the kernel reads beside q, k, v and the plan, by name."""
-    inputs = {name: x.reshape(1) if name == "query_offset" else x for name, x in extras.items()}
+    inputs = kernel_inputs(extras, _rows(config), config.block_kv)
     if spec.segments:
         inputs["segment_blocks"] = segment_blocks(spec, _rows(config), config.block_kv, extras)
-        whole_blocks = lambda ids, block: jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)))
-        inputs["query_segments"] = whole_blocks(extras["query_segments"], _rows(config))
-        inputs["key_segments"] = whole_blocks(extras["key_segments"], config.block_kv)
     if spec.key_lengths:
         # The values of the block in which the keys end, zero from there on: 0 P is not 0 where padding is NaN.
-        key_end = _inside(extras["key_lengths"], spec.k.shape[1])[:, None]
+        key_end = jnp.clip(extras["key_lengths"], 0, spec.k.shape[1])[:, None]
         row = key_end // config.block_kv * config.block_kv + jnp.arange(config.block_kv)
         edge = jnp.take_along_axis(v, row[:, :, None, None], axis=1, mode="clip")
         inputs["edge_values"] = jnp.where((row < key_end)[:, :, None, None], edge, 0)
     return inputs
-
-
-def _inside(length: jax.Array, num: int) -> jax.Array:
-    return jnp.clip(length, 0, num)
 
 
 @functools.lru_cache(maxsize=256)
@@ -329,7 +320,6 @@ def _kernel(
     q_gmem: Any, k_gmem: Any, v_gmem: Any, plan_gmem: Any, *refs: Any, spec: AttentionSpec, config: Config
 ) -> None:
     extras, out_gmem, lse_gmem = refs
-    offset_gmem = [extras["query_offset"]] if spec.query_offset else []
     num_consumers = config.num_consumers
     dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
     block_q, block_kv = config.block_q, config.block_kv
@@ -337,7 +327,7 @@ def _kernel(
     num_pieces, num_store_slots = value_dim // _STORE_COLUMNS, _num_store_slots(spec, config)
     tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=TRANSFORMS)
     # Without these an item's blocks are all those up to its last one.
-    is_plain = not (spec.window or spec.query_lengths or spec.key_lengths or spec.segments)
+    is_plain = hides_by_causality_alone(spec)
     look_back = None if spec.window is None else spec.window[0]
     hidden = UNSEEN_LOGIT if may_see_nothing(spec) else -math.inf
 
@@ -355,7 +345,7 @@ def _kernel(
         v_empty: Any,
     ) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        offset = query_offset(offset_gmem)
+        offset = query_offset(extras)
         cta = lax.axis_index("cta")
         num_items = lambda: plan_gmem[cta, 0]
         number_of = lambda nth: plan_gmem[cta, nth + 1]
@@ -370,12 +360,7 @@ def _kernel(
 
         def visible_item(batch: Any, head: Any, q_base: Any) -> _Item:
             """The item at this place, whatever masks there are; at least one block is visited."""
-            num_keys, num_queries = spec.k.shape[1], spec.q.shape[1]
-            key_end, query_end = jnp.int32(num_keys), num_queries + offset
-            if spec.key_lengths:
-                key_end = _inside(extras["key_lengths"][batch], num_keys)
-            if spec.query_lengths:
-                query_end = jnp.clip(extras["query_lengths"][batch], 0, query_end)
+            query_end, key_end = ends_of(spec, extras, batch, offset)
             start, end = q_base + offset, jnp.minimum(q_base + _rows(config) + offset, query_end)
             first_block, end_block = blocks_of(*keys_seen_by_any(spec, start, end, key_end), block_kv)
             same_segment, visits_all = None, key_end <= 0
@@ -387,7 +372,7 @@ def _kernel(
                 first, last, *same_segment, is_lost = (blocks_gmem[batch, q_block, i] for i in range(5))
                 first_block, end_block = jnp.maximum(first_block, first), jnp.minimum(end_block, last)
                 same_segment, visits_all = tuple(same_segment), is_lost != 0
-            num_blocks = pl.cdiv(num_keys, block_kv)
+            num_blocks = pl.cdiv(spec.k.shape[1], block_kv)
             first_block = jnp.minimum(first_block, num_blocks - 1)
             end_block = jnp.maximum(end_block, first_block + 1)
             if may_see_nothing(spec):
@@ -454,7 +439,7 @@ def _kernel(
         def _consume() -> None:
             plgpu.set_max_registers(_REGISTERS[num_consumers][1], action="increase")
             consumer = warpgroup
-            c = spec.scale * math.log2(math.e) if spec.soft_cap is None else 1.0
+            c = spec.scale * LOG2E if spec.soft_cap is None else 1.0
             spread = lambda x, shape: lax.broadcast_in_dim(x, shape, [0])
             # A thread has two of eight columns. What it adds up of these alone waits for the other threads of its row
             # until the item's end: 4 shuffles less a step, between its exponentials and the next product: 1.3 % at head
@@ -572,7 +557,7 @@ def _kernel(
                     if not is_plain:
                         return walk_edges(nth, number, carry)
                     first_unmasked = 1
-                    if spec.causal and (offset_gmem or block_kv % _rows(config)):
+                    if spec.causal and (spec.query_offset or block_kv % _rows(config)):
                         last_seen = jnp.minimum(item.q_base + consumer * block_q + offset, spec.k.shape[1] - 1)
                         num_unmasked = lax.div(last_seen + 1, jnp.int32(block_kv))
                         first_unmasked = jnp.maximum(1, item.num_blocks - num_unmasked)

@@ -902,27 +902,21 @@ _FUSED_WAITS += ["output gradients", "dS free", "last dS read"]
 @pytest.mark.parametrize("missing", range(len(_FUSED_WAITS)), ids=_FUSED_WAITS)
 def test_a_missing_wait_of_the_fused_kernel_is_noticed(missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec(392, 264, causal=True)
-    rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(random_array(rng, x.shape, x.dtype)) for x in (spec.q, spec.k, spec.v))
-    out, lse = xla_forward.run(spec, xla_forward.Config(), q, k, v)
     waits = itertools.count()
     wait = plgpu.barrier_wait
     monkeypatch.setattr(plgpu, "barrier_wait", lambda barrier: None if next(waits) == missing else wait(barrier))
-    with pytest.raises((RaceError, TimeoutError, ValueError)), interpret(deadlock_after=3.0):
-        attention_backward.run(spec, attention_backward.Config(fused=True), q, k, v, out, lse, out, lse)
+    with pytest.raises((RaceError, TimeoutError, ValueError)):
+        run_backward(spec, attention_backward.Config(fused=True), deadlock_after=3.0)
     assert next(waits) == len(_FUSED_WAITS)
 
 
 @pytest.mark.one_version
 def test_queries_freed_before_their_product_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec(392, 264)
-    rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(random_array(rng, x.shape, x.dtype)) for x in (spec.q, spec.k, spec.v))
-    out, lse = xla_forward.run(spec, xla_forward.Config(), q, k, v)
     wait = plgpu.wgmma_wait
     monkeypatch.setattr(plgpu, "wgmma_wait", lambda n: wait(n) if n == 0 else None)
-    with pytest.raises(RaceError, match="is not ordered"), interpret():
-        attention_backward.run(spec, attention_backward.Config(fused=True), q, k, v, out, lse, out, lse)
+    with pytest.raises(RaceError, match="is not ordered"):
+        run_backward(spec, attention_backward.Config(fused=True))
 
 
 @pytest.mark.one_version
@@ -943,13 +937,10 @@ def test_a_missing_fence_is_noticed(
     missing: str, config: attention_backward.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = make_spec(264, 264, causal=True)
-    rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(random_array(rng, x.shape, x.dtype)) for x in (spec.q, spec.k, spec.v))
-    out, lse = xla_forward.run(spec, xla_forward.Config(), q, k, v)
     monkeypatch.setattr(plgpu, missing, lambda *args, **kwargs: None)
     unfinished = (RaceError, ValueError)  # ValueError: the kernel ended with stores in flight.
-    with pytest.raises(unfinished, match=r"is not ordered|Not all copy_smem_to_gmem"), interpret():
-        attention_backward.run(spec, config, q, k, v, out, lse, out, lse)
+    with pytest.raises(unfinished, match=r"is not ordered|Not all copy_smem_to_gmem"):
+        run_backward(spec, config)
 
 
 @pytest.mark.one_version
