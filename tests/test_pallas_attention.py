@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sanitizer
 from cases import random_array
 from interpret import RaceError, interpret
 from interpret.memory import SharedMemory
@@ -1287,3 +1288,31 @@ def test_refuses_what_has_no_kernel_shape() -> None:
 def test_configs_refuse_what_cannot_run(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make()
+
+
+_SANITIZED = """
+import functools
+from jaxkernels.pallas import attention_backward, attention_forward
+from test_pallas_attention import make_spec
+
+def forward(dim):
+    spec = make_spec(200, 136, heads=(4, 2), dims=(dim, dim), batch=2, causal=True)
+    q, k, v = (jnp.ones(x.shape, x.dtype) for x in (spec.q, spec.k, spec.v))
+    return attention_forward.run(spec, attention_forward.shortlist(spec)[0], q, k, v)
+
+def backward(dim):
+    spec = make_spec(200, 136, heads=(4, 2), dims=(dim, dim), batch=2, causal=True)
+    q, k, v = (jnp.ones(x.shape, x.dtype) for x in (spec.q, spec.k, spec.v))
+    lse = jnp.ones(q.shape[:3], jnp.float32)
+    return attention_backward.run(spec, attention_backward.shortlist(spec)[0], q, k, v, q, lse, q, lse)
+
+steps = {f"{run.__name__} {dim}": functools.partial(run, dim) for run in (forward, backward) for dim in (64, 128, 256)}
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("step", [f"{which} {dim}" for which in ("forward", "backward") for dim in (64, 128, 256)])
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_compute_sanitizer_finds_nothing(tool: str, step: str) -> None:
+    names = (step,) if tool == "memcheck" else ("planted", step)
+    sanitizer.assert_finds_nothing_else(tool, _SANITIZED, names)

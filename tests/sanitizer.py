@@ -1,0 +1,70 @@
+"""What compute-sanitizer says of kernels, beside a mistake planted in one that is not ours."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+__all__ = ["assert_finds_nothing_else"]
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+_OUTSIDE = {"memcheck": 2**20, "racecheck": 0}
+_FINDINGS = {"memcheck": "Invalid __global__ write", "racecheck": "Race reported between"}
+_SCRIPT = """
+import jax, jax.numpy as jnp, numpy as np
+import jaxkernels as jk
+
+def planted():
+    source = '''
+    __global__ void planted(float* out, int outside) {
+      __shared__ float values[64];
+      values[threadIdx.x] = threadIdx.x;
+      out[threadIdx.x + outside] = values[63 - threadIdx.x];  // no barrier in between
+    }'''
+    plan = lambda x: jk.ffi.LaunchPlan(
+        {"out": x}, [jk.ffi.Pointer("out"), np.int32(OUTSIDE)], (1,), (64,)
+    )
+    return jk.ffi.CudaKernel(source, "planted", plan)(np.zeros(64, np.float32))
+
+STEPS
+for name in NAMES:
+    print("step", name, flush=True)
+    jax.block_until_ready(planted() if name == "planted" else steps[name]())
+print("step end", flush=True)
+"""
+
+
+def assert_finds_nothing_else(tool: str, steps: str, names: tuple[str, ...]) -> None:
+    """Runs steps, functions that Python text puts into a dictionary `steps`, and the one named "planted".
+
+    compute-sanitizer 2025.3 sees nothing more in a process after a kernel that stores by TMA, and after a finding of
+    memcheck nothing can run: "planted" follows what only loads, precedes what stores, or is left out.
+    """
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if sanitizer is None:
+        pytest.skip("needs compute-sanitizer, of the CUDA toolkit")
+    # Without the allocator's pool, whose neighbours' memory an access may reach unnoticed.
+    env = {"PYTHONPATH": os.pathsep.join(map(str, [ROOT, *sys.path])), "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+    script = _SCRIPT.replace("OUTSIDE", str(_OUTSIDE[tool])).replace("STEPS", steps).replace("NAMES", repr(names))
+    # The launcher asks the driver for a kernel's parameters until there are no more, which is an error of the API.
+    command = [sanitizer, "--tool", tool, "--report-api-errors", "no", sys.executable, "-c", script]
+    process = subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
+    output = process.stdout + process.stderr
+    if "Device not supported" in output:
+        pytest.skip(f"{tool} does not support this device or its driver")
+    # A finding is told when the kernel has ended or later, so that only its kernel's name says where it belongs.
+    kernels = set(re.findall(r"^=========.* at ([\w:<>, ]+)\(", process.stdout, re.MULTILINE))
+    assert process.stdout.count("========= COMPUTE-SANITIZER") == 1, output
+    if "planted" in names:
+        assert _FINDINGS[tool] in process.stdout, output
+        assert kernels == {"planted"}, output
+    else:
+        assert "========= ERROR SUMMARY: 0 errors" in process.stdout, output
+    assert ("end" in process.stdout.split()) or tool == "memcheck", output
