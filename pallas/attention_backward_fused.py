@@ -1,9 +1,9 @@
 """FlashAttention backward in one kernel, up to head dimension 128: dQ, dK and dV from five products a block.
 
-Roles. A CTA owns 128 keys of one head and walks the queries that see them, the last first, for every query head of the
-group. Two consumer warpgroups take half of the keys each and work on transposed blocks, so that P^T and dS^T are in
-registers what the next products want on the left; a third computes dQ, which sums over keys, from both; a fourth issues
-all copies. None waits for another's arithmetic:
+Roles. A persistent grid walks work items: 128 keys of one head, and the queries that see them, the last first, of every
+query head of the group. Two consumer warpgroups take half of the keys each and work on transposed blocks, so that P^T
+and dS^T are in registers what the next products want on the left; a third computes dQ, which sums over keys, from both;
+a fourth issues all copies. None waits for another's arithmetic:
 
     consumer c   S^T = K_c Q^T, P^T = exp2(c S^T - lse), dP^T = V_c dO^T, dS^T = P^T * (dP^T - delta),
                  dV_c += P^T dO, dK_c += dS^T Q; dS^T goes to shared memory as well
@@ -11,7 +11,10 @@ all copies. None waits for another's arithmetic:
     producer     which has TMA add it to the sum in memory, and loads Q, dO, lse and delta through two rings
 
     keys   [0, 64)    consumer 0: dS^T --+-- shared memory --> dQ warpgroup --> staging --> TMA reduce-add
-           [64, 128)  consumer 1: dS^T --+   (two buffers)
+           [64, 128)  consumer 1: dS^T --+   (a ring)
+
+Rings never stop: while the consumers send dK and dV out, through staging buffers, the next item's keys, values and
+first queries come in. Which CTA does which item is planned before the launch.
 
 A consumer's dK of one block of queries runs on beside its logits of the next. P is kept in 16 bits alone, as the
 products read it: with it in float32 as well, or with two more products in flight, the registers do not suffice, and
@@ -33,6 +36,7 @@ Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691), appendix B; dQ's own warp
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -43,6 +47,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxkernels.pallas.attention_blocks import (
@@ -51,14 +56,17 @@ from jaxkernels.pallas.attention_blocks import (
     RING_BARRIER_BYTES,
     TRANSFORMS,
     TRANSFORMS_FLOAT32,
+    balanced_plan,
     blocks_of,
     blocks_within,
     cap_and_slope,
     hide_other_segments,
     hide_unseen,
     hides_by_causality_alone,
+    is_known_at_run_time,
     kernel_inputs,
     keys_seen_by_any,
+    padded_head_dims,
     queries_that_see_all,
     queries_that_see_any,
     query_offset,
@@ -76,8 +84,14 @@ _DQ_WARPGROUP = _NUM_CONSUMERS
 _PRODUCER_WARPGROUP = _NUM_CONSUMERS + 1
 #: Registers of a thread: consumers', the dQ warpgroup's, the producer's. All 512 threads have 128 each at first.
 _REGISTERS = (208, 64, 32)
-#: Rows and columns of dQ that are computed at once.
-_DQ_PART = 64
+#: dQ is computed in squares, dK and dV are staged and sent out in pieces, of so many columns, one swizzle span.
+_PART = 64
+#: What an item costs beside its steps, in steps.
+_ITEM_STEPS = 2.0
+#: Steps of an item at head dimension 64, on average, from which on a persistent grid is slower.
+_MANY_STEPS = 24
+#: How much longer the last CTA may take than with another order of items before that is taken.
+_MOST_IDLE = 1.05
 #: Heads (and batches) whose blocks of keys are worked on side by side, at most: 132 CTAs have 16 blocks of each, whose
 #: queries L2 then holds once. In order, 8 blocks: so many steps are the last ones behind.
 _STREAMS = 8
@@ -85,10 +99,19 @@ _STREAMS_IN_ORDER = 16
 
 
 def smem_bytes(head_dim: int, value_dim: int, block_q: int, num_stages: int) -> int:
-    """Keys and values, the rings of queries and output gradients, two blocks of dS^T, and dQ's staging buffer."""
+    """Keys and values, the rings of queries, output gradients and dS^T, dQ's staging buffer, and one piece of each
+    consumer's dK or dV."""
     columns = head_dim + value_dim
-    ring = num_stages * block_q * (2 * columns + 8)
-    return 2 * _KEYS * columns + ring + 2 * 2 * _KEYS * block_q + 4 * block_q * head_dim + RING_BARRIER_BYTES
+    ring = num_stages * (block_q * (2 * columns + 8) + 2 * _KEYS * block_q)
+    buffers = 2 * _KEYS * columns + ring + 4 * block_q * head_dim
+    return buffers + 2 * _KEYS * _PART + RING_BARRIER_BYTES
+
+
+def _num_store_slots(spec: AttentionSpec, block_q: int, num_stages: int) -> int:
+    """Pieces of a consumer's dK and dV that shared memory has room for; all of them at most."""
+    head_dim, value_dim = padded_head_dims(spec)
+    room = spec.target.smem_bytes - smem_bytes(head_dim, value_dim, block_q, num_stages)
+    return max(1, min(1 + room // (2 * _KEYS * _PART), (head_dim + value_dim) // _PART))
 
 
 def gradients(
@@ -106,24 +129,24 @@ def gradients(
     """
     q, k, v = operands[:3]
     like = lambda x, dtype=None: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
-    num_streams = spec.k.shape[0] * spec.k.shape[2]
-    most = _STREAMS_IN_ORDER if spec.deterministic else _STREAMS
-    together = next(n for n in range(most, 0, -1) if num_streams % n == 0)
     is_zeroed = _is_zeroed(spec)
+    inputs = _inputs(spec, block_q, extras)
+    plan = jnp.asarray(_plan(spec, block_q))
     run = plgpu.kernel(
         functools.partial(_kernel, spec=spec, block_q=block_q, num_stages=num_stages),
         out_type=[*([] if is_zeroed else [like(q, jnp.float32)]), like(k), like(v)],
-        grid=(num_streams // together, pl.cdiv(spec.k.shape[1], _KEYS), together),
-        grid_names=("group", "kv_block", "stream"),
+        grid=(len(plan),),
+        grid_names=("cta",),
         num_threads=_PRODUCER_WARPGROUP + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    inputs = _inputs(spec, block_q, extras)
+    *operands, delta = operands
+    operands = *operands, -delta
     if not is_zeroed:
-        return run(*operands, inputs)
+        return run(*operands, plan, inputs)
     dq = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
-    dk, dv = run(*operands, inputs, dq)
+    dk, dv = run(*operands, plan, inputs, dq)
     return dq[...], dk, dv
 
 
@@ -146,75 +169,157 @@ def _inputs(spec: AttentionSpec, block_q: int, extras: dict[str, jax.Array]) -> 
     return inputs
 
 
+def _steps(spec: AttentionSpec, block_q: int) -> list[int]:
+    """For each block of keys: how many blocks of queries visit it, lengths and segments aside."""
+    # Where the queries are a part of the sequence, some part in the middle.
+    offset = max(0, spec.k.shape[1] - spec.q.shape[1]) // 2 if spec.query_offset else 0
+    steps = []
+    for start in range(0, spec.k.shape[1], _KEYS):
+        seeing = queries_that_see_any(spec, start, start + _KEYS, offset, spec.q.shape[1] + offset)
+        first, end = blocks_of(seeing[0] - offset, seeing[1] - offset, block_q)
+        steps.append(spec.group_size * max(end - first, 0))
+    return steps
+
+
+def _has_one_item_each(spec: AttentionSpec, block_q: int) -> bool:
+    """Whether the grid has a CTA for each item, which take turns on the SMs, and is not persistent.
+
+    In order, blocks of keys wait for the earlier ones of their stream. What only arrays tell, lengths and segments, no
+    plan balances: CTAs that take consecutive items of equal work together find too little of it in L2 (at head
+    dimension 128, 8 documents in 8192 tokens: 816 us for 526). At head dimension 64 a persistent grid gains up to 5 %
+    where items have few steps, and loses up to 2 % where they have many.
+    """
+    if spec.deterministic or is_known_at_run_time(spec):
+        return True
+    steps = _steps(spec, block_q)
+    return max(padded_head_dims(spec)) <= 64 and sum(steps) > _MANY_STEPS * len(steps)
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(spec: AttentionSpec, block_q: int) -> np.ndarray:
+    """The items of each CTA (`balanced_plan`); an item's number is stream * num_kv_blocks + kv_block.
+
+    Some streams, heads and batches, are worked on side by side, so that L2 holds their queries; but the longest items
+    of all come first where else too many SMs would have nothing to do in the end.
+    """
+    num_streams, steps = spec.k.shape[0] * spec.k.shape[2], _steps(spec, block_q)
+    most = _STREAMS_IN_ORDER if spec.deterministic else _STREAMS
+    together = next(n for n in range(most, 0, -1) if num_streams % n == 0)
+    groups = [range(first, first + together) for first in range(0, num_streams, together)]
+    items = [
+        (stream * len(steps) + kv_block, num_steps + _ITEM_STEPS)
+        for streams in groups
+        for kv_block, num_steps in enumerate(steps)
+        for stream in streams
+    ]
+    if _has_one_item_each(spec, block_q):
+        return np.array([(1, number, 0) for number, _ in items], np.int32)
+    by_groups, longest_first = (
+        balanced_plan(order, spec.target.num_sms) for order in (items, sorted(items, key=lambda item: -item[1]))
+    )
+    return by_groups[0] if by_groups[1] < _MOST_IDLE * longest_first[1] else longest_first[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    """A work item: 128 keys of a head, and the blocks of queries, of each query head of the group, that see any.
+
+    Attributes:
+      batch, kv_head, kv_block: whose.
+      end_block: one behind the last block of queries, which is visited first.
+      num_blocks: how many are visited.
+      first_unmasked, end_unmasked: those that need no mask, counted from the last block.
+      key_end: how many keys there are.
+    """
+
+    batch: Any
+    kv_head: Any
+    kv_block: Any
+    end_block: Any
+    num_blocks: Any
+    first_unmasked: Any
+    end_unmasked: Any
+    key_end: Any
+
+    @property
+    def kv_base(self) -> Any:
+        return self.kv_block * _KEYS
+
+
 def _kernel(
-    q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, lse_gmem: Any, delta_gmem: Any, inputs: dict[str, Any],
-    dq_gmem: Any, dk_gmem: Any, dv_gmem: Any, *, spec: AttentionSpec, block_q: int, num_stages: int,
+    q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, lse_gmem: Any, minus_delta_gmem: Any, plan_gmem: Any,
+    inputs: dict[str, Any], dq_gmem: Any, dk_gmem: Any, dv_gmem: Any,
+    *, spec: AttentionSpec, block_q: int, num_stages: int,
 ) -> None:  # fmt: skip
     dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
     num_keys, num_heads, group = spec.k.shape[1], spec.q.shape[2], spec.group_size
-    stream = lax.axis_index("group") * lax.axis_size("stream") + lax.axis_index("stream")
-    batch, kv_head = lax.div(stream, jnp.int32(spec.k.shape[2])), lax.rem(stream, jnp.int32(spec.k.shape[2]))
-    kv_block = lax.axis_index("kv_block")
-    kv_base = kv_block * _KEYS
+    num_store_slots = _num_store_slots(spec, block_q, num_stages)
+    num_q_blocks, num_kv_blocks = pl.cdiv(spec.q.shape[1], block_q), pl.cdiv(num_keys, _KEYS)
     offset = query_offset(inputs)
-    num_q_blocks = pl.cdiv(spec.q.shape[1], block_q)
-    key_end = jnp.clip(inputs["key_lengths"][batch], 0, num_keys) if spec.key_lengths else num_keys
-    query_end = spec.q.shape[1] + offset
-    if spec.query_lengths:
-        query_end = jnp.minimum(inputs["query_lengths"][batch], query_end)
-    # Blocks of queries that see any of these keys, and those that see all and need no mask.
-    seeing = queries_that_see_any(spec, kv_base, jnp.minimum(kv_base + _KEYS, key_end), offset, query_end)
-    first_block, end_block = blocks_of(seeing[0] - offset, seeing[1] - offset, block_q)
-    seeing = queries_that_see_all(spec, kv_base, kv_base + _KEYS, offset, num_q_blocks * block_q + offset)
-    first_whole, end_whole = blocks_within(seeing[0] - offset, seeing[1] - offset, block_q)
     looks_back = spec.window is not None and spec.window[0] is not None
-    if not (looks_back or spec.query_lengths):
-        end_block = end_whole = num_q_blocks
-    if spec.segments:
-        first, end, first_of_one, end_of_one = (inputs["segment_blocks"][batch, kv_block, i] for i in range(4))
-        first_block, end_block = jnp.maximum(first_block, first), jnp.minimum(end_block, end)
-        first_whole, end_whole = jnp.maximum(first_whole, first_of_one), jnp.minimum(end_whole, end_of_one)
-    q_iters = jnp.maximum(end_block - first_block, 0)
     is_cut = spec.key_lengths or num_keys % _KEYS != 0
-    if spec.key_lengths:
-        q_iters = jnp.where(kv_base < key_end, q_iters, 0)
-    # Counted from the last block.
-    first_unmasked, end_unmasked = end_block - end_whole, end_block - first_whole
-    if is_cut:
-        end_unmasked = jnp.where(kv_base + _KEYS > key_end, 0, end_unmasked)
+    cta = lax.axis_index("cta")
+
+    def item_of(nth: Any) -> _Item:
+        number = plan_gmem[cta, nth + 1]
+        stream, kv_block = lax.div(number, jnp.int32(num_kv_blocks)), lax.rem(number, jnp.int32(num_kv_blocks))
+        batch, kv_head = lax.div(stream, jnp.int32(spec.k.shape[2])), lax.rem(stream, jnp.int32(spec.k.shape[2]))
+        kv_base = kv_block * _KEYS
+        key_end = jnp.clip(inputs["key_lengths"][batch], 0, num_keys) if spec.key_lengths else num_keys
+        query_end = spec.q.shape[1] + offset
+        if spec.query_lengths:
+            query_end = jnp.minimum(inputs["query_lengths"][batch], query_end)
+        seeing = queries_that_see_any(spec, kv_base, jnp.minimum(kv_base + _KEYS, key_end), offset, query_end)
+        first_block, end_block = blocks_of(seeing[0] - offset, seeing[1] - offset, block_q)
+        seeing = queries_that_see_all(spec, kv_base, kv_base + _KEYS, offset, num_q_blocks * block_q + offset)
+        first_whole, end_whole = blocks_within(seeing[0] - offset, seeing[1] - offset, block_q)
+        if not (looks_back or spec.query_lengths):
+            end_block = end_whole = num_q_blocks
+        if spec.segments:
+            first, end, first_of_one, end_of_one = (inputs["segment_blocks"][batch, kv_block, i] for i in range(4))
+            first_block, end_block = jnp.maximum(first_block, first), jnp.minimum(end_block, end)
+            first_whole, end_whole = jnp.maximum(first_whole, first_of_one), jnp.minimum(end_whole, end_of_one)
+        num_blocks = jnp.maximum(end_block - first_block, 0)
+        if spec.key_lengths:
+            num_blocks = jnp.where(kv_base < key_end, num_blocks, 0)
+        first_unmasked, end_unmasked = end_block - end_whole, end_block - first_whole
+        if is_cut:
+            end_unmasked = jnp.where(kv_base + _KEYS > key_end, 0, end_unmasked)
+        return _Item(batch, kv_head, kv_block, end_block, num_blocks, first_unmasked, end_unmasked, key_end)
+
     masks_places = spec.causal or spec.window is not None or is_cut
-    num_steps = group * q_iters
     added: Any = None
     if spec.deterministic:
         added = pl.get_global(plgpu.SemaphoreType.REGULAR((spec.q.shape[0] * num_heads * num_q_blocks,)))
     following = lambda slot: jnp.where(slot == num_stages - 1, 0, slot + 1)
-    # A step's place: a head of the group, and the i-th block of its queries from the last.
-    start = jnp.int32(0), jnp.int32(0)
+    # Steps walk a head's blocks of queries from the last, head by head of the group.
+    head_in_group = lambda item, step: 0 if group == 1 else lax.div(step, item.num_blocks)
+    ith_from_last = lambda item, step: step if group == 1 else lax.rem(step, item.num_blocks)
 
-    def advance(place: Any) -> Any:
-        head_in_group, i = place
-        is_last = i == q_iters - 1
-        return jnp.where(is_last, head_in_group + 1, head_in_group), jnp.where(is_last, 0, i + 1)
-
-    def queries_of(place: Any) -> tuple[Any, Any]:
+    def queries_of(item: _Item, step: Any) -> tuple[Any, Any]:
         """The head, and the block of its queries."""
-        return kv_head * group + place[0], end_block - 1 - place[1]
+        return item.kv_head * group + head_in_group(item, step), item.end_block - 1 - ith_from_last(item, step)
 
-    def counter_of(place: Any) -> Any:
+    def counter_of(item: _Item, step: Any) -> Any:
         """The semaphore that counts what has been added to a block of dQ."""
-        head, q_block = queries_of(place)
-        return (batch * num_heads + head) * num_q_blocks + q_block
+        head, q_block = queries_of(item, step)
+        return (item.batch * num_heads + head) * num_q_blocks + q_block
 
-    def rank_of(place: Any) -> Any:
+    def for_each_item(run: Callable[[Any, Any], Any], carry: Any) -> Any:
+        if _has_one_item_each(spec, block_q):
+            return run(0, carry)
+        return lax.fori_loop(0, plan_gmem[cta, 0], run, carry)
+
+    def rank_of(item: _Item, step: Any) -> Any:
         """How many blocks of keys add to a block of dQ before this one."""
         if hides_by_causality_alone(spec):
-            return kv_block
-        _, q_block = queries_of(place)
+            return item.kv_block
+        _, q_block = queries_of(item, step)
         query = q_block * block_q + offset
         first, _ = blocks_of(*keys_seen_by_any(spec, query, query + block_q, num_keys), _KEYS)
         if spec.segments:
-            first = jnp.maximum(first, inputs["first_kv_block"][batch, q_block])
-        return kv_block - first
+            first = jnp.maximum(first, inputs["first_kv_block"][item.batch, q_block])
+        return item.kv_block - first
 
     def scope(
         k_smem: Any,
@@ -222,10 +327,12 @@ def _kernel(
         q_smem: Any,
         dout_smem: Any,
         lse_smem: Any,
-        delta_smem: Any,
+        minus_delta_smem: Any,
         ds_smem: Any,
         dq_smem: Any,
+        out_smem: Any,
         kv_full: Any,
+        kv_empty: Any,
         q_full: Any,
         dout_full: Any,
         q_empty: Any,
@@ -241,85 +348,98 @@ def _kernel(
         def _copy() -> None:
             plgpu.set_max_registers(_REGISTERS[2], action="decrease")
             plgpu.barrier_arrive(dq_empty)
-            keys = (batch, pl.ds(kv_base, _KEYS), kv_head)
-            plgpu.copy_gmem_to_smem(k_gmem.at[keys], k_smem, kv_full)
-            plgpu.copy_gmem_to_smem(v_gmem.at[keys], v_smem, kv_full)
 
-            def load(place: Any, slot: Any) -> None:
-                head, q_block = queries_of(place)
-                rows = pl.ds(q_block * block_q, block_q)
+            def load(item: _Item, step: Any, slot: Any) -> None:
+                head, q_block = queries_of(item, step)
+                batch, rows = item.batch, pl.ds(q_block * block_q, block_q)
                 plgpu.barrier_wait(q_empty.at[slot])
                 plgpu.copy_gmem_to_smem(q_gmem.at[batch, rows, head], q_smem.at[slot], q_full.at[slot])
                 plgpu.copy_gmem_to_smem(lse_gmem.at[batch, head, rows], lse_smem.at[slot], q_full.at[slot])
                 plgpu.barrier_wait(dout_empty.at[slot])
                 plgpu.copy_gmem_to_smem(dout_gmem.at[batch, rows, head], dout_smem.at[slot], dout_full.at[slot])
-                plgpu.copy_gmem_to_smem(delta_gmem.at[batch, head, rows], delta_smem.at[slot], dout_full.at[slot])
+                plgpu.copy_gmem_to_smem(
+                    minus_delta_gmem.at[batch, head, rows], minus_delta_smem.at[slot], dout_full.at[slot]
+                )
 
-            def add(place: Any) -> None:
+            def add(item: _Item, step: Any) -> None:
                 """Adds a step's dQ to the sum."""
-                head, q_block = queries_of(place)
-                to = dq_gmem.at[batch, pl.ds(q_block * block_q, block_q), head]
+                head, q_block = queries_of(item, step)
+                to = dq_gmem.at[item.batch, pl.ds(q_block * block_q, block_q), head]
                 plgpu.barrier_wait(dq_full)
                 if _is_zeroed(spec):
                     plgpu.copy_smem_to_gmem(dq_smem, to, reduction_op="add")
                 else:
-                    pl.when(kv_block == 0)(lambda: plgpu.copy_smem_to_gmem(dq_smem, to))
-                    pl.when(kv_block > 0)(lambda: plgpu.copy_smem_to_gmem(dq_smem, to, reduction_op="add"))
+                    is_first = item.kv_block == 0
+                    pl.when(is_first)(lambda: plgpu.copy_smem_to_gmem(dq_smem, to))
+                    pl.when(~is_first)(lambda: plgpu.copy_smem_to_gmem(dq_smem, to, reduction_op="add"))
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(dq_empty)
 
-            def announce(counter: Any) -> None:
+            def announce(item: _Item, step: Any) -> None:
                 """Tells the next block of keys that a step's dQ is in the sum."""
-                plgpu.semaphore_signal(added.at[counter], memory_scope="gpu")
+                plgpu.semaphore_signal(added.at[counter_of(item, step)], memory_scope="gpu")
 
-            def load_and_add(step: Any, carry: Any) -> Any:
-                slot, loading, adding, last = carry
-                pl.when(step < num_steps)(lambda: load(loading, slot))
-                is_adding = step >= num_stages
-                pl.when(is_adding)(lambda: add(adding))
+            def copy_item(nth: Any, slot: Any) -> Any:
+                item = item_of(nth)
+                num_steps = group * item.num_blocks
+                plgpu.barrier_wait(kv_empty)
+                keys = (item.batch, pl.ds(item.kv_base, _KEYS), item.kv_head)
+                plgpu.copy_gmem_to_smem(k_gmem.at[keys], k_smem, kv_full)
+                plgpu.copy_gmem_to_smem(v_gmem.at[keys], v_smem, kv_full)
+
+                def load_and_add(step: Any, slot: Any) -> Any:
+                    adding = step - num_stages
+                    pl.when(step < num_steps)(lambda: load(item, step, slot))
+                    pl.when(adding >= 0)(lambda: add(item, adding))
+                    if spec.deterministic:
+                        plgpu.wait_smem_to_gmem(1)
+                        pl.when(adding > 0)(lambda: announce(item, adding - 1))
+                    return following(slot)
+
+                # The steps beyond the last come round to the same slot.
+                slot = lax.fori_loop(0, num_steps + num_stages, load_and_add, slot)
                 if spec.deterministic:
-                    plgpu.wait_smem_to_gmem(1)
-                    pl.when(step > num_stages)(lambda: announce(last))
-                    last = counter_of(adding)
-                adding = tuple(jnp.where(is_adding, new, old) for new, old in zip(advance(adding), adding))
-                return following(slot), advance(loading), adding, last
+                    plgpu.wait_smem_to_gmem(0)
+                    pl.when(num_steps > 0)(lambda: announce(item, num_steps - 1))
+                return slot
 
-            carry = jnp.int32(0), start, start, jnp.int32(0)
-            *_, last = lax.fori_loop(0, num_steps + num_stages, load_and_add, carry)
+            for_each_item(copy_item, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
-            if spec.deterministic:
-                pl.when(num_steps > 0)(lambda: announce(last))
 
         @pl.when(warpgroup == _DQ_WARPGROUP)
         def _sum_queries() -> None:
             plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-            for buffer in range(2):
-                plgpu.barrier_arrive(ds_empty.at[buffer])
+            for slot in range(num_stages):
+                plgpu.barrier_arrive(ds_empty.at[slot])
 
-            def multiply(_: Any, carry: Any) -> Any:
-                place, buffer = carry
-                plgpu.barrier_wait(ds_full.at[buffer])
+            item = item_of(0)  # In order there are no others.
+
+            def multiply(step: Any, slot: Any) -> Any:
+                plgpu.barrier_wait(ds_full.at[slot])
                 plgpu.barrier_wait(dq_empty)
-                for row, column in itertools.product(range(0, block_q, _DQ_PART), range(0, head_dim, _DQ_PART)):
-                    rows, columns = pl.ds(row, _DQ_PART), pl.ds(column, _DQ_PART)
-                    ds = ds_smem.at[buffer, :, rows].transpose((1, 0))
-                    dq_smem.at[rows, columns][...] = _product((_DQ_PART, _DQ_PART), ds, k_smem.at[:, columns])
-                plgpu.barrier_arrive(ds_empty.at[buffer])
+                for row, column in itertools.product(range(0, block_q, _PART), range(0, head_dim, _PART)):
+                    rows, columns = pl.ds(row, _PART), pl.ds(column, _PART)
+                    ds = ds_smem.at[slot, :, rows].transpose((1, 0))
+                    dq_smem.at[rows, columns][...] = _product((_PART, _PART), ds, k_smem.at[:, columns])
+                plgpu.barrier_arrive(ds_empty.at[slot])
                 if spec.deterministic:
-                    counter, rank = counter_of(place), rank_of(place)
-                    plgpu.semaphore_wait(added.at[counter], rank, decrement=False, memory_scope="gpu")
+                    # Here, not before the copy: the producer has its loads to issue.
+                    turn, rank = added.at[counter_of(item, step)], rank_of(item, step)
+                    plgpu.semaphore_wait(turn, rank, decrement=False, memory_scope="gpu")
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(dq_full)
-                return advance(place), 1 - buffer
+                return following(slot)
 
-            lax.fori_loop(0, num_steps, multiply, (start, jnp.int32(0)))
+            num_blocks = for_each_item(lambda nth, n: n + item_of(nth).num_blocks, jnp.int32(0))
+            lax.fori_loop(0, group * num_blocks, multiply, jnp.int32(0))
 
         @pl.when(warpgroup < _NUM_CONSUMERS)
         def _consume() -> None:
             plgpu.set_max_registers(_REGISTERS[0], action="increase")
             consumer = warpgroup
             my_keys = pl.ds(consumer * _KEYS_PER_CONSUMER, _KEYS_PER_CONSUMER)
-            my_k, my_v, key_start = k_smem.at[my_keys], v_smem.at[my_keys], kv_base + consumer * _KEYS_PER_CONSUMER
+            my_k, my_v = k_smem.at[my_keys], v_smem.at[my_keys]
+            plgpu.barrier_arrive(kv_empty)
             # All slots are free but the last one of queries, which the first step frees.
             for slot in range(num_stages):
                 if slot < num_stages - 1:
@@ -331,21 +451,22 @@ def _kernel(
                 plgpu.wgmma_wait(1)
                 plgpu.barrier_arrive(q_empty.at[jnp.where(slot == 0, num_stages - 1, slot - 1)])
 
-            plgpu.barrier_wait(kv_full)
-
-            def accumulate(dk_ref: Any, dv_ref: Any) -> None:
+            def accumulate(nth: Any, slot: Any, dk_ref: Any, dv_ref: Any) -> Any:
+                visited = item_of(nth)
+                key_start = visited.kv_base + consumer * _KEYS_PER_CONSUMER
+                plgpu.barrier_wait(kv_full)
                 shape = (_KEYS_PER_CONSUMER, block_q)
                 spread = lambda row: lax.broadcast_in_dim(row, shape, [1])
 
                 def hide(s: jax.Array, i: Any) -> jax.Array:
-                    q_start = (end_block - 1 - i) * block_q
+                    q_start = (visited.end_block - 1 - i) * block_q
                     if spec.segments:
-                        key_ids = inputs["key_segments"].at[batch, pl.ds(key_start, _KEYS_PER_CONSUMER)]
-                        query_ids = inputs["query_segments"].at[batch, pl.ds(q_start, block_q)]
+                        key_ids = inputs["key_segments"].at[visited.batch, pl.ds(key_start, _KEYS_PER_CONSUMER)]
+                        query_ids = inputs["query_segments"].at[visited.batch, pl.ds(q_start, block_q)]
                         s = hide_other_segments(s, key_ids, query_ids, -math.inf)
                     if not masks_places:
                         return s
-                    last = key_end if is_cut else None
+                    last = visited.key_end if is_cut else None
                     return hide_unseen(s, spec, q_start + offset, key_start, keys_in_rows=True, key_end=last)
 
                 def probabilities(s: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -359,44 +480,73 @@ def _kernel(
                         p = jnp.where(s == -math.inf, 0.0, p)
                     return lax.optimization_barrier((p.astype(dtype), (p * slope).astype(dtype)))
 
-                def step(_: Any, carry: Any) -> Any:
-                    i, slot, buffer = carry
+                def logit_gradients(slot: Any, wait: Callable[[], None]) -> jax.Array:
+                    """dP - delta, after another wait."""
+                    minus_delta = lambda: spread(plgpu.load(minus_delta_smem.at[slot], layout=COLUMNS))
+                    douts = dout_smem.at[slot].transpose((1, 0))
+                    if block_q > _PART:
+                        dp = _product(shape, my_v, douts)
+                        wait()
+                        return dp + minus_delta()
+                    # The sum begins with -delta, which then has no registers of its own: 1 %. Of 128 queries a thread
+                    # would have 64 to set: -4 %.
+                    dp = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, my_v, douts))(plgpu.ACC.init(minus_delta()))
+                    wait()
+                    return dp
+
+                def multiply_add(step: Any, slot: Any) -> Any:
                     plgpu.barrier_wait(q_full.at[slot])
                     meanwhile = functools.partial(free_queries_before, slot)
                     s = _product(shape, my_k, q_smem.at[slot].transpose((1, 0)), meanwhile)
                     # To wait for a barrier ends a block of instructions: what comes after is not loaded before.
                     plgpu.barrier_wait(dout_full.at[slot])
                     if masks_places or spec.segments:
-                        is_masked = i >= end_unmasked
+                        i = ith_from_last(visited, step)
+                        is_masked = i >= visited.end_unmasked
                         if looks_back or spec.segments:
-                            is_masked |= i < first_unmasked
+                            is_masked |= i < visited.first_unmasked
                         s = lax.cond(is_masked, lambda s: hide(s, i), lambda s: s, s)
                     p, weights = probabilities(s, plgpu.load(lse_smem.at[slot], layout=COLUMNS))
                     plgpu.wgmma(dv_ref, p, dout_smem.at[slot])
-                    dp = _product(shape, my_v, dout_smem.at[slot].transpose((1, 0)))
-                    plgpu.barrier_wait(ds_empty.at[buffer])
-                    delta = plgpu.load(delta_smem.at[slot], layout=COLUMNS)
-                    ds = (weights.astype(jnp.float32) * (dp - spread(delta))).astype(dtype)
+                    dp = logit_gradients(slot, functools.partial(plgpu.barrier_wait, ds_empty.at[slot]))
+                    ds = (weights.astype(jnp.float32) * dp).astype(dtype)
                     plgpu.barrier_arrive(dout_empty.at[slot])
-                    ds_smem.at[buffer, my_keys][...] = ds
+                    ds_smem.at[slot, my_keys][...] = ds
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(ds_full.at[buffer])
+                    plgpu.barrier_arrive(ds_full.at[slot])
                     plgpu.wgmma(dk_ref, ds, q_smem.at[slot])
-                    return jnp.where(i == q_iters - 1, 0, i + 1), following(slot), 1 - buffer
+                    return following(slot)
 
-                *_, buffer = lax.fori_loop(0, num_steps, step, (jnp.int32(0), jnp.int32(0), jnp.int32(0)))
+                slot = lax.fori_loop(0, group * visited.num_blocks, multiply_add, slot)
                 plgpu.wgmma_wait(0)
-                # The buffers of keys become the staging buffers of dK: the dQ warpgroup must be done with the last dS.
-                plgpu.barrier_wait(ds_empty.at[1 - buffer])
-                keys = (batch, pl.ds(key_start, _KEYS_PER_CONSUMER), kv_head)
-                for acc, staging, out_gmem in ((dk_ref[...] * spec.scale, my_k, dk_gmem), (dv_ref[...], my_v, dv_gmem)):
-                    staging[...] = acc.astype(dtype)
+                plgpu.barrier_arrive(kv_empty)
+                # Computed anew: no register holds it all the while.
+                item = item_of(lax.optimization_barrier(nth))
+                keys = pl.ds(item.kv_base + consumer * _KEYS_PER_CONSUMER, _KEYS_PER_CONSUMER)
+                outputs = (dv_ref[...], dv_gmem), (dk_ref[...] * spec.scale, dk_gmem)
+                pieces = [
+                    (acc[:, first : first + _PART], out_gmem.at[item.batch, keys, item.kv_head, pl.ds(first, _PART)])
+                    for acc, out_gmem in outputs
+                    for first in range(0, acc.shape[1], _PART)
+                ]
+                for some in itertools.batched(pieces, num_store_slots):
+                    staging = [out_smem.at[consumer * num_store_slots + i] for i in range(len(some))]
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    for smem, (piece, _) in zip(staging, some):
+                        smem[...] = piece.astype(dtype)
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(staging, out_gmem.at[keys])
-                plgpu.wait_smem_to_gmem(0)
+                    for smem, (_, to) in zip(staging, some):
+                        plgpu.copy_smem_to_gmem(smem, to)
+                return slot
 
             accumulator = lambda columns: plgpu.ACC((_KEYS_PER_CONSUMER, columns), jnp.float32)
-            pl.run_scoped(accumulate, accumulator(head_dim), accumulator(value_dim))
+
+            def consume_item(nth: Any, slot: Any) -> Any:
+                run = functools.partial(accumulate, nth, slot)
+                return pl.run_scoped(run, accumulator(head_dim), accumulator(value_dim))
+
+            for_each_item(consume_item, jnp.int32(0))
+            plgpu.wait_smem_to_gmem(0)
 
     tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=TRANSFORMS)
     rows = plgpu.SMEM((num_stages, block_q), jnp.float32)
@@ -409,15 +559,17 @@ def _kernel(
         tile(num_stages, block_q, value_dim),
         rows,
         rows,
-        tile(2, _KEYS, block_q),
+        tile(num_stages, _KEYS, block_q),
         plgpu.SMEM((block_q, head_dim), jnp.float32, transforms=TRANSFORMS_FLOAT32),
+        tile(_NUM_CONSUMERS * num_store_slots, _KEYS_PER_CONSUMER, _PART),
         plgpu.Barrier(num_arrivals=2),
+        plgpu.Barrier(num_arrivals=_NUM_CONSUMERS),
         ring(2),
         ring(2),
         ring(_NUM_CONSUMERS),
         ring(_NUM_CONSUMERS),
-        plgpu.Barrier(num_arrivals=_NUM_CONSUMERS, num_barriers=2),
-        plgpu.Barrier(num_barriers=2),
+        ring(_NUM_CONSUMERS),
+        ring(1),
         plgpu.Barrier(),
         plgpu.Barrier(),
         collective_axes="warpgroup",

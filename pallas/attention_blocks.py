@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
@@ -29,6 +32,7 @@ __all__ = [
     "TRANSFORMS",
     "TRANSFORMS_FLOAT32",
     "UNSEEN_LOGIT",
+    "balanced_plan",
     "blocks_of",
     "blocks_within",
     "cap",
@@ -38,6 +42,7 @@ __all__ = [
     "hide_other_segments",
     "hide_unseen",
     "hides_by_causality_alone",
+    "is_known_at_run_time",
     "kernel_inputs",
     "key_iters",
     "keys_inside",
@@ -47,6 +52,7 @@ __all__ = [
     "may_see_nothing",
     "pad_heads",
     "padded_head_dims",
+    "plan_of_equal_work",
     "queries_inside",
     "queries_that_see_all",
     "queries_that_see_any",
@@ -195,7 +201,7 @@ def queries_that_see_all(
 
 
 def _quotient(x: Any, block: int) -> Any:
-    return x // block if isinstance(x, int) else lax.div(x, jnp.int32(block))
+    return x // block if isinstance(x, int) or x.ndim else lax.div(x, jnp.int32(block))
 
 
 def blocks_of(start: Any, end: Any, block: int) -> tuple[Any, Any]:
@@ -208,9 +214,54 @@ def blocks_within(start: Any, end: Any, block: int) -> tuple[Any, Any]:
     return _quotient(start + block - 1, block), _quotient(end, block)
 
 
+def balanced_plan(items: Sequence[tuple[int, float]], num_ctas: int) -> tuple[np.ndarray, float]:
+    """A row for each CTA of a grid: how many items it has, their numbers, and one that stands for none; and how long
+    the last CTA takes.
+
+    Each item goes to the CTA that has least to do so far.
+
+    Args:
+      items: numbers and durations, in the order in which they are begun.
+      num_ctas: how many there are at most.
+    """
+    loads = [(0.0, cta) for cta in range(min(len(items), num_ctas))]
+    taken: list[list[int]] = [[] for _ in loads]
+    for number, duration in items:
+        load, cta = loads[0]
+        taken[cta].append(number)
+        heapq.heapreplace(loads, (load + duration, cta))
+    plan = np.zeros((len(loads), 2 + max(map(len, taken))), np.int32)
+    for row, numbers in zip(plan, taken):
+        row[: 1 + len(numbers)] = len(numbers), *numbers
+    return plan, max(loads)[0]
+
+
+def is_known_at_run_time(spec: AttentionSpec) -> bool:
+    """Whether arrays tell which blocks are visited."""
+    return spec.query_lengths or spec.key_lengths or spec.segments
+
+
+def plan_of_equal_work(work: jax.Array, num_ctas: int) -> jax.Array:
+    """A row for each CTA of a persistent grid: how many items it has, and the first one's number; the others follow.
+
+    Args:
+      work: duration of each item, in their order.
+      num_ctas: how many there are at most.
+    """
+    work = work.ravel().astype(jnp.float32)
+    num_ctas = min(num_ctas, work.size)
+    ends = jnp.cumsum(work)
+    cta = jnp.minimum((ends - work / 2) * (num_ctas / ends[-1]), num_ctas - 1).astype(jnp.int32)
+    place = jnp.arange(num_ctas + 1, dtype=jnp.int32)
+    first = jnp.searchsorted(cta, place, method="compare_all").astype(jnp.int32)
+    # At least one item each.
+    first = jnp.minimum(lax.cummax(first - place), work.size - num_ctas) + place
+    return jnp.stack([first[1:] - first[:-1], first[:-1]], axis=1)
+
+
 def hides_by_causality_alone(spec: AttentionSpec) -> bool:
     """Whether nothing but a causal mask hides keys."""
-    return not (spec.window or spec.query_lengths or spec.key_lengths or spec.segments)
+    return not (spec.window or is_known_at_run_time(spec))
 
 
 def may_see_nothing(spec: AttentionSpec) -> bool:

@@ -26,7 +26,8 @@ visited. Blocks are walked from the last one back: those at either end that a ma
 only these are masked. Lengths and offsets are read in the kernel; what segments leave of the keys XLA tells before, a
 range of blocks for each item. A query that sees no key averages all values (`jaxkernels.xla.attention`): its item
 visits all blocks, and its masked logits are finite. Items come head by head, so that all CTAs read the same keys and
-values, the longest of a head first; which CTA does which is planned before the launch, so that all end together.
+values, the longest of a head first; which CTA does which is planned before the launch, so that all end together: by
+XLA, where arrays of lengths or segments tell how long they are.
 Head dimensions are padded to multiples of 64 by XLA, lengths to multiples of 8; beyond these TMA reads zeros and drops
 what it would write.
 
@@ -37,7 +38,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import heapq
 import itertools
 import math
 from collections.abc import Iterator
@@ -59,6 +59,7 @@ from jaxkernels.pallas.attention_blocks import (
     TILE,
     TRANSFORMS,
     UNSEEN_LOGIT,
+    balanced_plan,
     blocks_of,
     blocks_within,
     cap,
@@ -66,6 +67,7 @@ from jaxkernels.pallas.attention_blocks import (
     hide_other_segments,
     hide_unseen,
     hides_by_causality_alone,
+    is_known_at_run_time,
     kernel_inputs,
     key_iters,
     keys_seen_by_all,
@@ -73,6 +75,7 @@ from jaxkernels.pallas.attention_blocks import (
     may_see_nothing,
     pad_heads,
     padded_head_dims,
+    plan_of_equal_work,
     query_offset,
     segment_blocks,
     unsupported,
@@ -137,13 +140,13 @@ def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
     head_dim = max(spec.q.shape[3], spec.v.shape[3])
     if head_dim <= 64:
         # Three consumers hide the exponentials better; of short sequences their items leave more undone.
-        is_short = spec.causal and spec.k.shape[1] <= 1024
+        is_short = (spec.causal and spec.k.shape[1] <= 1024) or is_known_at_run_time(spec)
         return (Config() if is_short else Config(num_stages=3, bridge=False, num_consumers=3),)
     if head_dim <= 128:
         return (Config(),)
     # Two stages of 128 keys fill shared memory at head dimension 128; at 256 the blocks must halve. Beside a mask the
     # products would wait for each other without the bridge (ptxas serialises them).
-    return (Config(block_kv=64, bridge=spec.causal),)
+    return (Config(block_kv=64, bridge=spec.causal or not hides_by_causality_alone(spec)),)
 
 
 def search_space(spec: AttentionSpec) -> Iterator[Config]:
@@ -215,7 +218,8 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
     num_queries, head_dim = q.shape[1], v.shape[3]
     q, k, v = pad_heads(q), pad_heads(k), pad_heads(v)
     batch, _, num_heads, _ = q.shape
-    plan = _plan(spec, config)
+    inputs = _inputs(spec, config, v, dict(zip(spec.extra_names, extras)))
+    plan = _plan_by_arrays(spec, config, inputs) if is_known_at_run_time(spec) else jnp.asarray(_plan(spec, config))
     kernel = plgpu.kernel(
         functools.partial(_kernel, spec=spec, config=config),
         out_type=[
@@ -233,8 +237,7 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
             reduction_scratch_bytes=0,
         ),
     )
-    inputs = _inputs(spec, config, v, dict(zip(spec.extra_names, extras)))
-    out, lse = kernel(q, k, v, jnp.asarray(plan), inputs)
+    out, lse = kernel(q, k, v, plan, inputs)
     return [out[:, :num_queries, :, :head_dim], jnp.swapaxes(lse[:, :, :num_queries], 1, 2)]
 
 
@@ -254,11 +257,11 @@ def _inputs(spec: AttentionSpec, config: Config, v: jax.Array, extras: dict[str,
 
 @functools.lru_cache(maxsize=256)
 def _plan(spec: AttentionSpec, config: Config) -> np.ndarray:
-    """The items of each CTA, in order: how many there are, their numbers, and one number more that stands for none.
+    """The items of each CTA (`balanced_plan`); an item's number is head * num_q_blocks + q_block, heads of all batch
+    elements counted.
 
-    An item's number is head * num_q_blocks + q_block, heads of all batch elements counted. Items go to the CTA that has
-    least to do so far: head by head, the longest first; but a third of the blocks of queries, those that see least, are
-    kept for the end and even out what is left.
+    They come head by head, the longest first; but a third of the blocks of queries, those that see least, are kept for
+    the end and even out what is left.
     """
     batch, _, num_heads, _ = spec.q.shape
     heads, steps = batch * num_heads, _steps(spec, config)
@@ -266,17 +269,24 @@ def _plan(spec: AttentionSpec, config: Config) -> np.ndarray:
     num_last = num_q_blocks // 3 if spec.causal else 0
     items = [(q, head) for head in range(heads) for q in reversed(range(num_last, num_q_blocks))]
     items += [(q, head) for q in reversed(range(num_last)) for head in range(heads)]
-    num_ctas = min(len(items), spec.target.num_sms)
-    loads = [(0.0, cta) for cta in range(num_ctas)]
-    taken: list[list[int]] = [[] for _ in loads]
-    for q_block, head in items:
-        load, cta = loads[0]
-        taken[cta].append(head * num_q_blocks + q_block)
-        heapq.heapreplace(loads, (load + steps[q_block] + _ITEM_STEPS, cta))
-    plan = np.zeros((num_ctas, 2 + max(map(len, taken))), np.int32)
-    for row, numbers in zip(plan, taken):
-        row[: 1 + len(numbers)] = len(numbers), *numbers
-    return plan
+    numbered = [(head * num_q_blocks + q_block, steps[q_block] + _ITEM_STEPS) for q_block, head in items]
+    return balanced_plan(numbered, spec.target.num_sms)[0]
+
+
+def _plan_by_arrays(spec: AttentionSpec, config: Config, inputs: dict[str, jax.Array]) -> jax.Array:
+    """The items of each CTA (`plan_of_equal_work`), in the order of their numbers."""
+    batch, num_queries, num_heads, _ = spec.q.shape
+    rows = _rows(config)
+    offset = query_offset(inputs)
+    query_end, key_end = ends_of(spec, inputs, jnp.arange(batch)[:, None], offset)
+    start = offset + jnp.arange(0, num_queries, rows)
+    seen = keys_seen_by_any(spec, start, jnp.minimum(start + rows, query_end), key_end)
+    first, end = blocks_of(*map(jnp.asarray, seen), config.block_kv)
+    if spec.segments:
+        first = jnp.maximum(first, inputs["segment_blocks"][:, :, 0])
+        end = jnp.minimum(end, inputs["segment_blocks"][:, :, 1])
+    work = jnp.broadcast_to(jnp.maximum(end - first, 1) + _ITEM_STEPS, (batch, start.size))
+    return plan_of_equal_work(jnp.repeat(work, num_heads, axis=0), spec.target.num_sms)
 
 
 def _rows(config: Config) -> int:
@@ -348,11 +358,19 @@ def _kernel(
         offset = query_offset(extras)
         cta = lax.axis_index("cta")
         num_items = lambda: plan_gmem[cta, 0]
-        number_of = lambda nth: plan_gmem[cta, nth + 1]
+        num_q_blocks = pl.cdiv(spec.q.shape[1], _rows(config))
+        num_all = spec.q.shape[0] * spec.q.shape[2] * num_q_blocks
+
+        def number_of(nth: Any) -> Any:
+            """Of the item behind the last one, some item's."""
+            if is_known_at_run_time(spec):
+                return jnp.minimum(plan_gmem[cta, 1] + nth, num_all - 1)
+            return plan_gmem[cta, nth + 1]
 
         def item_of(number: Any) -> _Item:
-            num_q_blocks, num_heads = jnp.int32(pl.cdiv(spec.q.shape[1], _rows(config))), jnp.int32(spec.q.shape[2])
-            head, q_base = lax.div(number, num_q_blocks), lax.rem(number, num_q_blocks) * _rows(config)
+            num_heads = jnp.int32(spec.q.shape[2])
+            head, q_block = lax.div(number, jnp.int32(num_q_blocks)), lax.rem(number, jnp.int32(num_q_blocks))
+            q_base = q_block * _rows(config)
             if is_plain:
                 num_blocks = key_iters(spec, q_base + _rows(config) + offset, block_kv)
                 return _Item(lax.div(head, num_heads), lax.rem(head, num_heads), q_base, num_blocks)
