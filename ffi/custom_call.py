@@ -105,8 +105,9 @@ class TensorMap:
     fill: Literal["zeros", "nan"] = "zeros"
 
 
-#: What a kernel takes: a tensor map, an address, or a NumPy scalar passed by value.
-Parameter = TensorMap | Pointer | np.generic
+#: What a kernel takes: a tensor map, several of them as one struct (an array of CUtensorMap), an address, or a NumPy
+#: scalar passed by value.
+Parameter = TensorMap | tuple[TensorMap, ...] | Pointer | np.generic
 
 
 def launch(
@@ -195,7 +196,7 @@ class _Problem:
         self._place = place
 
     def at(self, place: str) -> _Problem:
-        return _Problem(self._kernel, f"{place}: ")
+        return _Problem(self._kernel, f"{self._place}{place}: ")
 
     def unless(self, condition: bool, what: str, got: str, way_out: str) -> None:
         if not condition:
@@ -275,9 +276,15 @@ def _parameter_attributes(
 ) -> dict[str, Any]:
     if isinstance(parameter, np.generic):
         return {"kind": "value", "value": np.frombuffer(parameter.tobytes(), np.uint8)}
+    if isinstance(parameter, tuple) and parameter and all(isinstance(one, TensorMap) for one in parameter):
+        attributes: dict[str, Any] = {"kind": "tensor_maps", "count": np.int64(len(parameter))}
+        for i, one in enumerate(parameter):
+            described = _parameter_attributes(problem.at(f"map {i}"), one, buffers, target)
+            attributes |= {f"{i}.{key}": value for key, value in described.items() if key != "kind"}
+        return attributes
     problem.unless(
         isinstance(parameter, Pointer | TensorMap),
-        "a parameter must be a TensorMap, a Pointer or a NumPy scalar",
+        "a parameter must be a TensorMap, a tuple of them, a Pointer or a NumPy scalar",
         f"{parameter!r} ({type(parameter).__name__})",
         "Give a number its C type: np.int32(n), np.float32(alpha).",
     )

@@ -265,6 +265,8 @@ class CudaKernel:
         return jax.ShapeDtypeStruct(tuple(result.shape), dtype)
 
     def _numbered(self, parameter: Parameter, place: str, buffers: Sequence[str]) -> Parameter:
+        if isinstance(parameter, tuple):
+            return tuple(self._numbered(one, place, buffers) for one in parameter)
         if isinstance(parameter, custom_call.Pointer | custom_call.TensorMap) and isinstance(parameter.buffer, str):
             return dataclasses.replace(parameter, buffer=self._index(parameter.buffer, place, buffers))
         return parameter

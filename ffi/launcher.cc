@@ -14,7 +14,7 @@
 //   grid, block, cluster           i64[3]  blocks, threads per block, blocks per cluster; x y z
 //   smem_bytes                     i64     dynamic shared memory per block
 //   num_parameters                 i64     how many parameters the kernel takes
-//   parameter0.kind                string  "value", "pointer" or "tensor_map"
+//   parameter0.kind                string  "value", "pointer", "tensor_map" or "tensor_maps"
 //
 //   parameter0.value               u8[]    value: its bytes
 //
@@ -27,6 +27,9 @@
 //   parameter0.box                 i64[r]  elements of one copy
 //   parameter0.element_strides     i64[r]
 //   parameter0.interleave, .swizzle, .l2_promotion, .fill    strings: names of the tables below
+//
+//   parameter0.count               i64     tensor_maps: how many lie one after the other; what a
+//                                          tensor_map has, each has as parameter0.0., .1. and so on
 //
 // custom_call.py explains the limits of the hardware to the user. Here, what would make the launch
 // read or write outside the memory it was given is refused, and the driver is the judge of the
@@ -283,7 +286,7 @@ struct Pointer {
   uint64_t byte_offset;
 };
 
-// A tensor map over one of the call's buffers, passed by value (`const __grid_constant__`).
+// A tensor map over one of the call's buffers.
 struct TensorMap {
   Pointer start;
   Dtype dtype;
@@ -310,11 +313,17 @@ struct TensorMap {
   }
 };
 
-using Parameter = std::variant<Value, Pointer, TensorMap>;
+// One or several, passed by value (`const __grid_constant__`).
+using TensorMaps = std::vector<TensorMap>;
+
+using Parameter = std::variant<Value, Pointer, TensorMaps>;
 
 size_t parameter_bytes(const Parameter& parameter) {
   if (const auto* value = std::get_if<Value>(&parameter)) return value->bytes.size();
-  return std::holds_alternative<Pointer>(parameter) ? sizeof(void*) : sizeof(CUtensorMap);
+  if (const auto* maps = std::get_if<TensorMaps>(&parameter)) {
+    return maps->size() * sizeof(CUtensorMap);
+  }
+  return sizeof(void*);
 }
 
 class Cubin;
@@ -618,10 +627,20 @@ TensorMap read_tensor_map(AttributeReader& attributes, const std::string& prefix
   return map;
 }
 
+constexpr int64_t kMaxParameterBytes = 32764;  // More no kernel can have.
+
 Parameter read_parameter(AttributeReader& attributes, const std::string& prefix) {
   const auto kind = attributes.get<std::string_view>(prefix + "kind");
   if (kind == "pointer") return read_pointer(attributes, prefix);
-  if (kind == "tensor_map") return read_tensor_map(attributes, prefix);
+  if (kind == "tensor_map") return TensorMaps{read_tensor_map(attributes, prefix)};
+  if (kind == "tensor_maps") {
+    const int64_t count = attributes.number(prefix + "count", 1, kMaxParameterBytes);
+    TensorMaps maps;
+    for (int64_t i = 0; i < count && attributes.error().success(); ++i) {
+      maps.push_back(read_tensor_map(attributes, concat(prefix, i, ".")));
+    }
+    return maps;
+  }
   if (kind == "value") {
     const auto bytes = attributes.get<ffi::Span<const uint8_t>>(prefix + "value");
     if (bytes.size() == 0) {
@@ -630,13 +649,12 @@ Parameter read_parameter(AttributeReader& attributes, const std::string& prefix)
     return Value{std::vector<uint8_t>(bytes.begin(), bytes.end())};
   }
   attributes.refuse(concat("attribute ", prefix,
-                           "kind must be one of (value, pointer, tensor_map); got \"", kind,
+                           "kind must be one of (value, pointer, tensor_map, tensor_maps); got \"", kind,
                            "\"."));
   return Value{};
 }
 
 ffi::ErrorOr<std::unique_ptr<Launch>> instantiate(ffi::Dictionary dictionary) {
-  constexpr int64_t kMaxParameters = 32764;  // More bytes of them no kernel can have.
   AttributeReader attributes(dictionary);
   auto launch = std::make_unique<Launch>();
   launch->kernel = attributes.kernel();
@@ -645,7 +663,7 @@ ffi::ErrorOr<std::unique_ptr<Launch>> instantiate(ffi::Dictionary dictionary) {
   launch->cluster = attributes.extents("cluster");
   launch->smem_bytes = static_cast<unsigned>(
       attributes.number("smem_bytes", 0, std::numeric_limits<int32_t>::max()));
-  const int64_t num_parameters = attributes.number("num_parameters", 0, kMaxParameters);
+  const int64_t num_parameters = attributes.number("num_parameters", 0, kMaxParameterBytes);
   for (int64_t i = 0; i < num_parameters && attributes.error().success(); ++i) {
     launch->parameters.push_back(read_parameter(attributes, concat("parameter", i, ".")));
     launch->parameter_bytes.push_back(parameter_bytes(launch->parameters.back()));
@@ -737,11 +755,15 @@ class Arguments {
           return pointer->byte_offset <= bytes ? "" : concat("byte_offset=", pointer->byte_offset);
         });
       } else {
-        const auto& map = std::get<TensorMap>(parameter);
-        values_[i] = &maps_[i];
-        error = locate(i, map.start, buffers,
-                       [&](uint64_t bytes) { return map.fits(bytes) ? "" : describe(map); });
-        if (error.success()) error = encode(i, map, driver);
+        const auto& maps = std::get<TensorMaps>(parameter);
+        maps_[i].resize(maps.size());
+        values_[i] = maps_[i].data();
+        for (size_t j = 0; j < maps.size() && error.success(); ++j) {
+          const TensorMap& map = maps[j];
+          error = locate(i, map.start, buffers,
+                         [&](uint64_t bytes) { return map.fits(bytes) ? "" : describe(map); });
+          if (error.success()) error = encode(i, map, driver, &maps_[i][j]);
+        }
       }
       if (error.failure()) return error;
     }
@@ -771,12 +793,13 @@ class Arguments {
     return ffi::Error::Success();
   }
 
-  ffi::Error encode(size_t i, const TensorMap& map, const Driver& driver) {
+  // At the address taken last.
+  ffi::Error encode(size_t i, const TensorMap& map, const Driver& driver, CUtensorMap* encoded) {
     // A map of one dimension has no strides, but the driver takes no null pointer for them.
     const cuuint64_t none = 0;
     const cuuint64_t* byte_strides = map.byte_strides.empty() ? &none : map.byte_strides.data();
     const CUresult result = driver.tensor_map_encode_tiled(
-        &maps_[i], map.dtype.code, static_cast<cuuint32_t>(map.sizes.size()), addresses_[i],
+        encoded, map.dtype.code, static_cast<cuuint32_t>(map.sizes.size()), addresses_[i],
         map.sizes.data(), byte_strides, map.box.data(), map.element_strides.data(), map.interleave,
         map.swizzle, map.l2_promotion, map.fill);
     if (result == CUDA_SUCCESS) return ffi::Error::Success();
@@ -786,7 +809,7 @@ class Arguments {
   }
 
   const Launch& launch_;
-  std::vector<CUtensorMap> maps_;
+  std::vector<std::vector<CUtensorMap>> maps_;
   std::vector<void*> addresses_;
   std::vector<void*> values_;
 };

@@ -116,7 +116,7 @@ REFUSED = [
     ),
     (
         {"parameters": [3]},
-        "parameter 0: a parameter must be a TensorMap, a Pointer or a NumPy scalar; got 3 (int). "
+        "parameter 0: a parameter must be a TensorMap, a tuple of them, a Pointer or a NumPy scalar; got 3 (int). "
         "Give a number its C type: np.int32(n), np.float32(alpha).",
     ),
     (
@@ -131,6 +131,10 @@ REFUSED = [
     (
         {"parameters": [ffi.Pointer(-1)]},
         "parameter 0: buffer must name one of the 2 operands and results; got buffer=-1.",
+    ),
+    (
+        {"parameters": [(ffi.TensorMap(0, box=(8, 64)), ffi.TensorMap(0, box=(8, 64), offset=8))]},
+        "parameter 0: map 1: offset must be a multiple of 16 bytes; got offset=8.",
     ),
     (
         {"parameters": [ffi.Pointer(1, offset=3073)]},
@@ -346,6 +350,15 @@ def test_launch_reaches_the_driver_as_it_was_asked_for(stand_in, new_cubin):
     ]
 
 
+def test_several_tensor_maps_are_one_parameter(stand_in, new_cubin):
+    x = jnp.zeros((24, 64), jnp.bfloat16)
+    maps = tuple(ffi.TensorMap(0, box=(8, 64), shape=(rows, 64), offset=128 * (24 - rows)) for rows in (24, 16))
+    run(new_cubin, "kernel_256_4", x, parameters=[maps, np.int32(7)], grid=(1,), block=(1,))
+    encoded = [event.split()[2:4] for event in stand_in.events() if event.startswith("encode")]
+    address = x.unsafe_buffer_pointer()
+    assert encoded == [[f"address={address:#x}", "sizes=64,24"], [f"address={address + 1024:#x}", "sizes=64,16"]]
+
+
 def test_results_are_buffers_after_the_operands(stand_in, new_cubin):
     x, y = jnp.zeros((8,)), jnp.ones((8,))
     result = jax.ShapeDtypeStruct((8,), jnp.float32)
@@ -558,7 +571,7 @@ WRONG_ATTRIBUTES = [
     ({"num_parameters": np.int64(32765)}, "attribute num_parameters must be from 0 to 32764; got 32765."),
     ({"cubin": None}, "attribute cubin is missing or of another type"),
     ({"parameter0.kind": "texture"},
-     'attribute parameter0.kind must be one of (value, pointer, tensor_map); got "texture".'),
+     'attribute parameter0.kind must be one of (value, pointer, tensor_map, tensor_maps); got "texture".'),
     ({"parameter0.buffer": np.int64(-1)}, "attribute parameter0.buffer must be from 0 to 9223372036854775807; got -1."),
     ({"parameter0.dtype": "float8"}, 'attribute parameter0.dtype must be one of (uint8, uint16, '),
     ({"parameter0.sizes": np.zeros(0, np.int64)}, "attribute parameter0.sizes must have 1 to 5 elements; got 0."),
