@@ -24,6 +24,19 @@
 // memory. TMA fills what a block reads beyond an array's edge with zeros and drops what it would
 // write there.
 //
+// No tensor map takes rows that are not whole 16-byte units, and no copy begins off 16 bytes. But
+// of an lhs with k contiguous every kResidues-th row (the 8th at the latest) begins as far off them
+// as the one before, whole units behind it: the rows of one residue have a map of their own, which
+// begins with the unit that the first of them begins in, and a tile has rows of one residue only.
+//
+//   units       |0.......|1.......|2.......|    the row begins `head` elements (here 4) behind
+//   row i       |xxxxaaaaaaaaaaaaaaaaaaaa00|    the map's: x is the end of the row before it in
+//   row i + 8   |xxxxbbbbbbbbbbbbbbbbbbbb00|    memory, 0 what TMA fills in
+//
+// Element head + k of such a row belongs to row k of the rhs, which is therefore read from its row
+// -head on, where TMA fills in zeros; so k must not be the rhs' contiguous dimension. The x must be
+// cleared nevertheless: zero times infinity is not zero.
+//
 // Source: the structure is CUTLASS' warp-specialised Hopper GEMM; the ladder and its figures are in
 // docs/cuda-gemm.md. matmul.py compiles this file with the macros read by `Config`.
 
@@ -67,6 +80,8 @@ struct Config {
   // Whether the dimension that is contracted is the contiguous one.
   static constexpr bool kLhsIsKMajor = JK_LHS_IS_K_MAJOR;
   static constexpr bool kRhsIsKMajor = JK_RHS_IS_K_MAJOR;
+  // A tile's rows are every so many-th of the result's.
+  static constexpr int kResidues = JK_RESIDUES;
   // Whether one copy loads all of a block's boxes: the tensor map has a dimension of boxes.
   static constexpr bool kLhsStacksBoxes = JK_LHS_STACKS_BOXES;
   static constexpr bool kRhsStacksBoxes = JK_RHS_STACKS_BOXES;
@@ -106,7 +121,7 @@ struct Activations {
 
 // What a launch works on, in tiles of a whole cluster.
 struct Problem {
-  int m, n;
+  int m, n, k;
   int num_batches, m_tiles, n_tiles;
   int k_iters;  // Blocks of k.
   // Tiles are walked in strips: `strip` tiles wide along m (along n if `is_n_minor`), back and
@@ -121,6 +136,7 @@ constexpr int kWarp = 32;
 constexpr int kWarpgroup = 128;
 constexpr int kSwizzleBytes = 128;
 constexpr int kAtom = kSwizzleBytes / 2;  // 16-bit elements across a swizzled row.
+constexpr int kUnit = 8;                  // Of 16 bytes.
 constexpr int kWgmmaM = 64, kWgmmaK = 16;
 
 template <typename T>
@@ -226,6 +242,8 @@ static_assert(Config::kBlockN % kPieceN == 0 && Config::kBlockN <= 256,
               "whole pieces, one wgmma wide");
 static_assert(Config::kBlockK % kAtom == 0, "whole atoms of k");
 static_assert(!Config::kPingPong || Config::kConsumers == 2, "two take turns");
+static_assert(Config::kResidues == 1 || (Config::kLhsIsKMajor && !Config::kRhsIsKMajor),
+              "the rhs is read from any k on");
 static_assert(kClusterParts == 1 || kSharers == 1, "a cluster does one thing");
 static_assert(Config::kSplitK == 1 || !Config::kPingPong, "all tiles take as many steps");
 static_assert(Config::kDeferred == Deferred::kNothing ||
@@ -263,9 +281,15 @@ constexpr __device__ u32 first_column() {
   return blocks;
 }
 
+// Of `m` rows, those of a residue: kResidues i + residue.
+__device__ __forceinline__ int count_rows(int m, int residue) {
+  return (m - residue + Config::kResidues - 1) / Config::kResidues;
+}
+
 struct Tile {
-  int batch, row, column;
-  int k_begin, k_end;  // Its blocks of k.
+  int batch, residue, row, column;  // Rows are counted among those of the residue.
+  int k_begin, k_end;               // Its blocks of k.
+  int head;                         // Elements that a row of the lhs begins behind its map's.
 };
 
 class Schedule {
@@ -300,10 +324,16 @@ class Schedule {
     const int m = problem_.is_n_minor ? major : minor, n = problem_.is_n_minor ? minor : major;
     const int m_in_cluster = kSharers > 1 ? m_rank(rank_) : 0;
     const int n_in_cluster = kSharers > 1 ? n_rank(rank_) : 0;
-    return {batch, (m * Config::kClusterM + m_in_cluster) * Config::kBlockM,
+    // Tiles of the same rows' residues are neighbours. A cluster's have one residue: they share the
+    // rhs, from the same k on.
+    const int residue = m % Config::kResidues;
+    return {batch,
+            residue,
+            (m / Config::kResidues * Config::kClusterM + m_in_cluster) * Config::kBlockM,
             (n * Config::kClusterN + n_in_cluster) * Config::kBlockN,
             problem_.k_iters * part / Config::kSplitK,
-            problem_.k_iters * (part + 1) / Config::kSplitK};
+            problem_.k_iters * (part + 1) / Config::kSplitK,
+            residue * (problem_.k % kUnit) % kUnit};
   }
 
  private:
@@ -333,8 +363,13 @@ class Place {
 
 // ---- Producer: one thread ----------------------------------------------------------------------
 
-__device__ __forceinline__ void produce(SharedStorage& shared, const TensorMap* lhs,
-                                        const TensorMap* rhs, Schedule schedule, u32 rank) {
+// A map for each residue, where rows are read or written by residues.
+struct TensorMaps {
+  TensorMap of[Config::kResidues];
+};
+
+__device__ __forceinline__ void produce(SharedStorage& shared, const TensorMaps& lhs,
+                                        const TensorMap& rhs, Schedule schedule, u32 rank) {
   const u32 part_of_lhs = kSharers > 1 ? n_rank(rank) : 0;
   const u32 part_of_rhs = kSharers > 1 ? m_rank(rank) : 0;
   const u16 lhs_sharers = ((1u << Config::kClusterN) - 1) << part_of_rhs * Config::kClusterN;
@@ -349,9 +384,10 @@ __device__ __forceinline__ void produce(SharedStorage& shared, const TensorMap* 
       mbarrier_wait_parity(&shared.empty[place.slot()], place.parity() ^ 1);
       mbarrier_arrive_expect_tx(full, kSlotBytes);
       const int k_element = k * Config::kBlockK;
-      Lhs::load(slot, lhs, full, tile.row, k_element, tile.batch, part_of_lhs, lhs_sharers);
-      Rhs::load(slot + Lhs::kBytes, rhs, full, tile.column, k_element, tile.batch, part_of_rhs,
-                rhs_sharers);
+      Lhs::load(slot, &lhs.of[tile.residue], full, tile.row, k_element, tile.batch, part_of_lhs,
+                lhs_sharers);
+      Rhs::load(slot + Lhs::kBytes, &rhs, full, tile.column, k_element - tile.head, tile.batch,
+                part_of_rhs, rhs_sharers);
       place.next();
     }
   }
@@ -407,15 +443,36 @@ __device__ __forceinline__ void issue(Accumulators& acc, int slot, u32 first_lhs
   wgmma_commit();
 }
 
+// Sets what a tile's rows of the lhs have before their head to zero, in its first slot.
+__device__ __forceinline__ void clear_heads(unsigned char* slot, int first_row, int head) {
+  for (int i = threadIdx.x % kWarpgroup; i < kConsumerM; i += kWarpgroup) {
+    const int row = first_row + i;
+    // The first 16 bytes of a row: the swizzle puts them where those of this number are.
+    const u32 unit = shared_address(slot) + row * kSwizzleBytes + row % 8 * 16;
+#pragma unroll
+    for (int element = 0; element < kUnit - 1; ++element) {
+      if (element < head) store_shared(unit + element * 2, static_cast<u16>(0));
+    }
+  }
+  fence_proxy_async();
+  // All rows of this consumer's products, which are its own.
+  named_barrier_sync<kWarpgroup>(2 + uniform(threadIdx.x / kWarpgroup));
+}
+
 // acc = this consumer's rows of lhs times rhs. `behind` is called with 0 to kStepsBefore - 1 when
 // products of these steps are under way, `issued` when all are.
 template <typename Behind, typename Issued>
 __device__ __forceinline__ void multiply(SharedStorage& shared, Accumulators& acc, Place& place,
-                                         int k_iters, int first_row, u32 rank, Behind behind,
+                                         const Tile& tile, int first_row, u32 rank, Behind behind,
                                          Issued issued) {
+  const int k_iters = tile.k_end - tile.k_begin;
   const u32 first_lhs = Lhs::descriptor(shared_address(shared.ring)) + Lhs::advance(first_row, 0);
   const u32 first_rhs = Rhs::descriptor(shared_address(shared.ring) + Lhs::kBytes);
   const auto previous = [](int slot) { return (slot + Config::kStages - 1) % Config::kStages; };
+  if (Config::kResidues > 1 && tile.head > 0 && tile.k_begin == 0) {
+    mbarrier_wait_parity(&shared.full[place.slot()], place.parity());
+    clear_heads(shared.ring[place.slot()], first_row, tile.head);
+  }
   int begin = 0;
 #pragma unroll
   for (int k = 0; k < kStepsBefore; ++k) {
@@ -484,7 +541,7 @@ __device__ __forceinline__ void reduce(SharedStorage& shared, Accumulators& acc,
   constexpr u32 kStride = kThreadsOfTile * 16;
   unsigned char* const mine = shared.ring[0] + (threadIdx.x - kWarpgroup) * 16;
   // The other consumers' products have read the ring.
-  named_barrier_sync<1, kThreadsOfTile>();
+  named_barrier_sync<kThreadsOfTile>(1);
 #pragma unroll
   for (int i = 0; i < kWgmmasM; ++i) {
 #pragma unroll
@@ -518,24 +575,27 @@ __device__ __forceinline__ void reduce(SharedStorage& shared, Accumulators& acc,
 
 // ---- Epilogue ----------------------------------------------------------------------------------
 
-// A row-major matrix of the result's type and shape: a tensor map, or an address where rows are no
-// TMA operand.
+// A row-major matrix of the result's type and shape: tensor maps, or an address where rows are no
+// TMA operand, or where there is no such matrix.
 struct Address {
   unsigned char* data;
 };
-template <bool kIsAddress>
+template <bool kIsThere>
 struct MatrixType {
-  using type = TensorMap;
+  using type = Address;
 };
 template <>
 struct MatrixType<true> {
-  using type = Address;
+  using type = TensorMaps;
 };
-using Matrix = MatrixType<!Config::kHasTmaRows>::type;
+template <bool kIsThere>
+using Matrix = typename MatrixType<kIsThere && Config::kHasTmaRows>::type;
+using Preactivation = Matrix<Config::kSavePreactivation>;
+using Residual = Matrix<Config::kHasResidual>;
 
 // One warp's way between a staging buffer and a piece of a matrix in memory.
 struct Piece {
-  int batch, row, column;
+  int batch, residue, row, column;
 };
 
 // Byte `byte` of row `row` of a staging buffer: 16-byte units are permuted as TMA's swizzle of this
@@ -554,24 +614,27 @@ struct Rows {
   u32 lane;
   int column, end;      // This lane's first, and where the columns end.
   unsigned char* data;  // This lane's of the first row.
-  u32 bytes;            // Of a row.
-  bool is_odd;          // Whether the first row's number is, in the whole array.
+  u32 bytes;            // From one row to the next.
 
   static constexpr u32 kLanes = kPieceBytes / 4;
 
   __device__ __forceinline__ Rows(const Problem& problem, const Address& matrix, const Piece& piece)
-      : count(min(kPieceM, problem.m - piece.row)),
+      : count(min(kPieceM, count_rows(problem.m, piece.residue) - piece.row)),
         lane(recomputed(threadIdx.x % kWarp)),
         column(piece.column + lane * (4 / kSizeOf<Config::Output>)),
         end(lane < kLanes ? problem.n : 0),
-        bytes(problem.n * kSizeOf<Config::Output>) {
-    const long long line = static_cast<long long>(piece.batch) * problem.m + piece.row;
-    data = matrix.data + line * bytes + column * kSizeOf<Config::Output>;
-    is_odd = line % 2 != 0;
+        bytes(Config::kResidues * problem.n * kSizeOf<Config::Output>) {
+    const long long line = static_cast<long long>(piece.batch) * problem.m +
+                           piece.row * Config::kResidues + piece.residue;
+    data = matrix.data + (line * problem.n + column) * kSizeOf<Config::Output>;
   }
 
   __device__ __forceinline__ unsigned char* address(int row) const {
     return data + static_cast<u64>(row) * bytes;
+  }
+  // Whether it begins in the middle of a word; lanes' columns are whole words.
+  __device__ __forceinline__ bool is_shifted(int row) const {
+    return reinterpret_cast<u64>(address(row)) % 4 != 0;
   }
   // Of this lane's 4 bytes of a row in the buffer.
   __device__ __forceinline__ u32 staged(unsigned char* staging, int row) const {
@@ -582,16 +645,16 @@ struct Rows {
 // Every block of one thread is followed by a barrier of the warp, also where the next one would do:
 // ptxas (13.0) joins two blocks of one thread, and has been seen to let the other threads run ahead
 // of it from there on, past barriers it then took for needless.
-__device__ __forceinline__ void send(const Problem&, const TensorMap& matrix,
+__device__ __forceinline__ void send(const Problem&, const TensorMaps& matrix,
                                      unsigned char* staging, const Piece& piece) {
   fence_proxy_async();
   __syncwarp();
   if (threadIdx.x % kWarp == 0) {
     const int to[3] = {piece.column, piece.row, piece.batch};
     if constexpr (Config::kReduceAdd) {
-      cp_reduce_async_bulk_tensor<Reduction::kAdd>(&matrix, staging, to);
+      cp_reduce_async_bulk_tensor<Reduction::kAdd>(&matrix.of[piece.residue], staging, to);
     } else {
-      cp_async_bulk_tensor_store(&matrix, staging, to);
+      cp_async_bulk_tensor_store(&matrix.of[piece.residue], staging, to);
     }
     cp_async_bulk_commit_group();
   }
@@ -599,8 +662,8 @@ __device__ __forceinline__ void send(const Problem&, const TensorMap& matrix,
 }
 
 // Stores every other row of a piece from the first or the second on, some at a time: what they wait
-// for is then waited for once. Rows of 16-bit results that are shifted begin in the middle of a
-// 4-byte word: each lane stores its second value and its neighbour's first.
+// for is then waited for once. These begin all at a 4-byte word, or all in the middle of one
+// (shifted, 16-bit results): each lane then stores its second value and its neighbour's first.
 template <bool kIsShifted>
 __device__ __forceinline__ void store_rows(const Rows& rows, unsigned char* staging, int first) {
   constexpr int kValues = 4 / kSizeOf<Config::Output>;
@@ -639,26 +702,31 @@ __device__ __forceinline__ void send(const Problem& problem, const Address& matr
                                      unsigned char* staging, const Piece& piece) {
   __syncwarp();
   const Rows rows(problem, matrix, piece);
-  store_rows<false>(rows, staging, rows.is_odd ? 1 : 0);
-  if (kSizeOf<Config::Output> == 2 && problem.n % 2 != 0) {
-    store_rows<true>(rows, staging, rows.is_odd ? 0 : 1);
-  } else {
-    store_rows<false>(rows, staging, rows.is_odd ? 0 : 1);
+#pragma unroll 1
+  for (int first = 0; first < 2; ++first) {
+    if (kSizeOf<Config::Output> == 2 && rows.is_shifted(first)) {
+      store_rows<true>(rows, staging, first);
+    } else {
+      store_rows<false>(rows, staging, first);
+    }
   }
   __syncwarp();
 }
 
-__device__ __forceinline__ void prefetch(const TensorMap& matrix) { prefetch_tensormap(&matrix); }
+__device__ __forceinline__ void prefetch(const TensorMaps& matrix) {
+#pragma unroll
+  for (const TensorMap& map : matrix.of) prefetch_tensormap(&map);
+}
 __device__ __forceinline__ void prefetch(const Address&) {}
 
 // Begins to fetch a piece, for which the barrier then waits.
-__device__ __forceinline__ void fetch(const Problem&, const TensorMap& matrix,
+__device__ __forceinline__ void fetch(const Problem&, const TensorMaps& matrix,
                                       unsigned char* staging, u64* full, const Piece& piece) {
   if (threadIdx.x % kWarp == 0) {
     const int from[3] = {piece.column, piece.row, piece.batch};
     cp_async_bulk_wait_group_read<0>();
     mbarrier_arrive_expect_tx(full, kPieceM * kPieceBytes);
-    cp_async_bulk_tensor_load(staging, &matrix, full, from);
+    cp_async_bulk_tensor_load(staging, &matrix.of[piece.residue], full, from);
   }
   __syncwarp();
 }
@@ -686,9 +754,9 @@ __device__ __forceinline__ void fetch(const Problem& problem, const Address& mat
 
 // Of those that Config does not have, nothing is read or written.
 struct Operands {
-  const Matrix& out;
-  const Matrix& preactivation;
-  const Matrix& residual;
+  const Matrix<true>& out;
+  const Preactivation& preactivation;
+  const Residual& residual;
   const float* bias;
 };
 
@@ -806,7 +874,7 @@ class Epilogue {
   static __device__ __forceinline__ int out_slot(int p) { return p % kOutSlots; }
 
   __device__ __forceinline__ Piece piece_of(const Tile& tile, int first_row, int p) const {
-    return {tile.batch,
+    return {tile.batch, tile.residue,
             tile.row + first_row + p / kPieces * kWgmmaM + static_cast<int>(warp_ % 4) * kPieceM,
             tile.column + p % kPieces * kPieceN};
   }
@@ -956,7 +1024,7 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const Problem& pr
       turn ^= 1;
     }
     multiply(
-        shared, acc, place, tile.k_end - tile.k_begin, first_row, rank,
+        shared, acc, place, tile, first_row, rank,
         [&](int part) { epilogue.end_finish(acc, first_row, part); },
         [&] {
           if (Config::kPingPong && threadIdx.x % kWarpgroup == 0) {
@@ -980,13 +1048,11 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const Problem& pr
 
 // ---- Kernel ------------------------------------------------------------------------------------
 
-__global__ __launch_bounds__(kThreads, 1) void gemm(const __grid_constant__ TensorMap lhs,
-                                                    const __grid_constant__ TensorMap rhs,
-                                                    const __grid_constant__ Matrix out,
-                                                    const __grid_constant__ Matrix preactivation,
-                                                    const __grid_constant__ Matrix residual,
-                                                    const float* bias,
-                                                    const __grid_constant__ Problem problem) {
+__global__ __launch_bounds__(kThreads, 1) void gemm(
+    const __grid_constant__ TensorMaps lhs, const __grid_constant__ TensorMap rhs,
+    const __grid_constant__ Matrix<true> out, const __grid_constant__ Preactivation preactivation,
+    const __grid_constant__ Residual residual, const float* bias,
+    const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(dynamic_smem);
   const u32 rank = kClusterBlocks > 1 ? cluster_ctarank() : 0;
@@ -994,7 +1060,7 @@ __global__ __launch_bounds__(kThreads, 1) void gemm(const __grid_constant__ Tens
   const int warpgroup = threadIdx.x / kWarpgroup;
 
   if (threadIdx.x == 0) {
-    prefetch_tensormap(&lhs);
+    prefetch(lhs);
     prefetch_tensormap(&rhs);
     prefetch(out);
     constexpr int kReleases = kConsumersOfTile * kWarpgroup / kWarp * kSharers;
@@ -1019,7 +1085,7 @@ __global__ __launch_bounds__(kThreads, 1) void gemm(const __grid_constant__ Tens
   if (warpgroup == 0) {
     if constexpr (Config::kConsumers > 1) setmaxnreg_dec<kProducerRegisters>();
     if (uniform(threadIdx.x / kWarp) == 0 && elect_one()) {
-      produce(shared, &lhs, &rhs, schedule, rank);
+      produce(shared, lhs, rhs, schedule, rank);
     }
     if constexpr (kClusterParts > 1) {
       __syncwarp();

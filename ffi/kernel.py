@@ -38,8 +38,9 @@ class LaunchPlan:
     Attributes:
       results: name -> anything with shape and dtype, for each array the kernel writes. Whatever it does
         not write is undefined.
-      parameters: what the kernel is called with, in the order of its signature: `TensorMap`s and
-        `Pointer`s, which name an operand or result, and NumPy scalars; a struct is an `np.void` of its bytes.
+      parameters: what the kernel is called with, in the order of its signature: `TensorMap`s, or a tuple of them
+        for a struct of an array of maps, and `Pointer`s, which name an operand or result, and NumPy scalars; a
+        struct is an `np.void` of its bytes.
       grid: blocks, up to three dimensions x, y, z.
       block: threads of a block, likewise.
       cluster: blocks of a cluster, likewise; divides the grid.

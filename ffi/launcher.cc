@@ -649,8 +649,8 @@ Parameter read_parameter(AttributeReader& attributes, const std::string& prefix)
     return Value{std::vector<uint8_t>(bytes.begin(), bytes.end())};
   }
   attributes.refuse(concat("attribute ", prefix,
-                           "kind must be one of (value, pointer, tensor_map, tensor_maps); got \"", kind,
-                           "\"."));
+                           "kind must be one of (value, pointer, tensor_map, tensor_maps); got \"",
+                           kind, "\"."));
   return Value{};
 }
 

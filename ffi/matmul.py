@@ -1,8 +1,9 @@
 """Matrix product on Hopper tensor cores, with its epilogue, in CUDA C++ (gemm.cu says how it works).
 
 Operands lie in memory as "mk" or "km" and "kn" or "nk" and are read as they are. The Tensor Memory Accelerator
-takes rows that are whole 16-byte units: an operand with other rows is padded first (pad_rows.cu), a result with
-other rows is stored, and a residual loaded, by ordinary instructions. Sizes need no multiple of anything else.
+takes rows that are whole 16-byte units: an operand with other rows is padded first (pad_rows.cu) or, an lhs of "mk" and
+"kn", read in tiles of every so many-th row (`Config.in_place`); a result with other rows is stored, and a residual
+loaded, by ordinary instructions. Sizes need no multiple of anything else.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import functools
 import importlib.resources
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -42,6 +43,8 @@ _STAGING_BYTES = 16 * _SWIZZLE_BYTES
 _MAX_ACCUMULATORS = 192
 #: The bytes that rows must be multiples of to be TMA operands.
 _TMA_BYTES = 16
+#: The same, in elements of an operand.
+_UNIT = _TMA_BYTES // 2
 #: The bytes of a cache line: rows padded to them are read faster.
 _LINE_BYTES = 128
 #: Rows that a block of pad_rows.cu works on at a time, and blocks that fill an SM.
@@ -66,6 +69,8 @@ class Config:
       split_k: parts of k. The CTAs of a cluster each multiply one and add up what they have, in a fixed order.
       reduce_add: parts of k are tiles of their own instead, as many as one likes, which TMA adds to a float32 result
         in whatever order they end: the same operands may then give other bits. Never chosen, only given.
+      in_place: an lhs with k contiguous whose rows are not whole 16-byte units is not padded: a tile has rows of one
+        residue, which begin alike. Where the rhs has k contiguous as well, nothing is read so.
       minor: the tile dimension walked first, in strips of `strip` tiles.
       strip: see `minor`.
     """
@@ -80,6 +85,7 @@ class Config:
     cluster_n: int = 1
     split_k: int = 1
     reduce_add: bool = False
+    in_place: bool = False
     minor: _Axis = "m"
     strip: int = 8
 
@@ -157,10 +163,6 @@ class Config:
     def cluster_blocks(self) -> int:
         """CTAs of a cluster of either kind."""
         return self.num_sharing * self.cluster_parts
-
-    def grid_of_tiles(self, m: int, n: int) -> tuple[int, int]:
-        """Tiles of a cluster along m and n."""
-        return -(-m // (self.block_m * self.cluster_m)), -(-n // (self.block_n * self.cluster_n))
 
 
 #: The default is one of these, with as many stages as fit, until the model is trusted with the whole space (measured:
@@ -263,7 +265,16 @@ def _missing() -> str | None:
 
 def shortlist(spec: MatmulSpec) -> tuple[Config, ...]:
     fits = lambda config: dataclasses.replace(config, num_stages=_num_stages(spec, config))
-    return tuple(_trimmed(spec, fits(config)) for config in _CANDIDATES)
+    return tuple(_with_in_place(spec, (_trimmed(spec, fits(config)) for config in _CANDIDATES)))
+
+
+def _with_in_place(spec: MatmulSpec, configs: Iterable[Config]) -> Iterator[Config]:
+    """Yields each also with `in_place`, where that makes a difference."""
+    for config in configs:
+        yield config
+        in_place = dataclasses.replace(config, in_place=True)
+        if _num_residues(spec, in_place) > 1:
+            yield in_place
 
 
 def _trimmed(spec: MatmulSpec, config: Config) -> Config:
@@ -274,7 +285,7 @@ def _trimmed(spec: MatmulSpec, config: Config) -> Config:
 
 
 def search_space(spec: MatmulSpec) -> Iterator[Config]:
-    """Yields the tiles and schedules worth measuring.
+    """Yields the tiles and schedules worth measuring, padding an lhs and reading it in place.
 
     - Tiles: `_TILES` that are not needlessly large (half of the tile has work); with many waves, but for ping-pong,
       none under 128 x 192; 64 x 32 where most SMs would have nothing to do. 192 accumulators a thread leave registers
@@ -287,6 +298,10 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
     - Strips of several widths, or in the other direction, where tiles make more than one wave and the strip is
       narrower than the result.
     """
+    return _with_in_place(spec, _schedules(spec))
+
+
+def _schedules(spec: MatmulSpec) -> Iterator[Config]:
     g = spec.gemm
     num_tiles = functools.partial(_num_tiles, spec)
     many = min(g.m, g.n) > _WGMMA_M and num_tiles(128, 256) >= _MANY_WAVES * spec.target.num_sms
@@ -355,12 +370,18 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
     operands = ((g.lhs_layout, g.m * g.k), (g.rhs_layout, g.k * g.n))
     rows = [(2 * dict(m=g.m, n=g.n, k=g.k)[layout[1]], size) for layout, size in operands]
     is_off_lines = any(row % _LINE_BYTES and row % _TMA_BYTES == 0 for row, _ in rows)
+    l2_seconds = l2_bytes / (_L2_BYTES_PER_SM_OFF_LINES if is_off_lines else _L2_BYTES_PER_SM)
+    if _num_residues(spec, config) > 1:
+        del rows[0]  # Not padded; of the two operands, it alone is off lines.
+        lhs_bytes = 2 * config.block_m / config.cluster_n * config.block_k
+        if not is_off_lines:
+            l2_seconds += lhs_bytes * (1 / _L2_BYTES_PER_SM_OFF_LINES - 1 / _L2_BYTES_PER_SM)
     step = max(
         flops / _FLOPS_PER_SM + read_bytes / _READ_BYTES_PER_SM + load_bytes / _LOAD_BYTES_PER_SM,
-        l2_bytes / (_L2_BYTES_PER_SM_OFF_LINES if is_off_lines else _L2_BYTES_PER_SM),
+        l2_seconds,
         _LOAD_SECONDS / config.num_stages,
     )
-    steps = -(-g.k // (config.block_k * config.split_k)) * step
+    steps = -(-_k_iters(spec, config) // config.split_k) * step
     by_tma = _has_tma_rows(spec)
     tile = config.block_m * config.block_n / (128 * 256)
     store = tile * (_STORE_SECONDS if by_tma else _STORE_ROWS_SECONDS) * (_EPILOGUE if spec.activation else 1.0)
@@ -399,7 +420,10 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
         raise ValueError(
             f"matmul[cuda]: reduce_add needs n to be a multiple of 4; got n={g.n}. Use split_k without it."
         )
-    lhs, rhs = (_pad_rows(spec, x) for x in spec.fold(lhs, rhs))
+    lhs, rhs = spec.fold(lhs, rhs)
+    if _num_residues(spec, config) == 1:
+        lhs = _pad_rows(spec, lhs)
+    rhs = _pad_rows(spec, rhs)
     # One batch dimension, always: of one product, it is 1.
     lead = (g.batch or 1,)
     operands = [lhs.reshape(*lead, *lhs.shape[-2:]), rhs.reshape(*lead, *rhs.shape[-2:])]
@@ -410,7 +434,7 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
     bias = residual = first_result
     if spec.bias is not None:
         bias = len(operands)
-        _, n_tiles = config.grid_of_tiles(g.m, g.n)
+        _, n_tiles = _grid_of_tiles(spec, config)
         columns = n_tiles * config.block_n * config.cluster_n
         # The columns beyond n are dropped with the tile's, but the last tiles read all of theirs.
         operands.append(jnp.pad(extras.pop(0).astype(jnp.float32), (0, columns - g.n)))
@@ -424,24 +448,23 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
         operands.append(jnp.zeros((*lead, g.m, g.n), jnp.float32))
 
     compiled = compile_gemm(spec, config)
-    has_tma_rows = _has_tma_rows(spec)
-    itemsize = spec.out_dtype.itemsize
-    span = _piece_bytes(config, itemsize)
-    swizzle: Literal["64B", "128B"] = "64B" if span == 64 else "128B"
-    piece = lambda buffer: custom_call.TensorMap(buffer, box=(1, 16, span // itemsize), swizzle=swizzle)
-    matrix = lambda buffer: piece(buffer) if has_tma_rows else custom_call.Pointer(buffer)
     out = jax.ShapeDtypeStruct((*lead, g.m, g.n), spec.out_dtype)
+
+    def matrix(buffer: int, is_there: bool = True) -> custom_call.Parameter:
+        by_tma = is_there and _has_tma_rows(spec)
+        return _result(buffer, out, config, _num_residues(spec, config)) if by_tma else custom_call.Pointer(buffer)
+
     outs = custom_call.launch(
         compiled.cubin,
         compiled.name,
         operands,
         [out] * num_results,
         parameters=[
-            _operand(0, operands[0], _lhs_blocks(spec, config), config),
+            _lhs(operands[0], spec, config),
             _operand(1, operands[1], _rhs_blocks(spec, config), config),
             matrix(first_result),
-            matrix(first_result + num_results - 1),
-            matrix(residual),
+            matrix(first_result + num_results - 1, spec.save_preactivation),
+            matrix(residual, spec.residual is not None),
             custom_call.Pointer(bias),
             _problem(spec, config),
         ],
@@ -465,6 +488,7 @@ def compile_gemm(spec: MatmulSpec, config: Config) -> compiler.CompiledKernel:
         output=_OUTPUTS[spec.out_dtype],
         lhs_is_k_major=g.lhs_layout == "mk",
         rhs_is_k_major=g.rhs_layout == "nk",
+        residues=_num_residues(spec, config),
         has_alpha=spec.alpha != 1,
         has_bias=spec.bias is not None,
         has_residual=spec.residual is not None,
@@ -480,7 +504,7 @@ def compile_gemm(spec: MatmulSpec, config: Config) -> compiler.CompiledKernel:
 
 def _compile(config: Config, **choices: Any) -> compiler.CompiledKernel:
     # How tiles are walked is a matter of parameters: kernels that differ in nothing else are one.
-    config = dataclasses.replace(config, minor="m", strip=1)
+    config = dataclasses.replace(config, in_place=False, minor="m", strip=1)
     return _compile_cached(config, tuple(sorted(choices.items())))
 
 
@@ -597,6 +621,62 @@ def _operand(buffer: int, x: jax.Array, blocks: _Blocks, config: Config) -> cust
     return tensor_map(box=(1, config.block_k // (1 if shares_boxes else blocks.shared_by), _ATOM))
 
 
+def _lhs(x: jax.Array, spec: MatmulSpec, config: Config) -> tuple[custom_call.TensorMap, ...]:
+    """A map for the rows of each residue, from the 16 bytes on that hold the first one's begin."""
+    blocks = _lhs_blocks(spec, config)
+    residues = _num_residues(spec, config)
+    whole = _operand(0, x, blocks, config)
+    if residues == 1:
+        return (whole,)
+    batch, m, k = x.shape
+    maps = []
+    for residue in range(residues):
+        begin = residue * k // _UNIT * _UNIT
+        shape = (batch, _num_rows(m, residues, residue), residue * k - begin + k)
+        # The step from one matrix to the next is that of rows where there is no next.
+        strides = (2 * m * k if batch > 1 else 2 * residues * k, 2 * residues * k)
+        maps.append(dataclasses.replace(whole, offset=2 * begin, shape=shape, strides=strides))
+    return tuple(maps)
+
+
+def _result(buffer: int, out: jax.ShapeDtypeStruct, config: Config, residues: int) -> tuple[custom_call.TensorMap, ...]:
+    """A map for the rows of each residue, which are stored in pieces."""
+    itemsize = out.dtype.itemsize
+    span = _piece_bytes(config, itemsize)
+    swizzle: Literal["64B", "128B"] = "64B" if span == 64 else "128B"
+    batch, m, n = out.shape
+    row_bytes = n * itemsize
+    return tuple(
+        custom_call.TensorMap(
+            buffer,
+            box=(1, 16, span // itemsize),
+            shape=(batch, _num_rows(m, residues, residue), n),
+            strides=(m * row_bytes, residues * row_bytes),
+            offset=residue * row_bytes,
+            swizzle=swizzle,
+        )
+        for residue in range(residues)
+    )
+
+
+def _num_rows(m: int, residues: int, residue: int) -> int:
+    """Of m rows, those that leave this rest when divided by `residues`."""
+    return -(-(m - residue) // residues)
+
+
+def _num_residues(spec: MatmulSpec, config: Config) -> int:
+    """How many kinds of rows the lhs has, by where they begin between multiples of 16 bytes, if it is read in place.
+
+    Every so many-th row begins alike. Each kind must have rows, and each matrix of a batch begin as the first does. The
+    rhs must be read from any k on: k must not be its contiguous dimension.
+    """
+    g = spec.gemm
+    residues = _UNIT // math.gcd(g.k, _UNIT)
+    begin_alike = (g.batch or 1) == 1 or g.m * g.k % _UNIT == 0
+    is_readable = (g.lhs_layout, g.rhs_layout) == ("mk", "kn") and begin_alike and g.m >= residues
+    return residues if config.in_place and is_readable else 1
+
+
 def _deferred(spec: MatmulSpec, config: Config) -> Literal["kNothing", "kHalf", "kPacked"]:
     """What of a tile is stored while its block multiplies the next one, if there is one (see gemm.cu)."""
     has_next = _num_groups(spec, config) > _num_clusters(spec, config.cluster_blocks)
@@ -657,7 +737,22 @@ def _num_tiles(spec: MatmulSpec, block_m: int, block_n: int) -> int:
 
 def _num_groups(spec: MatmulSpec, config: Config) -> int:
     """Tiles of a whole cluster."""
-    return (spec.gemm.batch or 1) * math.prod(config.grid_of_tiles(spec.gemm.m, spec.gemm.n))
+    return (spec.gemm.batch or 1) * math.prod(_grid_of_tiles(spec, config))
+
+
+def _grid_of_tiles(spec: MatmulSpec, config: Config) -> tuple[int, int]:
+    """Tiles of a cluster along m, as many for the rows of each residue, and n."""
+    residues = _num_residues(spec, config)
+    rows = _num_rows(spec.gemm.m, residues, 0)
+    m_tiles = residues * -(-rows // (config.block_m * config.cluster_m))
+    return m_tiles, -(-spec.gemm.n // (config.block_n * config.cluster_n))
+
+
+def _k_iters(spec: MatmulSpec, config: Config) -> int:
+    """Blocks of k, from as many elements before the first as a row may begin behind a multiple of 16 bytes."""
+    residues = _num_residues(spec, config)
+    longest_head = _UNIT - _UNIT // residues
+    return -(-(longest_head + spec.gemm.k) // config.block_k)
 
 
 def _num_blocks(spec: MatmulSpec, config: Config) -> int:
@@ -672,8 +767,8 @@ def _num_blocks(spec: MatmulSpec, config: Config) -> int:
 def _problem(spec: MatmulSpec, config: Config) -> np.generic:
     """The kernel's `Problem`."""
     g = spec.gemm
-    m_tiles, n_tiles = config.grid_of_tiles(g.m, g.n)
-    k_iters = -(-g.k // config.block_k)
-    fields = [g.m, g.n, g.batch or 1, m_tiles, n_tiles, k_iters, config.strip, config.minor == "n"]
+    m_tiles, n_tiles = _grid_of_tiles(spec, config)
+    k_iters = _k_iters(spec, config)
+    fields = [g.m, g.n, g.k, g.batch or 1, m_tiles, n_tiles, k_iters, config.strip, config.minor == "n"]
     fields.append(np.float32(spec.alpha).view(np.int32))
     return np.array(fields, np.int32).view(f"V{4 * len(fields)}")[0]

@@ -16,9 +16,10 @@ using tma::u64;
 
 // ---- Named barriers (section "bar") ------------------------------------------------------------
 
-template <int kBarrier, int kThreads>
-__device__ __forceinline__ void named_barrier_sync() {
-  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+// Of 16 barriers, __syncthreads takes number 0.
+template <int kThreads>
+__device__ __forceinline__ void named_barrier_sync(u32 barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
 // ---- Registers and matrices in shared memory ---------------------------------------------------
@@ -66,6 +67,10 @@ __device__ __forceinline__ void store_shared(u32 address, float4 v) {
 
 __device__ __forceinline__ void store_shared(u32 address, u32 word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(u32 address, u16 half) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(half) : "memory");
 }
 
 __device__ __forceinline__ u32 load_shared(u32 address) {

@@ -72,14 +72,18 @@ EPILOGUES: list[dict[str, Any]] = [
     dict(n=512, out_dtype="float32", bias=True, activation="gelu_erf", residual=True),
     dict(n=511),
     dict(n=511, bias=True, activation="relu", residual=True),
+    dict(n=512, odd_k=True),
+    dict(n=511, odd_k=True, bias=True, activation="gelu", save_preactivation=True),
 ]
 
 
 @pytest.mark.parametrize("options", EPILOGUES, ids=lambda options: "-".join(options))
 def test_the_search_space_compiles_without_spills(options: dict[str, Any]) -> None:
     """`compile_gemm` is strict: it raises where registers spill or ptxas gives up on the tensor cores' pipeline."""
+    options = dict(options)
+    rest = 1 if options.pop("odd_k", False) else 0  # Also what reads an lhs in place.
     for m, k in ((4096, 4096), (256, 8192)):
-        spec = make_spec(m, **(options | dict(n=4096 - 512 + options["n"])), k=k)
+        spec = make_spec(m, **(options | dict(n=4096 - 512 + options["n"])), k=k + rest)
         kernels = {}
         for config in matmul.search_space(spec):
             kernels.setdefault(dataclasses.replace(config, strip=1, minor="m"), config)
@@ -117,6 +121,15 @@ def test_only_rows_that_tma_cannot_take_are_padded() -> None:
     assert count(make_spec(72, 72, 81, layouts="km.kn")) == 1  # No row is as long as k.
     assert count(make_spec(72, 72, 81)) == 2
     assert count(make_spec(72, 71, 81)) == 3
+
+
+def test_an_lhs_that_is_read_in_place_is_not_padded() -> None:
+    count = lambda spec: lower(spec, Config(in_place=True)).count(f"@{ffi.TARGET}")
+    assert count(make_spec(72, 72, 81)) == 1
+    assert count(make_spec(72, 71, 81)) == 2
+    assert count(make_spec(72, 72, 81, layouts="mk.nk")) == 3
+    assert dispatch.default_config("matmul", "cuda", make_spec(4096, 4096, 4097)).in_place
+    assert not dispatch.default_config("matmul", "cuda", make_spec(64, 4096, 4097)).in_place
 
 
 @pytest.mark.parametrize(
@@ -207,6 +220,17 @@ def test_several_tiles_for_each_block(config: Config, options: dict[str, Any], l
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 def test_number_of_stages(num_stages: int) -> None:
     check(make_spec(300, 520, 712), Config(num_stages=num_stages))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1000, 1001])
+@pytest.mark.parametrize("k", [581, 582, 588])
+@pytest.mark.parametrize("config", SCHEDULES.values(), ids=SCHEDULES)
+def test_an_lhs_read_in_place(config: Config, k: int, n: int) -> None:
+    if config.reduce_add and n % 4:
+        pytest.skip("TMA adds to whole 16-byte units")
+    config = dataclasses.replace(config, in_place=True)
+    check(make_spec(1111, n, k + 512 * (config.split_k - 1), residual=True), config, runs=1 if config.reduce_add else 3)
 
 
 @pytest.mark.gpu

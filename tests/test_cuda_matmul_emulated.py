@@ -89,7 +89,9 @@ class Emulator:
             outs[result][...] = operands[operand]
         buffers = [*(np.asarray(x) for x in operands), *outs]
         *matrices, bias, problem = parameters
-        maps = (Map * len(matrices))(*(self._map(buffers[p.buffer], p) for p in matrices))
+        flat = itertools.chain.from_iterable(p if isinstance(p, tuple) else (p,) for p in matrices)
+        described = [self._map(buffers[p.buffer], p) for p in flat]
+        maps = (Map * len(described))(*described)
         bias_data = buffers[bias.buffer].ctypes.data_as(ctypes.c_void_p)
         run = ctypes.CDLL(cubin).run_gemm
         run.restype = ctypes.c_char_p
@@ -109,7 +111,7 @@ class Emulator:
         sizes, strides, box = (described[f"parameter0.{what}"].tolist() for what in ("sizes", "byte_strides", "box"))
         four = lambda kind, values: (kind * 4)(*values, *[1] * (4 - len(values)))
         return Map(
-            buffer.ctypes.data,
+            buffer.ctypes.data + parameter.offset,
             four(ctypes.c_longlong, sizes),
             four(ctypes.c_longlong, [buffer.itemsize, *strides]),
             four(ctypes.c_int, box),
@@ -169,6 +171,70 @@ def test_operands_of_whole_boxes(config: Config, layouts: str, emulator: Emulato
 def test_padded_rows_are_no_whole_boxes(layouts: str, emulator: Emulator) -> None:
     """The kernel is compiled for the sizes of the product, and not for those of what was padded."""
     check(make_spec(185, 251, 72, layouts=layouts), Config(128, 128, num_stages=3))
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "options"),
+    [
+        (Config(64, 64), (601, 71, 185), {}),
+        (Config(64, 64), (133, 72, 188), {}),
+        (Config(128, 96), (301, 71, 190), dict(bias=True, activation="gelu_erf")),
+        (Config(64, 64, 128, num_stages=3), (301, 72, 191), dict(residual=True)),
+        (Config(64, 64, ping_pong=True), (601, 136, 121), {}),
+        (
+            Config(64, 96, ping_pong=True), (301, 103, 187),
+            dict(residual=True, save_preactivation=True, activation="relu"),
+        ),
+        (Config(64, 96, ping_pong=True, cluster_n=2), (133, 200, 123), dict(alpha=0.3)),
+        (Config(64, 96, cluster_m=2), (1090, 72, 69), dict(bias=True, residual=True)),
+        (Config(64, 64, cluster_m=2, cluster_n=2), (301, 129, 66), dict(out_dtype="float32")),
+        (Config(64, 64, split_k=2), (133, 64, 251), dict(residual=True, save_preactivation=True, activation="relu")),
+        (Config(64, 64, num_stages=3, split_k=2, reduce_add=True), (133, 68, 251), dict(out_dtype="float32")),
+        (Config(64, 64, minor="n", strip=3), (601, 136, 67), {}),
+        (Config(128, 256, num_stages=3), (301, 264, 127), {}),
+        (Config(256, 64, num_stages=2), (301, 72, 129), dict(out_dtype="float32")),
+        (Config(64, 64, num_stages=1), (133, 64, 251), {}),
+    ],
+    ids=lambda x: str(x).split("Config")[-1],
+)  # fmt: skip
+def test_an_lhs_read_in_place(
+    config: Config, shape: tuple[int, int, int], options: dict[str, Any], emulator: Emulator
+) -> None:
+    """Rows of every residue, also where some have a row more than others, and tiles of several blocks of k."""
+    config = dataclasses.replace(config, in_place=True)
+    spec = make_spec(*shape, **options)
+    assert matmul._num_residues(spec, config) == (8 if shape[2] % 2 else 4 if shape[2] % 4 else 2)
+    check(spec, config)
+
+
+@pytest.mark.parametrize("n", [64, 71])
+def test_batches_read_in_place(n: int, emulator: Emulator) -> None:
+    config = Config(64, 64, in_place=True)
+    check(make_spec(72, n, 67, batch=2), config)
+    # The second matrix begins otherwise than the first; there are no rows of some residues; k is contiguous in the rhs.
+    for spec in (make_spec(71, n, 67, batch=2), make_spec(7, n, 67), make_spec(72, n, 67, layouts="mk.nk")):
+        assert matmul._num_residues(spec, config) == 1
+        check(spec, config)
+
+
+def check_rows_that_are_no_numbers(config: Config, m: int, k: int) -> None:
+    """Read in place, a row has the end of another one before it, and the begin of another one behind it."""
+    n = 40
+    lhs, rhs = np.random.default_rng(0).standard_normal((m, k), np.float32), np.ones((k, n), np.float32)
+    lhs[3::7, -1], lhs[4::14, 0] = np.inf, np.nan
+    spec = make_spec(m, n, k)
+    spec = dataclasses.replace(spec, target=dataclasses.replace(spec.target, num_sms=config.cluster_blocks))
+    out = matmul.run(spec, config, *(jnp.asarray(x, jnp.bfloat16) for x in (lhs, rhs)))
+    np.testing.assert_array_equal(np.isfinite(np.asarray(out, np.float32)), np.isfinite(lhs @ rhs))
+
+
+@pytest.mark.parametrize("k", [67, 121, 124, 250])
+@pytest.mark.parametrize(
+    "config", [Config(64, 64), Config(128, 64, num_stages=2), Config(64, 64, ping_pong=True)],
+    ids=["alone", "shared", "ping-pong"],
+)  # fmt: skip
+def test_what_is_no_number_stays_in_its_row(config: Config, k: int, emulator: Emulator) -> None:
+    check_rows_that_are_no_numbers(dataclasses.replace(config, in_place=True), 203, k)
 
 
 @pytest.mark.parametrize(
@@ -313,6 +379,39 @@ def test_planted_bugs_are_found(config: Config, edits: dict[str, str], message: 
             check(make_spec(300, 200, k, **options), config)
 
     with pytest.raises(AssertionError if message is None else RuntimeError, match=message):
+        try_orders()
+    emulator.edits = {}
+    try_orders()
+
+
+#: Of an lhs read in place. What is not cleared shows in the rows of others that are no numbers.
+IN_PLACE_PLANTED: dict[str, tuple[str, str]] = {
+    "rhs read from its first row on": ("k_element - tile.head", "k_element"),
+    "rows before the head not cleared": ("if (element < head) store", "if (element + 1 < head) store"),
+    "cleared before they are there": (
+        "    mbarrier_wait_parity(&shared.full[place.slot()], place.parity());\n    clear_heads", "    clear_heads"
+    ),
+    "multiplied before all are cleared": (
+        "  named_barrier_sync<kWarpgroup>(2 + uniform(threadIdx.x / kWarpgroup));\n", ""
+    ),
+    "rows of another residue stored": (
+        "store(&matrix.of[piece.residue], staging, to);\n    }", "store(&matrix.of[0], staging, to);\n    }"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", IN_PLACE_PLANTED.values(), ids=IN_PLACE_PLANTED)
+def test_planted_bugs_of_rows_read_in_place_are_found(edit: tuple[str, str], emulator: Emulator) -> None:
+    # Nothing is there early, or waited for later: one slot, half of which a peer fills.
+    config = Config(64, 32, num_stages=1, cluster_n=2, in_place=True)
+
+    def try_orders() -> None:
+        for emulator.seed in range(8):
+            check_rows_that_are_no_numbers(config, 203, 35)
+            check(make_spec(75, 40, 67), config)
+
+    emulator.edits = dict([edit])
+    with pytest.raises(AssertionError):
         try_orders()
     emulator.edits = {}
     try_orders()

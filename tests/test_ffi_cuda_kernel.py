@@ -219,7 +219,7 @@ REFUSED_PLANS = [
      "parameter 0: buffer must be one of ('x', 'out'); got 'y'. Those are the plan's operands and results."),
     ({"parameters": [Pointer(2)]}, "parameter 0: buffer must name one of the 2 operands and results; got buffer=2."),
     ({"parameters": [2.0]},
-     "parameter 0: a parameter must be a TensorMap, a Pointer or a NumPy scalar; got 2.0 (float)."),
+     "parameter 0: a parameter must be a TensorMap, a tuple of them, a Pointer or a NumPy scalar; got 2.0 (float)."),
     ({"results": {"x": X}}, "names must be distinct; got ('x', 'x'). Rename a result."),
     ({"aliases": {"x": "in"}}, "aliases: buffer must be one of ('out',); got 'in'."),
     ({"aliases": {"x": "out"}, "results": {"out": Y}, "parameters": []},

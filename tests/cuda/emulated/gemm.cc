@@ -6,13 +6,16 @@
 
 namespace {
 
-// A matrix that is no TMA operand is an address.
-template <typename Matrix>
-Matrix matrix(const tma::TensorMap& map) {
-  if constexpr (std::is_same_v<Matrix, tma::TensorMap>) {
-    return map;
+// The parameter that begins with the next map: a matrix that is no TMA operand is an address.
+template <typename Parameter>
+Parameter take(const tma::TensorMap*& next) {
+  if constexpr (std::is_same_v<Parameter, jaxkernels::Address>) {
+    return {next++->data};
   } else {
-    return {map.data};
+    Parameter maps;
+    std::memcpy(&maps, next, sizeof(maps));
+    next += sizeof(maps) / sizeof(*next);
+    return maps;
   }
 }
 
@@ -26,9 +29,13 @@ extern "C" const char* run_gemm(const tma::TensorMap* maps, const float* bias,
   gridDim.x = num_blocks;
   blockDim.x = num_threads;
   emulator::kernel = [=] {
-    using jaxkernels::Matrix;
-    jaxkernels::gemm(maps[0], maps[1], matrix<Matrix>(maps[2]), matrix<Matrix>(maps[3]),
-                     matrix<Matrix>(maps[4]), bias, *problem);
+    const tma::TensorMap* next = maps;
+    const auto lhs = take<jaxkernels::TensorMaps>(next);
+    const auto rhs = take<tma::TensorMap>(next);
+    const auto out = take<jaxkernels::Matrix<true>>(next);
+    const auto preactivation = take<jaxkernels::Preactivation>(next);
+    const auto residual = take<jaxkernels::Residual>(next);
+    jaxkernels::gemm(lhs, rhs, out, preactivation, residual, bias, *problem);
   };
   for (unsigned first = 0; first < num_blocks; first += cluster_blocks) {
     error = emulator::run_cluster(first, cluster_blocks, num_threads, seed + first);

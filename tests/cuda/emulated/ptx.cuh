@@ -10,9 +10,9 @@ using tma::u16;
 using tma::u32;
 using tma::u64;
 
-template <int kBarrier, int kThreads>
-void named_barrier_sync() {
-  emulator::meet(emulator::thread->block->barriers[kBarrier], kThreads, "a named barrier");
+template <int kThreads>
+void named_barrier_sync(u32 barrier) {
+  emulator::meet(emulator::thread->block->barriers[barrier], kThreads, "a named barrier");
 }
 
 template <int kRegisters>
@@ -56,6 +56,9 @@ inline void store_shared(u32 address, float4 v) {
 inline u32 recomputed(u32 value) { return value; }
 inline void store_shared(u32 address, u32 word) {
   std::memcpy(emulator::at_address(address), &word, sizeof(word));
+}
+inline void store_shared(u32 address, u16 half) {
+  std::memcpy(emulator::at_address(address), &half, sizeof(half));
 }
 inline u32 load_shared(u32 address) {
   u32 word;

@@ -101,6 +101,7 @@ Place place_of(const TensorMap& map, const int (&at)[kRank]) {
 template <typename Move>
 void for_each_element(const TensorMap& map, u32 tile, const Place& at, Move move) {
   if (tile % 128 != 0) emulator::fail("a tile must begin on 128 bytes");
+  if (reinterpret_cast<u64>(map.data) % 16 != 0) emulator::fail("a tensor must begin on 16 bytes");
   if (at[0] * map.element_bytes % 16 != 0) emulator::fail("a box must begin on 16 bytes");
   int count = 1;
   for (int n : map.box) count *= n;
