@@ -276,18 +276,19 @@ def _parameter_attributes(
 ) -> dict[str, Any]:
     if isinstance(parameter, np.generic):
         return {"kind": "value", "value": np.frombuffer(parameter.tobytes(), np.uint8)}
-    if isinstance(parameter, tuple) and parameter and all(isinstance(one, TensorMap) for one in parameter):
+    are_maps = isinstance(parameter, tuple) and all(isinstance(one, TensorMap) for one in parameter) and parameter != ()
+    problem.unless(
+        are_maps or isinstance(parameter, Pointer | TensorMap),
+        "a parameter must be a TensorMap, a tuple of them, a Pointer or a NumPy scalar",
+        f"{parameter!r} ({type(parameter).__name__})",
+        "Give a number its C type: np.int32(n), np.float32(alpha).",
+    )
+    if isinstance(parameter, tuple):
         attributes: dict[str, Any] = {"kind": "tensor_maps", "count": np.int64(len(parameter))}
         for i, one in enumerate(parameter):
             described = _parameter_attributes(problem.at(f"map {i}"), one, buffers, target)
             attributes |= {f"{i}.{key}": value for key, value in described.items() if key != "kind"}
         return attributes
-    problem.unless(
-        isinstance(parameter, Pointer | TensorMap),
-        "a parameter must be a TensorMap, a tuple of them, a Pointer or a NumPy scalar",
-        f"{parameter!r} ({type(parameter).__name__})",
-        "Give a number its C type: np.int32(n), np.float32(alpha).",
-    )
     problem.unless(
         isinstance(parameter.buffer, int) and 0 <= parameter.buffer < len(buffers),
         f"buffer must name one of the {len(buffers)} operands and results",

@@ -267,7 +267,8 @@ class CudaKernel:
 
     def _numbered(self, parameter: Parameter, place: str, buffers: Sequence[str]) -> Parameter:
         if isinstance(parameter, tuple):
-            return tuple(self._numbered(one, place, buffers) for one in parameter)
+            maps: Any = tuple(self._numbered(one, place, buffers) for one in parameter)
+            return maps
         if isinstance(parameter, custom_call.Pointer | custom_call.TensorMap) and isinstance(parameter.buffer, str):
             return dataclasses.replace(parameter, buffer=self._index(parameter.buffer, place, buffers))
         return parameter

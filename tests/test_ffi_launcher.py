@@ -133,6 +133,11 @@ REFUSED = [
         "parameter 0: buffer must name one of the 2 operands and results; got buffer=-1.",
     ),
     (
+        {"parameters": [()]},
+        "parameter 0: a parameter must be a TensorMap, a tuple of them, a Pointer or a NumPy scalar; got () (tuple). "
+        "Give a number its C type: np.int32(n), np.float32(alpha).",
+    ),
+    (
         {"parameters": [(ffi.TensorMap(0, box=(8, 64)), ffi.TensorMap(0, box=(8, 64), offset=8))]},
         "parameter 0: map 1: offset must be a multiple of 16 bytes; got offset=8.",
     ),
