@@ -244,6 +244,7 @@ static_assert(Config::kBlockK % kAtom == 0, "whole atoms of k");
 static_assert(!Config::kPingPong || Config::kConsumers == 2, "two take turns");
 static_assert(Config::kResidues == 1 || (Config::kLhsIsKMajor && !Config::kRhsIsKMajor),
               "the rhs is read from any k on");
+static_assert(Config::kResidues == 1 || Config::kHasTmaRows, "results are stored by residues");
 static_assert(kClusterParts == 1 || kSharers == 1, "a cluster does one thing");
 static_assert(Config::kSplitK == 1 || !Config::kPingPong, "all tiles take as many steps");
 static_assert(Config::kDeferred == Deferred::kNothing ||
@@ -279,11 +280,6 @@ constexpr __device__ u32 first_column() {
   u32 blocks = 0;
   for (int i = 0; i < Config::kClusterM; ++i) blocks |= 1u << i * Config::kClusterN;
   return blocks;
-}
-
-// Of `m` rows, those of a residue: kResidues i + residue.
-__device__ __forceinline__ int count_rows(int m, int residue) {
-  return (m - residue + Config::kResidues - 1) / Config::kResidues;
 }
 
 struct Tile {
@@ -455,7 +451,8 @@ __device__ __forceinline__ void clear_heads(unsigned char* slot, int first_row, 
     }
   }
   fence_proxy_async();
-  // All rows of this consumer's products, which are its own.
+  // A warp's products read rows that other warps of its consumer have cleared, and no others. The
+  // barriers below are taken.
   named_barrier_sync<kWarpgroup>(2 + uniform(threadIdx.x / kWarpgroup));
 }
 
@@ -614,27 +611,24 @@ struct Rows {
   u32 lane;
   int column, end;      // This lane's first, and where the columns end.
   unsigned char* data;  // This lane's of the first row.
-  u32 bytes;            // From one row to the next.
+  u32 bytes;            // Of a row.
+  bool is_odd;          // Whether the first row's number is, in the whole array.
 
   static constexpr u32 kLanes = kPieceBytes / 4;
 
   __device__ __forceinline__ Rows(const Problem& problem, const Address& matrix, const Piece& piece)
-      : count(min(kPieceM, count_rows(problem.m, piece.residue) - piece.row)),
+      : count(min(kPieceM, problem.m - piece.row)),
         lane(recomputed(threadIdx.x % kWarp)),
         column(piece.column + lane * (4 / kSizeOf<Config::Output>)),
         end(lane < kLanes ? problem.n : 0),
-        bytes(Config::kResidues * problem.n * kSizeOf<Config::Output>) {
-    const long long line = static_cast<long long>(piece.batch) * problem.m +
-                           piece.row * Config::kResidues + piece.residue;
-    data = matrix.data + (line * problem.n + column) * kSizeOf<Config::Output>;
+        bytes(problem.n * kSizeOf<Config::Output>) {
+    const long long line = static_cast<long long>(piece.batch) * problem.m + piece.row;
+    data = matrix.data + line * bytes + column * kSizeOf<Config::Output>;
+    is_odd = line % 2 != 0;
   }
 
   __device__ __forceinline__ unsigned char* address(int row) const {
     return data + static_cast<u64>(row) * bytes;
-  }
-  // Whether it begins in the middle of a word; lanes' columns are whole words.
-  __device__ __forceinline__ bool is_shifted(int row) const {
-    return reinterpret_cast<u64>(address(row)) % 4 != 0;
   }
   // Of this lane's 4 bytes of a row in the buffer.
   __device__ __forceinline__ u32 staged(unsigned char* staging, int row) const {
@@ -662,8 +656,8 @@ __device__ __forceinline__ void send(const Problem&, const TensorMaps& matrix,
 }
 
 // Stores every other row of a piece from the first or the second on, some at a time: what they wait
-// for is then waited for once. These begin all at a 4-byte word, or all in the middle of one
-// (shifted, 16-bit results): each lane then stores its second value and its neighbour's first.
+// for is then waited for once. Rows of 16-bit results that are shifted begin in the middle of a
+// 4-byte word: each lane stores its second value and its neighbour's first.
 template <bool kIsShifted>
 __device__ __forceinline__ void store_rows(const Rows& rows, unsigned char* staging, int first) {
   constexpr int kValues = 4 / kSizeOf<Config::Output>;
@@ -702,13 +696,11 @@ __device__ __forceinline__ void send(const Problem& problem, const Address& matr
                                      unsigned char* staging, const Piece& piece) {
   __syncwarp();
   const Rows rows(problem, matrix, piece);
-#pragma unroll 1
-  for (int first = 0; first < 2; ++first) {
-    if (kSizeOf<Config::Output> == 2 && rows.is_shifted(first)) {
-      store_rows<true>(rows, staging, first);
-    } else {
-      store_rows<false>(rows, staging, first);
-    }
+  store_rows<false>(rows, staging, rows.is_odd ? 1 : 0);
+  if (kSizeOf<Config::Output> == 2 && problem.n % 2 != 0) {
+    store_rows<true>(rows, staging, rows.is_odd ? 0 : 1);
+  } else {
+    store_rows<false>(rows, staging, rows.is_odd ? 0 : 1);
   }
   __syncwarp();
 }

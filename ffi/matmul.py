@@ -70,7 +70,7 @@ class Config:
       reduce_add: parts of k are tiles of their own instead, as many as one likes, which TMA adds to a float32 result
         in whatever order they end: the same operands may then give other bits. Never chosen, only given.
       in_place: an lhs with k contiguous whose rows are not whole 16-byte units is not padded: a tile has rows of one
-        residue, which begin alike. Where the rhs has k contiguous as well, nothing is read so.
+        residue, which begin alike. The rhs has n contiguous, and the result has rows of whole 16-byte units.
       minor: the tile dimension walked first, in strips of `strip` tiles.
       strip: see `minor`.
     """
@@ -269,12 +269,13 @@ def shortlist(spec: MatmulSpec) -> tuple[Config, ...]:
 
 
 def _with_in_place(spec: MatmulSpec, configs: Iterable[Config]) -> Iterator[Config]:
-    """Yields each also with `in_place`, where that makes a difference."""
+    """Yields each also with `in_place`, where the lhs can be read so; but for ping-pong: other tiles are faster then
+    (docs/cuda-gemm.md)."""
+    has_in_place = _not_in_place(spec) is None
     for config in configs:
         yield config
-        in_place = dataclasses.replace(config, in_place=True)
-        if _num_residues(spec, in_place) > 1:
-            yield in_place
+        if has_in_place and not config.ping_pong:
+            yield dataclasses.replace(config, in_place=True)
 
 
 def _trimmed(spec: MatmulSpec, config: Config) -> Config:
@@ -420,8 +421,10 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
         raise ValueError(
             f"matmul[cuda]: reduce_add needs n to be a multiple of 4; got n={g.n}. Use split_k without it."
         )
+    if config.in_place and (reason := _not_in_place(spec)):
+        raise ValueError(f"matmul[cuda]: in_place needs {reason}. Leave it out.")
     lhs, rhs = spec.fold(lhs, rhs)
-    if _num_residues(spec, config) == 1:
+    if not config.in_place:
         lhs = _pad_rows(spec, lhs)
     rhs = _pad_rows(spec, rhs)
     # One batch dimension, always: of one product, it is 1.
@@ -452,7 +455,7 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
 
     def matrix(buffer: int, is_there: bool = True) -> custom_call.Parameter:
         by_tma = is_there and _has_tma_rows(spec)
-        return _result(buffer, out, config, _num_residues(spec, config)) if by_tma else custom_call.Pointer(buffer)
+        return _pieces(buffer, out, config, _num_residues(spec, config)) if by_tma else custom_call.Pointer(buffer)
 
     outs = custom_call.launch(
         compiled.cubin,
@@ -639,8 +642,8 @@ def _lhs(x: jax.Array, spec: MatmulSpec, config: Config) -> tuple[custom_call.Te
     return tuple(maps)
 
 
-def _result(buffer: int, out: jax.ShapeDtypeStruct, config: Config, residues: int) -> tuple[custom_call.TensorMap, ...]:
-    """A map for the rows of each residue, which are stored in pieces."""
+def _pieces(buffer: int, out: jax.ShapeDtypeStruct, config: Config, residues: int) -> tuple[custom_call.TensorMap, ...]:
+    """Of a matrix like the result, whose pieces are stored or loaded, a map for the rows of each residue."""
     itemsize = out.dtype.itemsize
     span = _piece_bytes(config, itemsize)
     swizzle: Literal["64B", "128B"] = "64B" if span == 64 else "128B"
@@ -665,16 +668,29 @@ def _num_rows(m: int, residues: int, residue: int) -> int:
 
 
 def _num_residues(spec: MatmulSpec, config: Config) -> int:
-    """How many kinds of rows the lhs has, by where they begin between multiples of 16 bytes, if it is read in place.
+    """How many kinds of rows a lhs that is read in place has, by where they begin between multiples of 16 bytes: every
+    so many-th row begins alike. Else all are one kind."""
+    return _UNIT // math.gcd(spec.gemm.k, _UNIT) if config.in_place else 1
 
-    Every so many-th row begins alike. Each kind must have rows, and each matrix of a batch begin as the first does. The
-    rhs must be read from any k on: k must not be its contiguous dimension.
-    """
+
+def _not_in_place(spec: MatmulSpec) -> str | None:
+    """What is missing for the lhs to be read in place, or None."""
     g = spec.gemm
     residues = _UNIT // math.gcd(g.k, _UNIT)
-    begin_alike = (g.batch or 1) == 1 or g.m * g.k % _UNIT == 0
-    is_readable = (g.lhs_layout, g.rhs_layout) == ("mk", "kn") and begin_alike and g.m >= residues
-    return residues if config.in_place and is_readable else 1
+    if residues == 1:
+        return f"rows of the lhs that are not whole {_TMA_BYTES}-byte units; got k={g.k}"
+    if (g.lhs_layout, g.rhs_layout) != ("mk", "kn"):  # The rhs is read from rows before its first on.
+        return f"k to be the contiguous dimension of the lhs, and n of the rhs; got {g.lhs_layout} and {g.rhs_layout}"
+    if not _has_tma_rows(spec):  # Could be done; measured, it is slower than padding.
+        return f"rows of the result that are whole {_TMA_BYTES}-byte units; got n={g.n} of {spec.out_dtype}"
+    if g.m < residues:
+        return f"rows of each of {residues} residues; got m={g.m}"
+    if (g.batch or 1) > 1 and g.m * g.k % _UNIT:
+        return f"matrices that are whole {_TMA_BYTES}-byte units in a batch; got m={g.m}, k={g.k}"
+    if residues == _UNIT and spec.save_preactivation and spec.residual is not None:
+        # 33 tensor maps: drivers before CUDA 12.1 take 4 KB of parameters.
+        return f"rows of no more than 4 residues beside both a residual and a saved pre-activation; got k={g.k}"
+    return None
 
 
 def _deferred(spec: MatmulSpec, config: Config) -> Literal["kNothing", "kHalf", "kPacked"]:
