@@ -198,16 +198,19 @@ _READ_BYTES_PER_SM = 8.9e11
 _LOAD_BYTES_PER_SM = 1.4e12
 _L2_BYTES_PER_SM = 1.5e11
 _L2_BYTES_PER_SM_OFF_LINES = 7.2e10
+# The same of rows read in place (36 times of 8 shapes, 2026-11-21): each 128 bytes of one lie in two lines.
+_L2_BYTES_PER_SM_IN_PLACE = 3.9e10
 # Of the chip: bytes/s of a kernel that pads rows.
 _COPY_BYTES = 3.5e12
 # Seconds: a launch, with the first block's way; storing a tile of 128 x 256, by TMA and by rows; getting what was asked
-# for; adding up a split product; that the blocks of a cluster wait for each other at each tile.
+# for; adding up a split product; that the blocks of a cluster wait for each other at each tile; clearing heads of rows.
 _LAUNCH_SECONDS = 2.3e-6
 _STORE_SECONDS = 1.0e-6
 _STORE_ROWS_SECONDS = 2.4e-6
 _LOAD_SECONDS = 0.85e-6
 _REDUCTION_SECONDS = 1.6e-6
 _CLUSTER_SECONDS = 0.2e-6
+_CLEAR_SECONDS = 1.0e-6
 #: Times as long as a store takes one with an activation.
 _EPILOGUE = 2.0
 #: The share of a store by rows that products of the other consumer do not hide.
@@ -360,29 +363,28 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
     """Waves of tiles, each step of which is bound by the tensor cores, by L2 or by the loads that are under way.
 
     A cluster reads the operand it shares once. What goes through shared memory costs a little beside the products:
-    power, which they lack. A wgmma reads both operands: the fewer its columns, the more for each FLOP.
+    power, which they lack. A wgmma reads both operands: the fewer its columns, the more for each FLOP. Rows read in
+    place are slow to come from L2, and of each tile's the heads are cleared; but nothing is spent on padding them.
     """
     g = spec.gemm
     waves = hardware.waves(_num_groups(spec, config), _num_clusters(spec, config.cluster_blocks))
     flops = 2 * config.block_m * config.block_n * config.block_k
     read_bytes = 2 * config.block_m // _WGMMA_M * (_WGMMA_M + config.block_n) * config.block_k
     load_bytes = 2 * (config.block_m + config.block_n) * config.block_k
-    l2_bytes = 2 * (config.block_m / config.cluster_n + config.block_n / config.cluster_m) * config.block_k
+    l2_bytes = [2 * x * config.block_k for x in (config.block_m / config.cluster_n, config.block_n / config.cluster_m)]
     operands = ((g.lhs_layout, g.m * g.k), (g.rhs_layout, g.k * g.n))
     rows = [(2 * dict(m=g.m, n=g.n, k=g.k)[layout[1]], size) for layout, size in operands]
     is_off_lines = any(row % _LINE_BYTES and row % _TMA_BYTES == 0 for row, _ in rows)
-    l2_seconds = l2_bytes / (_L2_BYTES_PER_SM_OFF_LINES if is_off_lines else _L2_BYTES_PER_SM)
-    if _num_residues(spec, config) > 1:
-        del rows[0]  # Not padded; of the two operands, it alone is off lines.
-        lhs_bytes = 2 * config.block_m / config.cluster_n * config.block_k
-        if not is_off_lines:
-            l2_seconds += lhs_bytes * (1 / _L2_BYTES_PER_SM_OFF_LINES - 1 / _L2_BYTES_PER_SM)
+    l2_rates = [_L2_BYTES_PER_SM_OFF_LINES if is_off_lines else _L2_BYTES_PER_SM] * 2
+    if config.in_place:
+        l2_rates[0] = _L2_BYTES_PER_SM_IN_PLACE
+        rows = rows[1:]  # The lhs is not padded.
     step = max(
         flops / _FLOPS_PER_SM + read_bytes / _READ_BYTES_PER_SM + load_bytes / _LOAD_BYTES_PER_SM,
-        l2_seconds,
+        sum(size / rate for size, rate in zip(l2_bytes, l2_rates)),
         _LOAD_SECONDS / config.num_stages,
     )
-    steps = -(-_k_iters(spec, config) // config.split_k) * step
+    steps = -(-_k_iters(spec, config) // config.split_k) * step + (_CLEAR_SECONDS if config.in_place else 0.0)
     by_tma = _has_tma_rows(spec)
     tile = config.block_m * config.block_n / (128 * 256)
     store = tile * (_STORE_SECONDS if by_tma else _STORE_ROWS_SECONDS) * (_EPILOGUE if spec.activation else 1.0)

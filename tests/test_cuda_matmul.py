@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 from typing import Any
@@ -151,6 +152,17 @@ def test_what_cannot_be_read_in_place_is_refused(spec: MatmulSpec, needs: str) -
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         lower(spec, Config(in_place=True))
     assert not any(config.in_place for config in matmul.search_space(spec))
+
+
+def test_defaults_that_were_measured_fastest_where_k_is_odd() -> None:
+    """On an H200, 2026-11-21 (docs/cuda-gemm.md)."""
+    default_config = functools.partial(dispatch.default_config, "matmul", "cuda")
+    for rest in range(1, 8):
+        assert default_config(make_spec(4096, 4096, 4096 + rest)) == Config(cluster_m=2, in_place=True)
+    largest = Config(block_m=256, block_n=192, num_stages=3, cluster_n=2, in_place=True)
+    assert default_config(make_spec(8192, 768, 50257)) == largest
+    assert not default_config(make_spec(4095, 4097, 4093)).in_place
+    assert not default_config(make_spec(64, 4096, 4097)).in_place
 
 
 @pytest.mark.parametrize(
