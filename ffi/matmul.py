@@ -27,7 +27,7 @@ from jaxkernels.specs import MatmulSpec
 
 __all__ = ["VERSION", "Config", "compile_gemm", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
-VERSION = 3
+VERSION = 4
 
 _Axis = Literal["m", "n"]
 _INPUTS = {jnp.dtype(jnp.bfloat16): "BFloat16", jnp.dtype(jnp.float16): "Float16"}

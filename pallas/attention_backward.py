@@ -67,7 +67,7 @@ from jaxkernels.specs import MASKED_LOGIT, AttentionSpec
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
-VERSION = 2
+VERSION = 3
 
 #: Rows of a consumer's tile: queries in kernel 1, keys in kernel 2.
 _ROWS_PER_CONSUMER = 64

@@ -84,7 +84,7 @@ from jaxkernels.specs import MASKED_LOGIT, AttentionSpec
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
-VERSION = 2
+VERSION = 3
 
 #: For so many consumers: registers of the producer's threads, of a consumer's, and of these for accumulators, logits
 #: and probabilities.
