@@ -7,6 +7,7 @@ import os
 # Before JAX starts its CPU client. It leaves GPUs as they are: the tests marked gpu see the real ones.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
+import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,11 +32,36 @@ def _missing_hardware() -> str | None:
     return f"needs a CUDA device of compute capability 9.0; this machine has {found}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+#: Of the cases of a test marked `sampled` one in so many runs.
+_SAMPLED = 3
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="all cases of tests marked `sampled`")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--thorough"):
+        _sample(config, items)
     if any(item.get_closest_marker("gpu") for item in items) and (reason := _missing_hardware()):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out cases of tests marked `sampled`, unless tests were asked for by name."""
+    if config.option.keyword or any("::" in arg for arg in config.args):
+        return
+    counts: collections.Counter[str] = collections.Counter()
+    kept, left_out = [], []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        is_kept = not item.get_closest_marker("sampled") or counts[test] % _SAMPLED == 0
+        (kept if is_kept else left_out).append(item)
+        counts[test] += 1
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

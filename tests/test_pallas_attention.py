@@ -113,6 +113,7 @@ def check(
     assert_accurate(actual, expected, exact)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("lengths", [(128, 128), (136, 200), (200, 136), (1, 130), (63, 65)], ids=str)
 def test_lengths(lengths: tuple[int, int], causal: bool) -> None:
@@ -129,11 +130,13 @@ def test_grouped_heads(heads: tuple[int, int]) -> None:
     check(make_spec(72, 72, heads=heads, batch=2, causal=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dims", [(16, 16), (80, 80), (128, 128), (64, 128), (128, 64)], ids=str)
 def test_head_dimensions(dims: tuple[int, int]) -> None:
     check(make_spec(72, 136, dims=dims, causal=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dims", [(192, 192), (192, 128), (256, 256)], ids=str)
 def test_wide_heads_split_the_outputs_between_the_consumers(dims: tuple[int, int]) -> None:
     spec = make_spec(136, 72, dims=dims, causal=True)
@@ -147,6 +150,7 @@ def test_dtypes(dtype: str) -> None:
     check(make_spec(136, 136, dtype=dtype, causal=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -168,6 +172,7 @@ def test_forward_schedules(schedule: dict[str, Any], causal: bool) -> None:
     check(spec, dataclasses.replace(_FORWARD, **schedule), None)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "backward",
     [
@@ -182,6 +187,7 @@ def test_backward_schedules(backward: attention_backward.Config, causal: bool) -
     check(make_spec(200, 264, causal=causal), backward=backward)
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("offset", [0, 1, 70, 300])
 def test_a_shard_of_the_queries_counts_from_its_place(offset: int) -> None:
@@ -284,6 +290,7 @@ def random_operands(spec: AttentionSpec) -> list[np.ndarray]:
 _WINDOWS = [(70, None), (None, 40), (70, 40), (0, 0), (3, 200)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("lengths", "causal"), [((264, 264), True), ((136, 328), False), ((328, 136), False)], ids=str)
 @pytest.mark.parametrize("window", _WINDOWS, ids=str)
 def test_windows(window: tuple[int | None, int | None], lengths: tuple[int, int], causal: bool) -> None:
@@ -291,6 +298,7 @@ def test_windows(window: tuple[int | None, int | None], lengths: tuple[int, int]
     check(make_spec(*lengths, window=window, causal=causal), backward=None)
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("offset", [0, 70, 300])
 @pytest.mark.parametrize("window", [(70, None), (70, 40)], ids=str)
@@ -301,6 +309,7 @@ def test_a_shard_of_the_queries_has_its_place_in_the_window(window: tuple[int, i
 _LENGTHS = [0, 1, 64, 130, 200]
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("rules", [{}, dict(causal=True), dict(window=(40, 30))], ids=str)
 @pytest.mark.parametrize("given", [("query",), ("key",), ("query", "key")], ids="+".join)
@@ -309,6 +318,7 @@ def test_sequence_lengths(given: tuple[str, ...], rules: dict[str, Any]) -> None
     check(spec, backward=None, query_lengths=_LENGTHS[::-1], key_lengths=_LENGTHS)
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("rules", [{}, dict(causal=True), dict(window=(40, 30))], ids=str)
@@ -341,6 +351,7 @@ _SEGMENTS: dict[str, tuple[np.ndarray, np.ndarray]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("name", _SEGMENTS)
 def test_segments(name: str) -> None:
@@ -349,12 +360,14 @@ def test_segments(name: str) -> None:
     check(spec, backward=None, query_segments=query_ids, key_segments=key_ids)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("cap", [0.5, 30.0])
 @pytest.mark.parametrize("scale_queries", [1.0, 100.0])
 def test_soft_cap(cap: float, scale_queries: float) -> None:
     check(make_spec(72, 136, causal=True, soft_cap=cap), backward=None, scale_queries=scale_queries)
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (80, 64)], ids=str)
 @pytest.mark.parametrize(("causal", "offset"), [(False, None), (True, 60)])
@@ -371,6 +384,7 @@ def test_everything_at_once(dims: tuple[int, int], causal: bool, offset: int | N
     )  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize(
     "schedule",
@@ -463,6 +477,7 @@ def test_ranges_are_what_the_masks_say(window: tuple[int | None, int | None] | N
         assert attention_blocks.blocks_within(number(17), number(63), 16) == (2, 3)
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("rules", [{}, dict(causal=True), dict(window=(40, 30))], ids=str)
 @pytest.mark.parametrize("name", _SEGMENTS)
@@ -571,6 +586,7 @@ def test_an_output_read_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 _SPLIT = attention_backward.Config(dq_num_stages=3, split_outputs=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("lengths", [(128, 128), (136, 200), (200, 136), (1, 130), (63, 300)], ids=str)
 @pytest.mark.parametrize(("multicast", "causal"), [(True, False), (False, True)], ids=["pairs, full", "alone, causal"])
 def test_split_lengths(lengths: tuple[int, int], multicast: bool, causal: bool) -> None:
@@ -578,6 +594,7 @@ def test_split_lengths(lengths: tuple[int, int], multicast: bool, causal: bool) 
     check(make_spec(*lengths, causal=causal), backward=dataclasses.replace(_SPLIT, multicast=multicast))
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize(
     "schedule",
@@ -593,6 +610,7 @@ def test_split_schedules(schedule: dict[str, Any], dims: tuple[int, int]) -> Non
     check(make_spec(264, 264, dims=dims, causal=True), backward=dataclasses.replace(_SPLIT, **schedule))
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("heads", [(2, 2), (3, 1), (4, 2)], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -622,6 +640,7 @@ def run_backward(spec: AttentionSpec, config: attention_backward.Config, **setti
 _ALONE = dataclasses.replace(_SPLIT, multicast=False)
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize(("config", "lengths"), [(_ALONE, (136, 328)), (_SPLIT, (328, 136))], ids=["alone", "pairs"])
 @pytest.mark.parametrize("window", _WINDOWS, ids=str)
@@ -638,12 +657,14 @@ def test_split_causal_windows(window: tuple[int, int | None]) -> None:
     check(make_spec(264, 264, heads=(3, 1), window=window, causal=True), backward=_SPLIT)
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("offset", [0, 70, 300])
 def test_split_with_a_shard_of_the_queries_in_the_window(offset: int) -> None:
     check(make_spec(136, 264, window=(70, 40), query_offset=True), backward=_SPLIT, query_offset=offset)
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("rules", [{}, dict(causal=True), dict(window=(40, 30))], ids=str)
 @pytest.mark.parametrize("given", [("query",), ("key",), ("query", "key")], ids="+".join)
@@ -652,6 +673,7 @@ def test_split_with_sequence_lengths(given: tuple[str, ...], rules: dict[str, An
     check(spec, backward=_SPLIT, query_lengths=_LENGTHS[::-1], key_lengths=_LENGTHS)
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("name", _SEGMENTS)
 def test_split_with_segments(name: str) -> None:
@@ -660,6 +682,7 @@ def test_split_with_segments(name: str) -> None:
     check(spec, backward=_SPLIT, query_segments=query_ids, key_segments=key_ids)
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("cap", [0.5, 30.0])
 @pytest.mark.parametrize("scale_queries", [1.0, 100.0])
@@ -672,6 +695,7 @@ def test_split_with_capped_dlogits_in_memory() -> None:
     check(make_spec(136, 200, causal=True, soft_cap=3.0), backward=dataclasses.replace(_SPLIT, workspace_bytes=1))
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dims", [(192, 128), (192, 192), (256, 256)], ids=str)
@@ -840,6 +864,7 @@ def test_gradients_read_too_early_are_noticed(monkeypatch: pytest.MonkeyPatch) -
 _KEPT = [dataclasses.replace(_SPLIT, workspace_bytes=n) for n in (1, 10**9)]
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("lengths", [(128, 128), (200, 264), (1, 130), (63, 301)], ids=str)
 @pytest.mark.parametrize(("config", "causal"), [(_KEPT[0], True), (_KEPT[1], False)], ids=["one head", "all heads"])
@@ -851,6 +876,7 @@ def test_split_with_dlogits_in_memory(
     check(make_spec(*lengths, heads=(4, 2), batch=2, causal=causal), backward=config)
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("dims", [(64, 128), (192, 128), (256, 256)], ids=str)
 def test_split_with_wide_dlogits_in_memory(dims: tuple[int, int]) -> None:
@@ -891,6 +917,7 @@ def test_a_missing_wait_of_the_product_is_noticed(missing: str, monkeypatch: pyt
 _FUSED = {64: attention_backward.Config(dkv_block_q=128, fused=True), 128: attention_backward.Config(fused=True)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("lengths", [(128, 128), (136, 200), (200, 136), (1, 130), (130, 1)], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
@@ -898,6 +925,7 @@ def test_fused(lengths: tuple[int, int], causal: bool, deterministic: bool) -> N
     check(make_spec(*lengths, causal=causal, batch=2, deterministic=deterministic), backward=_FUSED[64])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dims", [(128, 128), (64, 128), (128, 64)], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
 def test_fused_head_dimensions(dims: tuple[int, int], deterministic: bool) -> None:
@@ -905,6 +933,7 @@ def test_fused_head_dimensions(dims: tuple[int, int], deterministic: bool) -> No
     check(spec, backward=_FUSED[dims[0]])
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
 @pytest.mark.parametrize("heads", [(2, 2), (3, 1), (4, 2)], ids=str)
@@ -913,6 +942,7 @@ def test_fused_with_grouped_heads(heads: tuple[int, int], deterministic: bool) -
     check(spec, backward=_FUSED[64])
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("offset", [0, 1, 70, 300])
 def test_fused_on_a_shard_of_the_queries(offset: int) -> None:
@@ -1016,6 +1046,7 @@ def test_a_sum_that_is_never_announced_is_a_deadlock(monkeypatch: pytest.MonkeyP
 _ORDERS = pytest.mark.parametrize("deterministic", [True], ids=["in order"])
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("lengths", [(264, 264), (136, 328), (328, 136)], ids=str)
 @pytest.mark.parametrize(
@@ -1030,6 +1061,7 @@ def test_fused_with_windows(
     check(make_spec(*lengths, window=window, causal=causal, deterministic=deterministic), backward=_FUSED[64])
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("offset", [0, 70, 300])
 def test_fused_on_a_shard_that_has_its_place_in_the_window(offset: int) -> None:
@@ -1037,6 +1069,7 @@ def test_fused_on_a_shard_that_has_its_place_in_the_window(offset: int) -> None:
     check(spec, backward=_FUSED[64], query_offset=offset)
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("rules", [dict(causal=True), dict(window=(40, 30))], ids=str)
 @pytest.mark.parametrize("given", [("query",), ("key",), ("query", "key")], ids="+".join)
@@ -1047,6 +1080,7 @@ def test_fused_with_sequence_lengths(given: tuple[str, ...], rules: dict[str, An
     check(spec, backward=_FUSED[64], query_lengths=_LENGTHS[::-1], key_lengths=_LENGTHS)
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize(
     ("name", "rules"),
@@ -1066,6 +1100,7 @@ def test_fused_with_segments(name: str, rules: dict[str, Any], deterministic: bo
     check(spec, backward=_FUSED[64], query_segments=query_ids, key_segments=key_ids)
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("cap", [0.5, 30.0])
@@ -1076,6 +1111,7 @@ def test_fused_with_a_soft_cap(cap: float, scale_queries: float, dtype: str) -> 
     check(spec, backward=_FUSED[64], scale_queries=scale_queries)
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 64)], ids=str)
 @pytest.mark.parametrize(("causal", "offset"), [(False, None), (True, 60)], ids=str)
@@ -1217,6 +1253,7 @@ _RANKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize(("rules", "integers"), _RANKED, ids=[*"012345678901", "mixed"])
 def test_blocks_of_keys_add_to_dq_in_turn(
