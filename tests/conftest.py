@@ -33,7 +33,7 @@ def _missing_hardware() -> str | None:
 
 
 #: Of the cases of a test marked `sampled` one in so many runs.
-_SAMPLED = 3
+_SAMPLED = 4
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
