@@ -669,16 +669,20 @@ def _num_rows(m: int, residues: int, residue: int) -> int:
     return -(-(m - residue) // residues)
 
 
+def _num_kinds_of_rows(k: int) -> int:
+    """Of rows of k elements, by where they begin between multiples of 16 bytes: every so many-th begins alike."""
+    return _UNIT // math.gcd(k, _UNIT)
+
+
 def _num_residues(spec: MatmulSpec, config: Config) -> int:
-    """How many kinds of rows a lhs that is read in place has, by where they begin between multiples of 16 bytes: every
-    so many-th row begins alike. Else all are one kind."""
-    return _UNIT // math.gcd(spec.gemm.k, _UNIT) if config.in_place else 1
+    """How many kinds of rows are told apart: of an lhs that is read in place all, else one."""
+    return _num_kinds_of_rows(spec.gemm.k) if config.in_place else 1
 
 
 def _not_in_place(spec: MatmulSpec) -> str | None:
     """What is missing for the lhs to be read in place, or None."""
     g = spec.gemm
-    residues = _UNIT // math.gcd(g.k, _UNIT)
+    residues = _num_kinds_of_rows(g.k)
     if residues == 1:
         return f"rows of the lhs that are not whole {_TMA_BYTES}-byte units; got k={g.k}"
     if (g.lhs_layout, g.rhs_layout) != ("mk", "kn"):  # The rhs is read from rows before its first on.

@@ -60,6 +60,7 @@ from jaxkernels.pallas.attention_blocks import (
     blocks_of,
     blocks_within,
     cap_and_slope,
+    ends_of,
     hide_other_segments,
     hide_unseen,
     hides_by_causality_alone,
@@ -67,6 +68,7 @@ from jaxkernels.pallas.attention_blocks import (
     kernel_inputs,
     keys_seen_by_any,
     padded_head_dims,
+    planned_offset,
     queries_that_see_all,
     queries_that_see_any,
     query_offset,
@@ -141,12 +143,12 @@ def gradients(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    *operands, delta = operands
-    operands = *operands, -delta
+    *others, delta = operands
+    arguments = *others, -delta, plan, inputs
     if not is_zeroed:
-        return run(*operands, plan, inputs)
+        return run(*arguments)
     dq = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
-    dk, dv = run(*operands, plan, inputs, dq)
+    dk, dv = run(*arguments, dq)
     return dq[...], dk, dv
 
 
@@ -171,8 +173,7 @@ def _inputs(spec: AttentionSpec, block_q: int, extras: dict[str, jax.Array]) -> 
 
 def _steps(spec: AttentionSpec, block_q: int) -> list[int]:
     """For each block of keys: how many blocks of queries visit it, lengths and segments aside."""
-    # Where the queries are a part of the sequence, some part in the middle.
-    offset = max(0, spec.k.shape[1] - spec.q.shape[1]) // 2 if spec.query_offset else 0
+    offset = planned_offset(spec)
     steps = []
     for start in range(0, spec.k.shape[1], _KEYS):
         seeing = queries_that_see_any(spec, start, start + _KEYS, offset, spec.q.shape[1] + offset)
@@ -265,10 +266,7 @@ def _kernel(
         stream, kv_block = lax.div(number, jnp.int32(num_kv_blocks)), lax.rem(number, jnp.int32(num_kv_blocks))
         batch, kv_head = lax.div(stream, jnp.int32(spec.k.shape[2])), lax.rem(stream, jnp.int32(spec.k.shape[2]))
         kv_base = kv_block * _KEYS
-        key_end = jnp.clip(inputs["key_lengths"][batch], 0, num_keys) if spec.key_lengths else num_keys
-        query_end = spec.q.shape[1] + offset
-        if spec.query_lengths:
-            query_end = jnp.minimum(inputs["query_lengths"][batch], query_end)
+        query_end, key_end = ends_of(spec, inputs, batch, offset)
         seeing = queries_that_see_any(spec, kv_base, jnp.minimum(kv_base + _KEYS, key_end), offset, query_end)
         first_block, end_block = blocks_of(seeing[0] - offset, seeing[1] - offset, block_q)
         seeing = queries_that_see_all(spec, kv_base, kv_base + _KEYS, offset, num_q_blocks * block_q + offset)
@@ -305,8 +303,10 @@ def _kernel(
         head, q_block = queries_of(item, step)
         return (item.batch * num_heads + head) * num_q_blocks + q_block
 
+    has_one_item = _has_one_item_each(spec, block_q)
+
     def for_each_item(run: Callable[[Any, Any], Any], carry: Any) -> Any:
-        if _has_one_item_each(spec, block_q):
+        if has_one_item:
             return run(0, carry)
         return lax.fori_loop(0, plan_gmem[cta, 0], run, carry)
 
@@ -412,7 +412,7 @@ def _kernel(
             for slot in range(num_stages):
                 plgpu.barrier_arrive(ds_empty.at[slot])
 
-            item = item_of(0)  # In order there are no others.
+            item: Any = item_of(0) if spec.deterministic else None  # In order there are no others.
 
             def multiply(step: Any, slot: Any) -> Any:
                 plgpu.barrier_wait(ds_full.at[slot])
@@ -480,20 +480,6 @@ def _kernel(
                         p = jnp.where(s == -math.inf, 0.0, p)
                     return lax.optimization_barrier((p.astype(dtype), (p * slope).astype(dtype)))
 
-                def logit_gradients(slot: Any, wait: Callable[[], None]) -> jax.Array:
-                    """dP - delta, after another wait."""
-                    minus_delta = lambda: spread(plgpu.load(minus_delta_smem.at[slot], layout=COLUMNS))
-                    douts = dout_smem.at[slot].transpose((1, 0))
-                    if block_q > _PART:
-                        dp = _product(shape, my_v, douts)
-                        wait()
-                        return dp + minus_delta()
-                    # The sum begins with -delta, which then has no registers of its own: 1 %. Of 128 queries a thread
-                    # would have 64 to set: -4 %.
-                    dp = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, my_v, douts))(plgpu.ACC.init(minus_delta()))
-                    wait()
-                    return dp
-
                 def multiply_add(step: Any, slot: Any) -> Any:
                     plgpu.barrier_wait(q_full.at[slot])
                     meanwhile = functools.partial(free_queries_before, slot)
@@ -508,7 +494,15 @@ def _kernel(
                         s = lax.cond(is_masked, lambda s: hide(s, i), lambda s: s, s)
                     p, weights = probabilities(s, plgpu.load(lse_smem.at[slot], layout=COLUMNS))
                     plgpu.wgmma(dv_ref, p, dout_smem.at[slot])
-                    dp = logit_gradients(slot, functools.partial(plgpu.barrier_wait, ds_empty.at[slot]))
+                    # The sum begins with -delta, which then has no registers of its own: 1 %. Of 128 queries a thread
+                    # would have 64 to set: -4 %.
+                    minus_delta = lambda: spread(plgpu.load(minus_delta_smem.at[slot], layout=COLUMNS))
+                    begins_with_delta = block_q == _PART
+                    initial = minus_delta() if begins_with_delta else None
+                    dp = _product(shape, my_v, dout_smem.at[slot].transpose((1, 0)), initial=initial)
+                    plgpu.barrier_wait(ds_empty.at[slot])
+                    if not begins_with_delta:
+                        dp = dp + minus_delta()
                     ds = (weights.astype(jnp.float32) * dp).astype(dtype)
                     plgpu.barrier_arrive(dout_empty.at[slot])
                     ds_smem.at[slot, my_keys][...] = ds
@@ -576,8 +570,18 @@ def _kernel(
     )
 
 
-def _product(shape: tuple[int, int], lhs: Any, rhs: Any, meanwhile: Callable[[], None] = lambda: None) -> jax.Array:
-    """lhs @ rhs in a fresh accumulator; `meanwhile` is done before it is waited for."""
+def _product(
+    shape: tuple[int, int],
+    lhs: Any,
+    rhs: Any,
+    meanwhile: Callable[[], None] = lambda: None,
+    *,
+    initial: jax.Array | None = None,
+) -> jax.Array:
+    """initial + lhs @ rhs, or without it in a fresh accumulator; `meanwhile` is done before it is waited for."""
+    if initial is not None:
+        accumulate: Any = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, lhs, rhs))
+        return accumulate(plgpu.ACC.init(initial))
 
     def multiply(acc_ref: Any) -> jax.Array:
         plgpu.wgmma(acc_ref, lhs, rhs)

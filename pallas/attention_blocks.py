@@ -53,6 +53,7 @@ __all__ = [
     "pad_heads",
     "padded_head_dims",
     "plan_of_equal_work",
+    "planned_offset",
     "queries_inside",
     "queries_that_see_all",
     "queries_that_see_any",
@@ -398,6 +399,11 @@ def ends_of(spec: AttentionSpec, inputs: dict[str, Any], batch: Any, offset: jax
     if spec.key_lengths:
         key_end = jnp.clip(inputs["key_lengths"][batch], 0, key_end)
     return query_end, key_end
+
+
+def planned_offset(spec: AttentionSpec) -> int:
+    """The first query's place in plans and models: where queries are a part of the sequence, one in the middle."""
+    return max(0, spec.k.shape[1] - spec.q.shape[1]) // 2 if spec.query_offset else 0
 
 
 def key_iters(spec: AttentionSpec, queries_end: jax.Array, block_kv: int) -> Any:

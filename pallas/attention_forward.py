@@ -76,6 +76,7 @@ from jaxkernels.pallas.attention_blocks import (
     pad_heads,
     padded_head_dims,
     plan_of_equal_work,
+    planned_offset,
     query_offset,
     segment_blocks,
     unsupported,
@@ -204,8 +205,7 @@ def estimate(spec: AttentionSpec, config: Config) -> float:
 def _steps(spec: AttentionSpec, config: Config) -> list[int]:
     """For each block of queries: how many blocks of keys it visits, lengths and segments aside."""
     num_queries, num_keys, rows = spec.q.shape[1], spec.k.shape[1], _rows(config)
-    # Where the queries are a part of the sequence, some part in the middle.
-    offset = max(0, num_keys - num_queries) // 2 if spec.query_offset else 0
+    offset = planned_offset(spec)
     steps = []
     for start in range(offset, offset + num_queries, rows):
         first, end = blocks_of(*keys_seen_by_any(spec, start, start + rows, num_keys), config.block_kv)
@@ -281,7 +281,7 @@ def _plan_by_arrays(spec: AttentionSpec, config: Config, inputs: dict[str, jax.A
     query_end, key_end = ends_of(spec, inputs, jnp.arange(batch)[:, None], offset)
     start = offset + jnp.arange(0, num_queries, rows)
     seen = keys_seen_by_any(spec, start, jnp.minimum(start + rows, query_end), key_end)
-    first, end = blocks_of(*map(jnp.asarray, seen), config.block_kv)
+    first, end = blocks_of(jnp.asarray(seen[0]), jnp.asarray(seen[1]), config.block_kv)
     if spec.segments:
         first = jnp.maximum(first, inputs["segment_blocks"][:, :, 0])
         end = jnp.minimum(end, inputs["segment_blocks"][:, :, 1])
