@@ -90,6 +90,8 @@ struct Thread {
   unsigned block_idx, index;
   bool done = false;
   const char* waits_for = "";
+  // Whether it can go on; the scheduler asks, as to switch to a thread that cannot takes longer.
+  std::function<bool()> is_ready;
   int cluster_phase = 0;
   // Products: groups that were committed, the last one open.
   std::deque<std::vector<std::function<void()>>> products{1};
@@ -123,9 +125,11 @@ inline void fail(const std::string& what) {
 
 template <typename Condition>
 void wait_until(const char* what, Condition is_true) {
-  while (!is_true()) {
+  if (!is_true()) {
     thread->waits_for = what;
+    thread->is_ready = std::ref(is_true);
     swapcontext(&thread->context, &cluster->scheduler);
+    thread->is_ready = nullptr;
   }
   ++cluster->events;
 }
@@ -236,6 +240,7 @@ inline std::string run_cluster(unsigned first_block, int num_blocks, unsigned nu
         if (thread->done) continue;
         all_done = false;
         if (is_passed_over) break;
+        if (thread->is_ready && !thread->is_ready()) continue;
         threadIdx.x = thread->index;
         blockIdx.x = thread->block_idx;
         swapcontext(&here.scheduler, &thread->context);
