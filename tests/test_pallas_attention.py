@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import re
 from typing import Any
@@ -63,16 +64,22 @@ def widened(spec: AttentionSpec) -> AttentionSpec:
     return dataclasses.replace(spec, q=wide(spec.q), k=wide(spec.k), v=wide(spec.v))
 
 
+def random_operands(spec: AttentionSpec) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [random_array(rng, x.shape, x.dtype) for x in (spec.q, spec.k, spec.v)]
+
+
 def check(
     spec: AttentionSpec,
-    forward: attention_forward.Config = _FORWARD,
+    forward: attention_forward.Config | None = _FORWARD,
     backward: attention_backward.Config | None = _BACKWARD,
     *,
     scale_queries: float = 1.0,
     **integers: Any,
 ) -> None:
-    """Runs both passes interpreted and holds out, lse, dq, dk and dv to the error rule; the first two without
-    `backward`.
+    """Runs a pass for each config, interpreted, and holds out and lse, dq, dk and dv to the error rule.
+
+    Without `forward` the backward pass begins with plain JAX's out and lse.
 
     Args:
       integers: the optional operands by name.
@@ -83,34 +90,37 @@ def check(
     q = (q * scale_queries).astype(q.dtype)
     rows = spec.q.shape[:3]
     dout, dlse = random_array(rng, (*rows, spec.v.shape[3]), spec.q.dtype), random_array(rng, rows, "float32")
+    operands = [q, k, v, dout, dlse]
     extras = [jnp.asarray(integers[name], jnp.int32) for name in spec.extra_names]
 
-    def both(run_forward: Any, run_backward: Any, *operands: jax.Array) -> dict[str, np.ndarray]:
-        q, k, v, dout, dlse = operands
-        out, lse = run_forward(q, k, v, *extras)
-        if backward is None:
-            return dict(out=np.asarray(out), lse=np.asarray(lse))
-        grads = run_backward(q, k, v, *extras, out, lse, dout, dlse)
-        return {name: np.asarray(x) for name, x in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads))}
+    def plain(spec: AttentionSpec, operands: list[np.ndarray]) -> dict[str, jax.Array]:
+        def run(q, k, v, dout, dlse, *extras):
+            out, lse = xla_forward.run(spec, xla_forward.Config(), q, k, v, *extras)
+            if backward is None:
+                return dict(out=out, lse=lse)
+            grads = xla_backward.run(spec, xla_backward.Config(), q, k, v, *extras, out, lse, dout, dlse)
+            return dict(out=out, lse=lse, **dict(zip(("dq", "dk", "dv"), grads)))
 
-    def plain(spec: AttentionSpec, operands: list[jax.Array]) -> dict[str, np.ndarray]:
-        return both(
-            lambda *xs: xla_forward.run(spec, xla_forward.Config(), *xs),
-            lambda *xs: xla_backward.run(spec, xla_backward.Config(), *xs),
-            *operands,
-        )
+        # Compiled whole, in a third of the time, and rounded as if run one by one.
+        return jax.jit(run, compiler_options={"xla_allow_excess_precision": False})(*operands, *extras)
 
-    operands = [q, k, v, dout, dlse]
-    with interpret():
-        actual = both(
-            lambda *xs: attention_forward.run(spec, forward, *xs),
-            lambda *xs: attention_backward.run(spec, backward, *xs),
-            *map(jnp.asarray, operands),
-        )
-    expected = plain(spec, [jnp.asarray(x) for x in operands])
+    expected = plain(spec, operands)
     with jax.enable_x64(True):
-        exact = plain(widened(spec), [jnp.asarray(x.astype(np.float64)) for x in operands])
-    assert_accurate(actual, expected, exact)
+        exact = plain(widened(spec), [x.astype(np.float64) for x in operands])
+    q, k, v, dout, dlse = map(jnp.asarray, operands)
+    actual, (out, lse) = {}, (expected["out"], expected["lse"])
+    with interpret():
+        if forward is not None:
+            out, lse = attention_forward.run(spec, forward, q, k, v, *extras)
+            actual |= dict(out=out, lse=lse)
+        if backward is not None:
+            grads = attention_backward.run(spec, backward, q, k, v, *extras, out, lse, dout, dlse)
+            actual |= dict(zip(("dq", "dk", "dv"), grads))
+    assert_accurate(*({name: np.asarray(results[name]) for name in actual} for results in (actual, expected, exact)))
+
+
+def check_backward(spec: AttentionSpec, config: attention_backward.Config, **settings: Any) -> None:
+    check(spec, None, config, **settings)
 
 
 @pytest.mark.sampled
@@ -184,7 +194,7 @@ def test_forward_schedules(schedule: dict[str, Any], causal: bool) -> None:
 )
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_backward_schedules(backward: attention_backward.Config, causal: bool) -> None:
-    check(make_spec(200, 264, causal=causal), backward=backward)
+    check_backward(make_spec(200, 264, causal=causal), backward)
 
 
 @pytest.mark.sampled
@@ -201,8 +211,7 @@ def test_large_logits() -> None:
 
 def test_same_inputs_give_the_same_bits() -> None:
     spec = make_spec(72, 136, causal=True)
-    rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(random_array(rng, x.shape, x.dtype)) for x in (spec.q, spec.k, spec.v))
+    q, k, v = map(jnp.asarray, random_operands(spec))
     bits = set()
     for _ in range(2):
         with interpret():
@@ -280,11 +289,6 @@ def forward(spec: AttentionSpec, *operands: Any, config: attention_forward.Confi
     """out and lse, interpreted."""
     with interpret():
         return [np.asarray(x) for x in attention_forward.run(spec, config, *map(jnp.asarray, operands))]
-
-
-def random_operands(spec: AttentionSpec) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    return [random_array(rng, x.shape, x.dtype) for x in (spec.q, spec.k, spec.v)]
 
 
 _WINDOWS = [(70, None), (None, 40), (70, 40), (0, 0), (3, 200)]
@@ -591,7 +595,7 @@ _SPLIT = attention_backward.Config(dq_num_stages=3, split_outputs=True)
 @pytest.mark.parametrize(("multicast", "causal"), [(True, False), (False, True)], ids=["pairs, full", "alone, causal"])
 def test_split_lengths(lengths: tuple[int, int], multicast: bool, causal: bool) -> None:
     """Clusters of which one CTA has no keys or no queries, and keys that no query sees."""
-    check(make_spec(*lengths, causal=causal), backward=dataclasses.replace(_SPLIT, multicast=multicast))
+    check_backward(make_spec(*lengths, causal=causal), dataclasses.replace(_SPLIT, multicast=multicast))
 
 
 @pytest.mark.sampled
@@ -607,7 +611,7 @@ def test_split_lengths(lengths: tuple[int, int], multicast: bool, causal: bool) 
 )
 @pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64)], ids=str)
 def test_split_schedules(schedule: dict[str, Any], dims: tuple[int, int]) -> None:
-    check(make_spec(264, 264, dims=dims, causal=True), backward=dataclasses.replace(_SPLIT, **schedule))
+    check_backward(make_spec(264, 264, dims=dims, causal=True), dataclasses.replace(_SPLIT, **schedule))
 
 
 @pytest.mark.sampled
@@ -615,24 +619,23 @@ def test_split_schedules(schedule: dict[str, Any], dims: tuple[int, int]) -> Non
 @pytest.mark.parametrize("heads", [(2, 2), (3, 1), (4, 2)], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_split_with_grouped_heads(heads: tuple[int, int], dtype: str) -> None:
-    check(make_spec(200, 200, heads=heads, batch=2, dtype=dtype, causal=True), backward=_SPLIT)
+    check_backward(make_spec(200, 200, heads=heads, batch=2, dtype=dtype, causal=True), _SPLIT)
 
 
 @pytest.mark.one_version
 @pytest.mark.parametrize("offset", [0, 70, 300])
 def test_split_with_a_shard_of_the_queries(offset: int) -> None:
-    check(make_spec(72, 400, causal=True, query_offset=True), backward=_SPLIT, query_offset=offset)
+    check_backward(make_spec(72, 400, causal=True, query_offset=True), _SPLIT, query_offset=offset)
 
 
 @pytest.mark.one_version
 def test_split_with_large_logits() -> None:
-    check(make_spec(72, 136, causal=True), backward=_SPLIT, scale_queries=200.0)
+    check_backward(make_spec(72, 136, causal=True), _SPLIT, scale_queries=200.0)
 
 
 def run_backward(spec: AttentionSpec, config: attention_backward.Config, **settings: Any) -> None:
-    rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(random_array(rng, x.shape, x.dtype)) for x in (spec.q, spec.k, spec.v))
-    out, lse = xla_forward.run(spec, xla_forward.Config(), q, k, v)
+    q, k, v = map(jnp.asarray, random_operands(spec))
+    out, lse = jax.jit(functools.partial(xla_forward.run, spec, xla_forward.Config()))(q, k, v)
     with interpret(**settings):
         attention_backward.run(spec, config, q, k, v, out, lse, out, lse)
 
@@ -648,20 +651,20 @@ def test_split_windows(
     window: tuple[int | None, int | None], lengths: tuple[int, int], config: attention_backward.Config
 ) -> None:
     """Keys and queries that nobody sees, or that see none; CTAs of a pair that see different blocks."""
-    check(make_spec(*lengths, window=window), backward=config)
+    check_backward(make_spec(*lengths, window=window), config)
 
 
 @pytest.mark.one_version
 @pytest.mark.parametrize("window", [(70, None), (0, 0)], ids=str)
 def test_split_causal_windows(window: tuple[int, int | None]) -> None:
-    check(make_spec(264, 264, heads=(3, 1), window=window, causal=True), backward=_SPLIT)
+    check_backward(make_spec(264, 264, heads=(3, 1), window=window, causal=True), _SPLIT)
 
 
 @pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("offset", [0, 70, 300])
 def test_split_with_a_shard_of_the_queries_in_the_window(offset: int) -> None:
-    check(make_spec(136, 264, window=(70, 40), query_offset=True), backward=_SPLIT, query_offset=offset)
+    check_backward(make_spec(136, 264, window=(70, 40), query_offset=True), _SPLIT, query_offset=offset)
 
 
 @pytest.mark.sampled
@@ -670,7 +673,7 @@ def test_split_with_a_shard_of_the_queries_in_the_window(offset: int) -> None:
 @pytest.mark.parametrize("given", [("query",), ("key",), ("query", "key")], ids="+".join)
 def test_split_with_sequence_lengths(given: tuple[str, ...], rules: dict[str, Any]) -> None:
     spec = make_spec(200, 200, batch=5, **{f"{name}_lengths": True for name in given}, **rules)
-    check(spec, backward=_SPLIT, query_lengths=_LENGTHS[::-1], key_lengths=_LENGTHS)
+    check_backward(spec, _SPLIT, query_lengths=_LENGTHS[::-1], key_lengths=_LENGTHS)
 
 
 @pytest.mark.sampled
@@ -679,7 +682,7 @@ def test_split_with_sequence_lengths(given: tuple[str, ...], rules: dict[str, An
 def test_split_with_segments(name: str) -> None:
     query_ids, key_ids = _SEGMENTS[name]
     spec = make_spec(query_ids.shape[1], key_ids.shape[1], batch=2, segments=True, causal=True)
-    check(spec, backward=_SPLIT, query_segments=query_ids, key_segments=key_ids)
+    check_backward(spec, _SPLIT, query_segments=query_ids, key_segments=key_ids)
 
 
 @pytest.mark.sampled
@@ -687,12 +690,12 @@ def test_split_with_segments(name: str) -> None:
 @pytest.mark.parametrize("cap", [0.5, 30.0])
 @pytest.mark.parametrize("scale_queries", [1.0, 100.0])
 def test_split_with_a_soft_cap(cap: float, scale_queries: float) -> None:
-    check(make_spec(72, 136, causal=True, soft_cap=cap), backward=_SPLIT, scale_queries=scale_queries)
+    check_backward(make_spec(72, 136, causal=True, soft_cap=cap), _SPLIT, scale_queries=scale_queries)
 
 
 @pytest.mark.one_version
 def test_split_with_capped_dlogits_in_memory() -> None:
-    check(make_spec(136, 200, causal=True, soft_cap=3.0), backward=dataclasses.replace(_SPLIT, workspace_bytes=1))
+    check_backward(make_spec(136, 200, causal=True, soft_cap=3.0), dataclasses.replace(_SPLIT, workspace_bytes=1))
 
 
 @pytest.mark.sampled
@@ -705,8 +708,8 @@ def test_wide_heads_with_everything_at_once(dims: tuple[int, int], causal: bool)
         query_lengths=True, key_lengths=True, segments=True, query_offset=causal,
     )  # fmt: skip
     ids, place = _documents(2, 264, 90), 60 * causal
-    check(
-        spec, backward=dispatch.default_config("attention_backward", "pallas", spec), query_lengths=[190, 264],
+    check_backward(
+        spec, dispatch.default_config("attention_backward", "pallas", spec), query_lengths=[190, 264],
         key_lengths=[264, 150], query_offset=place, query_segments=ids[:, place : place + 200], key_segments=ids,
     )  # fmt: skip
 
@@ -783,7 +786,7 @@ def test_split_kernels_mask_edges_only(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_edges_that_the_split_kernels_mask_matter(taken_for_clear: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_backward_wide, taken_for_clear, lambda spec, *_: (0, 264))
     with pytest.raises(AssertionError, match="from the reference"):
-        check(make_spec(264, 264, window=(90, 20)), backward=_SPLIT)
+        check_backward(make_spec(264, 264, window=(90, 20)), _SPLIT)
 
 
 @pytest.mark.one_version
@@ -806,7 +809,7 @@ def test_dlogits_are_not_kept_where_blocks_are_skipped() -> None:
         f"some query sees is written; got {config}."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        check(make_spec(72, 72, window=(3, 0)), backward=config)
+        check_backward(make_spec(72, 72, window=(3, 0)), config)
 
 
 #: Every wait of the two kernels, in the order in which they are traced; turns are no condition, and nothing else
@@ -873,19 +876,19 @@ def test_split_with_dlogits_in_memory(
 ) -> None:
     """What nothing is written to holds NaN, and no gradient sees it."""
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
-    check(make_spec(*lengths, heads=(4, 2), batch=2, causal=causal), backward=config)
+    check_backward(make_spec(*lengths, heads=(4, 2), batch=2, causal=causal), config)
 
 
 @pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("dims", [(64, 128), (192, 128), (256, 256)], ids=str)
 def test_split_with_wide_dlogits_in_memory(dims: tuple[int, int]) -> None:
-    check(make_spec(136, 72, dims=dims, causal=True), backward=_KEPT[1])
+    check_backward(make_spec(136, 72, dims=dims, causal=True), _KEPT[1])
 
 
 @pytest.mark.one_version
 def test_split_with_dlogits_of_a_shard_of_the_queries_in_memory() -> None:
-    check(make_spec(72, 400, causal=True, query_offset=True), backward=_KEPT[1], query_offset=70)
+    check_backward(make_spec(72, 400, causal=True, query_offset=True), _KEPT[1], query_offset=70)
 
 
 @pytest.mark.one_version
@@ -922,7 +925,7 @@ _FUSED = {64: attention_backward.Config(dkv_block_q=128, fused=True), 128: atten
 @pytest.mark.parametrize("lengths", [(128, 128), (136, 200), (200, 136), (1, 130), (130, 1)], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
 def test_fused(lengths: tuple[int, int], causal: bool, deterministic: bool) -> None:
-    check(make_spec(*lengths, causal=causal, batch=2, deterministic=deterministic), backward=_FUSED[64])
+    check_backward(make_spec(*lengths, causal=causal, batch=2, deterministic=deterministic), _FUSED[64])
 
 
 @pytest.mark.sampled
@@ -930,7 +933,7 @@ def test_fused(lengths: tuple[int, int], causal: bool, deterministic: bool) -> N
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
 def test_fused_head_dimensions(dims: tuple[int, int], deterministic: bool) -> None:
     spec = make_spec(200, 136, dims=dims, causal=True, deterministic=deterministic)
-    check(spec, backward=_FUSED[dims[0]])
+    check_backward(spec, _FUSED[dims[0]])
 
 
 @pytest.mark.sampled
@@ -939,28 +942,27 @@ def test_fused_head_dimensions(dims: tuple[int, int], deterministic: bool) -> No
 @pytest.mark.parametrize("heads", [(2, 2), (3, 1), (4, 2)], ids=str)
 def test_fused_with_grouped_heads(heads: tuple[int, int], deterministic: bool) -> None:
     spec = make_spec(200, 200, heads=heads, batch=2, causal=True, deterministic=deterministic)
-    check(spec, backward=_FUSED[64])
+    check_backward(spec, _FUSED[64])
 
 
 @pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("offset", [0, 1, 70, 300])
 def test_fused_on_a_shard_of_the_queries(offset: int) -> None:
-    check(make_spec(72, 200, causal=True, query_offset=True), backward=_FUSED[64], query_offset=offset)
+    check_backward(make_spec(72, 200, causal=True, query_offset=True), _FUSED[64], query_offset=offset)
 
 
 @pytest.mark.one_version
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_fused_with_three_slots(causal: bool) -> None:
-    check(make_spec(264, 200, causal=causal), backward=attention_backward.Config(dkv_num_stages=3, fused=True))
+    check_backward(make_spec(264, 200, causal=causal), attention_backward.Config(dkv_num_stages=3, fused=True))
 
 
 @pytest.mark.one_version
 def test_fused_ignores_keys_that_there_are_not() -> None:
     """Where all logits are some -300, a key of zeros beyond the last one would have an infinite probability."""
     spec = make_spec(72, 136)
-    rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(random_array(rng, x.shape, x.dtype)) for x in (spec.q, spec.k, spec.v))
+    q, k, v = map(jnp.asarray, random_operands(spec))
     q, k = jnp.full_like(q, 6.0), jnp.full_like(k, -6.0) + k
     out, lse = xla_forward.run(spec, xla_forward.Config(), q, k, v)
     assert lse.max() < -100
@@ -1042,10 +1044,6 @@ def test_a_sum_that_is_never_announced_is_a_deadlock(monkeypatch: pytest.MonkeyP
         attention_backward.run(spec, _FUSED[64], q, k, v, out, lse, out, lse)
 
 
-#: In order, blocks of queries have ranks beside; in any order the same ranges are walked.
-_ORDERS = pytest.mark.parametrize("deterministic", [True], ids=["in order"])
-
-
 @pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("lengths", [(264, 264), (136, 328), (328, 136)], ids=str)
@@ -1058,7 +1056,7 @@ def test_fused_with_windows(
     window: tuple[int | None, int | None], causal: bool, deterministic: bool, lengths: tuple[int, int]
 ) -> None:
     """With 328 queries of 136 keys, the last queries of most windows see none: they add to all values' gradients."""
-    check(make_spec(*lengths, window=window, causal=causal, deterministic=deterministic), backward=_FUSED[64])
+    check_backward(make_spec(*lengths, window=window, causal=causal, deterministic=deterministic), _FUSED[64])
 
 
 @pytest.mark.sampled
@@ -1066,18 +1064,18 @@ def test_fused_with_windows(
 @pytest.mark.parametrize("offset", [0, 70, 300])
 def test_fused_on_a_shard_that_has_its_place_in_the_window(offset: int) -> None:
     spec = make_spec(136, 264, window=(70, 40), query_offset=True, deterministic=True)
-    check(spec, backward=_FUSED[64], query_offset=offset)
+    check_backward(spec, _FUSED[64], query_offset=offset)
 
 
 @pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("rules", [dict(causal=True), dict(window=(40, 30))], ids=str)
 @pytest.mark.parametrize("given", [("query",), ("key",), ("query", "key")], ids="+".join)
-@_ORDERS
-def test_fused_with_sequence_lengths(given: tuple[str, ...], rules: dict[str, Any], deterministic: bool) -> None:
+def test_fused_with_sequence_lengths(given: tuple[str, ...], rules: dict[str, Any]) -> None:
+    """In order, as in the next two tests: with the ranges of any order, and ranks of blocks of queries beside."""
     flags = {f"{name}_lengths": True for name in given}
-    spec = make_spec(200, 200, batch=5, deterministic=deterministic, **flags, **rules)
-    check(spec, backward=_FUSED[64], query_lengths=_LENGTHS[::-1], key_lengths=_LENGTHS)
+    spec = make_spec(200, 200, batch=5, deterministic=True, **flags, **rules)
+    check_backward(spec, _FUSED[64], query_lengths=_LENGTHS[::-1], key_lengths=_LENGTHS)
 
 
 @pytest.mark.sampled
@@ -1092,12 +1090,11 @@ def test_fused_with_sequence_lengths(given: tuple[str, ...], rules: dict[str, An
     ],
     ids=str,
 )
-@_ORDERS
-def test_fused_with_segments(name: str, rules: dict[str, Any], deterministic: bool) -> None:
+def test_fused_with_segments(name: str, rules: dict[str, Any]) -> None:
     query_ids, key_ids = _SEGMENTS[name]
     lengths = query_ids.shape[1], key_ids.shape[1]
-    spec = make_spec(*lengths, batch=2, segments=True, deterministic=deterministic, **rules)
-    check(spec, backward=_FUSED[64], query_segments=query_ids, key_segments=key_ids)
+    spec = make_spec(*lengths, batch=2, segments=True, deterministic=True, **rules)
+    check_backward(spec, _FUSED[64], query_segments=query_ids, key_segments=key_ids)
 
 
 @pytest.mark.sampled
@@ -1108,24 +1105,21 @@ def test_fused_with_segments(name: str, rules: dict[str, Any], deterministic: bo
 def test_fused_with_a_soft_cap(cap: float, scale_queries: float, dtype: str) -> None:
     """Where all logits are at the cap, what is left of the gradients is the slope there."""
     spec = make_spec(72, 136, causal=dtype == "float16", soft_cap=cap, dtype=dtype)
-    check(spec, backward=_FUSED[64], scale_queries=scale_queries)
+    check_backward(spec, _FUSED[64], scale_queries=scale_queries)
 
 
 @pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 64)], ids=str)
 @pytest.mark.parametrize(("causal", "offset"), [(False, None), (True, 60)], ids=str)
-@_ORDERS
-def test_fused_with_everything_at_once(
-    dims: tuple[int, int], causal: bool, offset: int | None, deterministic: bool
-) -> None:
+def test_fused_with_everything_at_once(dims: tuple[int, int], causal: bool, offset: int | None) -> None:
     spec = make_spec(
         200, 264, heads=(4, 2), dims=dims, batch=2, causal=causal, window=(100, 30), soft_cap=3.0, query_lengths=True,
-        key_lengths=True, segments=True, query_offset=offset is not None, deterministic=deterministic,
+        key_lengths=True, segments=True, query_offset=offset is not None, deterministic=True,
     )  # fmt: skip
     ids, place = _documents(2, 264, 90), offset or 0
-    check(
-        spec, backward=_FUSED[64 if dims[0] == 64 else 128], query_lengths=[190, 264], key_lengths=[264, 150],
+    check_backward(
+        spec, _FUSED[64 if dims[0] == 64 else 128], query_lengths=[190, 264], key_lengths=[264, 150],
         query_offset=place, query_segments=ids[:, place : place + 200], key_segments=ids,
     )  # fmt: skip
 
@@ -1213,7 +1207,7 @@ def test_the_edges_of_the_fused_kernels_mask_matter(monkeypatch: pytest.MonkeyPa
     everything = lambda spec, key_start, key_end, query_start, query_end: (query_start, query_end)
     monkeypatch.setattr(attention_backward_fused, "queries_that_see_all", everything)
     with pytest.raises(AssertionError, match="from the reference"):
-        check(make_spec(264, 264, window=(90, 20)), backward=_FUSED[64])
+        check_backward(make_spec(264, 264, window=(90, 20)), _FUSED[64])
 
 
 @pytest.mark.one_version
