@@ -39,6 +39,8 @@ class Chip:
       bf16_flops_per_s: dense bfloat16/float16 tensor-core peak, FLOP/s.
       tf32_flops_per_s: dense TF32 tensor-core peak, FLOP/s.
       fp32_flops_per_s: peak of the ordinary fp32 units, FLOP/s.
+      exps_per_s: exponentials of the special function units, 1/s: 16 a clock and SM (CUDA C++ Programming Guide,
+        "Arithmetic Instructions"), at the clock of `fp32_flops_per_s`.
       source: where the figures come from.
     """
 
@@ -51,6 +53,7 @@ class Chip:
     bf16_flops_per_s: float | None = None
     tf32_flops_per_s: float | None = None
     fp32_flops_per_s: float | None = None
+    exps_per_s: float | None = None
     source: str = ""
 
     @property
@@ -76,6 +79,7 @@ _TABLE: tuple[Chip, ...] = (
         bf16_flops_per_s=989.4e12,
         tf32_flops_per_s=494.7e12,
         fp32_flops_per_s=66.9e12,
+        exps_per_s=4.18e12,
         source=_H200_DATASHEET,
         **_HOPPER,
     ),
@@ -86,6 +90,7 @@ _TABLE: tuple[Chip, ...] = (
         bf16_flops_per_s=989.4e12,
         tf32_flops_per_s=494.7e12,
         fp32_flops_per_s=66.9e12,
+        exps_per_s=4.18e12,
         source=_H100_DATASHEET + ", SXM5",
         **_HOPPER,
     ),
@@ -96,6 +101,7 @@ _TABLE: tuple[Chip, ...] = (
         bf16_flops_per_s=756e12,
         tf32_flops_per_s=378e12,
         fp32_flops_per_s=51.2e12,
+        exps_per_s=3.2e12,
         source=_H100_DATASHEET + ", PCIe",
         **_HOPPER,
     ),
@@ -109,6 +115,7 @@ _TABLE: tuple[Chip, ...] = (
         bf16_flops_per_s=312e12,
         tf32_flops_per_s=156e12,
         fp32_flops_per_s=19.5e12,
+        exps_per_s=2.44e12,
         source="NVIDIA A100 Tensor Core GPU datasheet, SXM4 80 GB",
     ),
 )

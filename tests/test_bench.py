@@ -869,6 +869,22 @@ def test_pictures_are_drawn_of_each_suite_and_regime(tmp_path):
         assert len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)) > 20
 
 
+def test_attentions_have_a_roofline_of_exponentials():
+    """As many TFLOP/s at 4 D FLOPs an exponential forward, and 10 D backward."""
+    rows = []
+    for problem in (
+        Problem(AttentionCase(1, 512, 512, 4, 4, 64)),
+        Problem(AttentionCase(1, 512, 512, 4, 4, 64, causal=True), "backward"),
+    ):
+        rows.append(row(flops=problem.flops, num_exps=problem.num_exps, exps_per_s=H200.exps_per_s))
+    of_bytes, of_exps = plots._roofline(rows, "").axes
+    assert of_bytes.get_xlabel().startswith("FLOP per byte")
+    assert [tick.get_text() for tick in of_exps.get_xticklabels()] == ["256", "640"]
+    together, in_turns = (line.get_xydata() for line in of_exps.get_lines())
+    np.testing.assert_allclose(together[:, 1], np.minimum(989.4, 4.18 * together[:, 0]))
+    np.testing.assert_allclose(1 / in_turns[:, 1], 1 / 989.4 + 1 / (4.18 * in_turns[:, 0]))
+
+
 # The command.
 
 

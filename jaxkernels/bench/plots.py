@@ -1,9 +1,9 @@
-"""Pictures of a run: each suite as bars, baseline and ours as shares of the chip's limit, and on the roofline."""
+"""Pictures of a run: each suite as bars, baseline and ours as shares of the chip's limit, and under the rooflines."""
 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,6 +17,8 @@ _BASELINE_COLOUR = "tab:gray"
 
 #: A picture of more could not be read.
 _ROWS_OF_BARS = 48
+#: So many intensities of a roofline are marked each.
+_MAX_TICKS = 8
 
 
 def plot(results: Results, folder: pathlib.Path) -> list[pathlib.Path]:
@@ -85,26 +87,37 @@ def _bars(rows: Sequence[Row], title: str) -> Figure:
 
 
 def _roofline(rows: Sequence[Row], title: str) -> Figure | None:
-    """FLOP/s over FLOPs per byte; None for training steps, whose bytes are not counted."""
+    """FLOP/s over FLOPs per byte, and of attentions over FLOPs per exponential; None for training steps, whose bytes
+    are not counted."""
     rows = [row for row in rows if row.num_bytes]
     if not rows:
         return None
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-    intensity = np.array([row.flops / row.num_bytes for row in rows])
-    for i, (name, values) in enumerate(_by_side(rows, _tflops).items()):
-        marker, colour = ("x", _BASELINE_COLOUR) if i == 0 else ("o", f"C{i - 1}")
-        axes.scatter(intensity, values, marker=marker, color=colour, s=24, label=name, alpha=0.8)
-    _roofs(axes, rows, intensity)
-    axes.set(title=title, xlabel="FLOP per byte that must be moved", ylabel="TFLOP/s", xscale="log", yscale="log")
-    axes.grid(which="both", alpha=0.2)
-    axes.legend(fontsize=8)
+    panels = [("FLOP per byte that must be moved", lambda row: (row.num_bytes, row.memory_bytes_per_s))]
+    if all(row.num_exps for row in rows):
+        panels.append(("FLOP per exponential", lambda row: (row.num_exps, row.exps_per_s)))
+    figure = Figure(figsize=(8 if len(panels) == 1 else 14, 5), layout="constrained")
+    for axes, (label, need) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels):
+        intensity = np.array([row.flops / need(row)[0] for row in rows])
+        for i, (name, values) in enumerate(_by_side(rows, _tflops).items()):
+            marker, colour = ("x", _BASELINE_COLOUR) if i == 0 else ("o", f"C{i - 1}")
+            axes.scatter(intensity, values, marker=marker, color=colour, s=24, label=name, alpha=0.8)
+        _roofs(axes, {(row.peak_flops_per_s, need(row)[1]) for row in rows}, intensity)
+        axes.set(xlabel=label, xscale="log", yscale="log")
+        axes.grid(which="both", alpha=0.2)
+        if len(exact := np.unique(intensity.round())) <= _MAX_TICKS:
+            axes.set_xticks(exact, [f"{x:.0f}" for x in exact], fontsize=7)
+            axes.set_xticks([], minor=True)
+    figure.axes[0].set_ylabel("TFLOP/s")
+    figure.axes[0].legend(fontsize=8)
+    figure.suptitle(title)
     return figure
 
 
-def _roofs(axes: Axes, rows: Sequence[Row], intensity: np.ndarray) -> None:
-    """The memory's slope up to each peak among the rows."""
+def _roofs(axes: Axes, limits: Iterable[tuple[float | None, float | None]], intensity: np.ndarray) -> None:
+    """Each slope up to its peak, and what is left of it where the two units take turns."""
     x = np.geomspace(intensity.min() / 2, intensity.max() * 2, 200)
-    for peak, bandwidth in {(row.peak_flops_per_s, row.memory_bytes_per_s) for row in rows}:
-        if peak is not None and bandwidth is not None:
-            axes.plot(x, np.minimum(peak, bandwidth * x) / 1e12, color="black", linewidth=1)
+    for peak, rate in limits:
+        if peak is not None and rate is not None:
+            both = {"both at once": np.minimum(peak, rate * x), "in turns": 1 / (1 / peak + 1 / (rate * x))}
+            for (name, speed), style in zip(both.items(), ("solid", "dashed")):
+                axes.plot(x, speed / 1e12, color="black", linewidth=1, linestyle=style, label=name)

@@ -65,8 +65,8 @@ class Row:
     Attributes:
       suite, label, op, shape, dtype: what was computed.
       regime: how it was timed.
-      flops, num_bytes: what the work needs, by `jaxkernels.bench.suites.Problem`.
-      peak_flops_per_s, memory_bytes_per_s: the chip's, None where not known.
+      flops, num_bytes, num_exps: what the work needs, by `jaxkernels.bench.suites.Problem`.
+      peak_flops_per_s, memory_bytes_per_s, exps_per_s: the chip's, None where not known.
       is_warm: inputs stayed in the cache; otherwise they were rotated past it.
       sides: everything that was right and timed.
       refused: why the others were not: those that cannot, failed or computed something else.
@@ -92,6 +92,8 @@ class Row:
     sides: tuple[Side, ...]
     refused: dict[str, str]
     checked: str
+    num_exps: float = 0
+    exps_per_s: float | None = None
     tokens: int | None = None
     device: Reading | None = None
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)

@@ -315,6 +315,8 @@ class _Plan:
             sides=sides,
             refused=dict(self._refused),
             checked=checked,
+            num_exps=problem.num_exps,
+            exps_per_s=self._chip.exps_per_s,
             device=self._settings.telemetry.take(),
             seconds=seconds,
             programs=self._programs,

@@ -84,6 +84,11 @@ class Problem[C: MatmulCase | AttentionCase]:
         lse = self.case.batch * self.case.queries * self.case.heads * 4
         return moving + sum(operands.values()) + 2 * out + lse
 
+    @property
+    def num_exps(self) -> float:
+        """Exponentials the work needs: one for each pair of a query and a key it sees, in either direction."""
+        return 0 if isinstance(self.case, MatmulCase) else self.case.heads * self.case.pairs
+
 
 _LAYOUTS = {("mk", "kn"): "nn", ("mk", "nk"): "nt", ("km", "kn"): "tn", ("km", "nk"): "tt"}
 
