@@ -208,6 +208,7 @@ class AttentionSpec:
       mask: type of a boolean mask, broadcastable to (B, N, T, S), or None.
       query_lengths, key_lengths: whether int32 (B,) lengths are given.
       segments: whether int32 segment ids (B, T) and (B, S) are given.
+      self_segments: whether one array was given for both, so that a query is in the segment of the key in its place.
       query_offset: whether an int32 () offset is added to the query's index in `causal` and `window`
         and taken off the query lengths (the shard's place in the sequence, under a mesh).
       bias_gradient: the backward pass returns the bias's gradient.
@@ -228,6 +229,7 @@ class AttentionSpec:
     query_lengths: bool = False
     key_lengths: bool = False
     segments: bool = False
+    self_segments: bool = False
     query_offset: bool = False
     bias_gradient: bool = False
     deterministic: bool = False
@@ -262,6 +264,7 @@ class AttentionSpec:
             "query_lengths": self.query_lengths,
             "key_lengths": self.key_lengths,
             "segments": self.segments,
+            "self_segments": self.self_segments,
             "query_offset": self.query_offset,
             "deterministic": self.deterministic,
         }

@@ -269,7 +269,8 @@ def may_see_nothing(spec: AttentionSpec) -> bool:
     """Whether there may be queries, not padding, that see no key."""
     left, _ = _window(spec)
     is_left_behind = left is not None and (spec.query_offset or spec.q.shape[1] - 1 - left >= spec.k.shape[1])
-    return spec.key_lengths or spec.segments or is_left_behind
+    sees_itself = spec.self_segments and spec.q.shape[1] == spec.k.shape[1] and not spec.query_offset
+    return spec.key_lengths or is_left_behind or (spec.segments and not sees_itself)
 
 
 def queries_inside(spec: AttentionSpec, extras: dict[str, jax.Array]) -> Bool[Array, "B T"]:
@@ -331,7 +332,7 @@ def _spans_of_blocks(meets: Bool[Array, "B X Y"], is_one: Bool[Array, "B X Y"]) 
 
 def segment_blocks(
     spec: AttentionSpec, block_q: int, block_kv: int, extras: dict[str, jax.Array]
-) -> Int32[Array, "B Q 5"]:
+) -> Int32[Array, "B Q 4"] | Int32[Array, "B Q 5"]:
     """What the segments leave of the keys, for each block of queries; computed by XLA before the kernel.
 
     Args:
@@ -339,10 +340,12 @@ def segment_blocks(
 
     Returns:
       For each block of queries: the first block of keys that may be seen and the end of these; the first of a run of
-      blocks in which all ids are those of the queries, and the run's end; whether some query, not padding, may see no
-      key at all. Whether it sees itself decides that where there are as many keys as queries.
+      blocks in which all ids are those of the queries, and the run's end; where there may be such, whether some query,
+      not padding, may see no key at all. Whether it sees itself decides that where there are as many keys as queries.
     """
     spans = _spans_of_blocks(*_pairs_of_blocks(spec, block_q, block_kv, extras))
+    if not may_see_nothing(spec):
+        return jnp.stack(spans, axis=2).astype(jnp.int32)
     query_ids, key_ids = extras["query_segments"], extras["key_segments"]
     (batch, num_queries), num_keys = query_ids.shape, key_ids.shape[1]
     place = jnp.arange(num_queries, dtype=jnp.int32) + extras.get("query_offset", 0)

@@ -387,9 +387,11 @@ def _kernel(
             visits_all &= end > start
             if spec.segments:
                 blocks_gmem, q_block = extras["segment_blocks"], lax.div(q_base, jnp.int32(_rows(config)))
-                first, last, *same_segment, is_lost = (blocks_gmem[batch, q_block, i] for i in range(5))
+                first, last, *same_segment = (blocks_gmem[batch, q_block, i] for i in range(4))
                 first_block, end_block = jnp.maximum(first_block, first), jnp.minimum(end_block, last)
-                same_segment, visits_all = tuple(same_segment), is_lost != 0
+                same_segment = tuple(same_segment)
+                if may_see_nothing(spec):
+                    visits_all = blocks_gmem[batch, q_block, 4] != 0
             num_blocks = pl.cdiv(spec.k.shape[1], block_kv)
             first_block = jnp.minimum(first_block, num_blocks - 1)
             end_block = jnp.maximum(end_block, first_block + 1)

@@ -21,6 +21,7 @@ from numerics import (
 )
 
 import jaxkernels as jk
+from jaxkernels import dispatch
 
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
 
@@ -272,6 +273,26 @@ def test_lse_is_float32(dtype):
     assert (lse.shape, lse.dtype) == ((B, T, N), jnp.float32)
     _, lse = jk.dot_product_attention(*qkv(dtype, rank=3), return_lse=True)
     assert (lse.shape, lse.dtype) == ((T, N), jnp.float32)
+
+
+def test_one_array_of_segment_ids_is_told_from_two():
+    q, k, v = (jax.ShapeDtypeStruct((2, 16, 4, 8), jnp.bfloat16) for _ in range(3))
+    ids = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+
+    def attention(q, k, v, of_queries, of_keys):
+        return jk.dot_product_attention(q, k, v, query_segment_ids=of_queries, key_value_segment_ids=of_keys)
+
+    def specs(f, *operands):
+        with dispatch.recording() as choices:
+            jax.jit(jax.grad(lambda *xs: f(*xs).astype(jnp.float32).sum())).lower(*operands)
+        return {choice.op: choice.spec.self_segments for choice in choices}
+
+    passes = ("attention_forward", "attention_backward")
+    assert specs(lambda q, k, v, ids: attention(q, k, v, ids, ids), q, k, v, ids) == dict.fromkeys(passes, True)
+    assert specs(attention, q, k, v, ids, ids) == dict.fromkeys(passes, False)
+    mapped = jax.vmap(lambda q, ids: attention(q, q, q, ids, ids))
+    stacked = (jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (q, ids))
+    assert specs(mapped, *stacked) == dict.fromkeys(passes, True)
 
 
 def test_segment_ids_without_batch():

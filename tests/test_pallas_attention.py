@@ -364,6 +364,34 @@ def test_segments(name: str) -> None:
     check(spec, backward=None, query_segments=query_ids, key_segments=key_ids)
 
 
+#: Of one sequence: the same ids for queries and keys.
+_OF_ITSELF = ["packed", "one", "alternating", "extreme"]
+
+
+@pytest.mark.one_version
+@pytest.mark.parametrize("name", _OF_ITSELF)
+def test_segments_of_one_sequence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each query sees itself: nothing is computed for those that see no key."""
+    monkeypatch.setattr(attention_backward, "_mean_gradient", None)
+    ids, _ = _SEGMENTS[name]
+    rules = dict(causal=True) if name == "packed" else dict(window=(40, 0)) if name == "extreme" else {}
+    spec = make_spec(264, 264, batch=2, segments=True, self_segments=True, **rules)
+    check(spec, backward=_FUSED[64], query_segments=ids, key_segments=ids)
+    check_backward(spec, _SPLIT, query_segments=ids, key_segments=ids)
+
+
+def test_segments_of_one_sequence_are_no_promise_beside_other_reasons_to_see_nothing() -> None:
+    may = lambda *lengths, **rules: attention_blocks.may_see_nothing(
+        make_spec(*lengths, segments=True, self_segments=True, **rules)
+    )
+    assert not may(264, 264)
+    assert not may(264, 264, causal=True, window=(0, 0), query_lengths=True)
+    assert may(264, 264, key_lengths=True)
+    assert may(132, 264)  # A shard's queries are not those beside its keys,
+    assert may(132, 264, query_offset=True)  # or some other of the keys.
+    assert may(264, 264, query_offset=True)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("cap", [0.5, 30.0])
 @pytest.mark.parametrize("scale_queries", [1.0, 100.0])

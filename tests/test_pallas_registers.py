@@ -188,6 +188,7 @@ _FEATURES: list[dict[str, Any]] = [
     dict(key_lengths=True),
     dict(query_lengths=True, key_lengths=True),
     dict(segments=True),
+    dict(segments=True, self_segments=True),
     dict(soft_cap=30.0),
     dict(window=(1023, None), query_lengths=True, key_lengths=True, segments=True, soft_cap=30.0, query_offset=True),
 ]

@@ -287,6 +287,8 @@ class AttentionCase:
     def run(self, operands: dict[str, jax.Array], **options: Any) -> tuple[jax.Array, jax.Array]:
         """The case by this package: (out, lse); `options` are more of the function's."""
         attention: Callable[..., Any] = jk.dot_product_attention
+        if self.documents and self.queries == self.keys:  # Of one sequence, whose ids are one array.
+            operands = operands | dict(key_value_segment_ids=operands["query_segment_ids"])
         return attention(**operands, **self.options, return_lse=True, **options)
 
 

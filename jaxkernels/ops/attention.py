@@ -43,6 +43,7 @@ class Attention:
     query_lengths: bool = False
     key_lengths: bool = False
     segments: bool = False
+    self_segments: bool = False
     query_offset: bool = False
     bias_gradient: bool = False
     deterministic: bool = False
@@ -72,6 +73,7 @@ class _AttentionOp(KernelOp):
             query_lengths=static.query_lengths,
             key_lengths=static.key_lengths,
             segments=static.segments,
+            self_segments=static.self_segments,
             query_offset=static.query_offset,
             bias_gradient=static.bias_gradient,
             deterministic=static.deterministic,
@@ -388,7 +390,8 @@ def dot_product_attention(
       return_residual: also return jax.nn's residual: the logsumexp in the key's dtype, without gradient.
       logits_soft_cap: c > 0: logits become c * tanh(logits / c), after the bias, before the masks.
       query_segment_ids: (B, T) or (T,) int32; given together with `key_value_segment_ids`, (B, S) or
-        (S,): a query sees only the keys of its own segment.
+        (S,): a query sees only the keys of its own segment. Give one and the same array where both have the same ids:
+        every query then sees a key, and nothing is computed for those that see none.
       return_lse: also return the natural logsumexp of the masked logits: float32, differentiable.
       alignment: what `is_causal` and `local_window_size` count from where T != S: "top_left", the first query and
         the first key, or "bottom_right", the last of both, as for new queries on a cache of keys (T <= S).
@@ -496,6 +499,7 @@ def dot_product_attention(
         query_lengths=extras.query_lengths is not None,
         key_lengths=extras.key_lengths is not None,
         segments=extras.query_segments is not None,
+        self_segments=query_segment_ids is not None and query_segment_ids is key_value_segment_ids,
         query_offset=extras.query_offset is not None,
         deterministic=bool(deterministic),
     )
