@@ -1,0 +1,165 @@
+"""Runs the Pallas attention kernels interpreted on the CPU, and holds them to the error rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases import random_array
+from interpret import interpret
+from numerics import assert_accurate
+
+from jaxkernels import hardware
+from jaxkernels.pallas import (
+    attention_backward,
+    attention_forward,
+)
+from jaxkernels.specs import ArrayType, AttentionSpec
+from jaxkernels.xla import attention_backward as xla_backward
+from jaxkernels.xla import attention_forward as xla_forward
+
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "FUSED",
+    "LENGTHS",
+    "SEGMENTS",
+    "SMALL_GPU",
+    "SPLIT",
+    "WINDOWS",
+    "check",
+    "check_backward",
+    "documents",
+    "forward",
+    "make_spec",
+    "random_operands",
+    "run_backward",
+]
+
+#: Blocks work on several items each.
+SMALL_GPU = dataclasses.replace(hardware.lookup("NVIDIA H200"), num_sms=2)
+FORWARD = attention_forward.Config(block_kv=64)
+#: Two kernels; the two of wide heads; the fused one, by head dimension.
+BACKWARD = attention_backward.Config()
+SPLIT = attention_backward.Config(dq_num_stages=3, split_outputs=True)
+FUSED = {64: attention_backward.Config(dkv_block_q=128, fused=True), 128: attention_backward.Config(fused=True)}
+WINDOWS = [(70, None), (None, 40), (70, 40), (0, 0), (3, 200)]
+LENGTHS = [0, 1, 64, 130, 200]
+
+
+def make_spec(
+    queries: int,
+    keys: int,
+    *,
+    heads: tuple[int, int] = (2, 1),
+    dims: tuple[int, int] = (64, 64),
+    batch: int = 1,
+    dtype: str = "bfloat16",
+    **rules: Any,
+) -> AttentionSpec:
+    array = lambda *shape: ArrayType((batch, *shape), jnp.dtype(dtype))
+    return AttentionSpec(
+        q=array(queries, heads[0], dims[0]),
+        k=array(keys, heads[1], dims[0]),
+        v=array(keys, heads[1], dims[1]),
+        scale=dims[0] ** -0.5,
+        target=SMALL_GPU,
+        **rules,
+    )
+
+
+def _widened(spec: AttentionSpec) -> AttentionSpec:
+    wide = lambda array: dataclasses.replace(array, dtype=jnp.dtype(jnp.float64))
+    return dataclasses.replace(spec, q=wide(spec.q), k=wide(spec.k), v=wide(spec.v))
+
+
+def random_operands(spec: AttentionSpec) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [random_array(rng, x.shape, x.dtype) for x in (spec.q, spec.k, spec.v)]
+
+
+def check(
+    spec: AttentionSpec,
+    forward: attention_forward.Config | None = FORWARD,
+    backward: attention_backward.Config | None = BACKWARD,
+    *,
+    scale_queries: float = 1.0,
+    **integers: Any,
+) -> None:
+    """Runs a pass for each config, interpreted, and holds out and lse, dq, dk and dv to the error rule.
+
+    Without `forward` the backward pass begins with plain JAX's out and lse.
+
+    Args:
+      integers: the optional operands by name.
+    """
+    assert attention_forward.unsupported(spec) is None
+    rng = np.random.default_rng(0)
+    q, k, v = (random_array(rng, x.shape, x.dtype) for x in (spec.q, spec.k, spec.v))
+    q = (q * scale_queries).astype(q.dtype)
+    rows = spec.q.shape[:3]
+    dout, dlse = random_array(rng, (*rows, spec.v.shape[3]), spec.q.dtype), random_array(rng, rows, "float32")
+    operands = [q, k, v, dout, dlse]
+    extras = [jnp.asarray(integers[name], jnp.int32) for name in spec.extra_names]
+
+    def plain(spec: AttentionSpec, operands: list[np.ndarray]) -> dict[str, jax.Array]:
+        def run(q, k, v, dout, dlse, *extras):
+            out, lse = xla_forward.run(spec, xla_forward.Config(), q, k, v, *extras)
+            if backward is None:
+                return dict(out=out, lse=lse)
+            grads = xla_backward.run(spec, xla_backward.Config(), q, k, v, *extras, out, lse, dout, dlse)
+            return dict(out=out, lse=lse, **dict(zip(("dq", "dk", "dv"), grads)))
+
+        # Compiled whole, in a third of the time, and rounded as if run one by one.
+        return jax.jit(run, compiler_options={"xla_allow_excess_precision": False})(*operands, *extras)
+
+    expected = plain(spec, operands)
+    with jax.enable_x64(True):
+        exact = plain(_widened(spec), [x.astype(np.float64) for x in operands])
+    q, k, v, dout, dlse = map(jnp.asarray, operands)
+    actual, (out, lse) = {}, (expected["out"], expected["lse"])
+    with interpret():
+        if forward is not None:
+            out, lse = attention_forward.run(spec, forward, q, k, v, *extras)
+            actual |= dict(out=out, lse=lse)
+        if backward is not None:
+            grads = attention_backward.run(spec, backward, q, k, v, *extras, out, lse, dout, dlse)
+            actual |= dict(zip(("dq", "dk", "dv"), grads))
+    assert_accurate(*({name: np.asarray(results[name]) for name in actual} for results in (actual, expected, exact)))
+
+
+def check_backward(spec: AttentionSpec, config: attention_backward.Config, **settings: Any) -> None:
+    check(spec, None, config, **settings)
+
+
+def forward(spec: AttentionSpec, *operands: Any, config: attention_forward.Config = FORWARD) -> list[np.ndarray]:
+    """out and lse, interpreted."""
+    with interpret():
+        return [np.asarray(x) for x in attention_forward.run(spec, config, *map(jnp.asarray, operands))]
+
+
+def documents(batch: int, length: int, mean: int) -> np.ndarray:
+    return np.cumsum(np.random.default_rng(1).random((batch, length)) < 1 / mean, axis=1)
+
+
+SEGMENTS: dict[str, tuple[np.ndarray, np.ndarray]] = {
+    "packed": (documents(2, 264, 50),) * 2,
+    "aligned": (np.arange(264)[None].repeat(2, 0) // 128,) * 2,
+    "one": (np.zeros((2, 264)),) * 2,
+    "unordered": tuple(np.random.default_rng(i).integers(-3, 4, (2, 264)) for i in range(2)),
+    "alternating": (np.arange(264)[None].repeat(2, 0) // 64 % 2,) * 2,
+    "other keys": (documents(2, 264, 50), documents(2, 136, 90)),
+    "strangers": (np.arange(264)[None].repeat(2, 0) // 66, np.full((2, 136), 2)),
+    "extreme": (np.where(documents(2, 264, 90) % 2, 2**31 - 1, -(2**31)),) * 2,
+}
+
+
+def run_backward(spec: AttentionSpec, config: attention_backward.Config, **settings: Any) -> None:
+    q, k, v = map(jnp.asarray, random_operands(spec))
+    out, lse = jax.jit(functools.partial(xla_forward.run, spec, xla_forward.Config()))(q, k, v)
+    with interpret(**settings):
+        attention_backward.run(spec, config, q, k, v, out, lse, out, lse)
