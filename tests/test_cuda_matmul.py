@@ -51,9 +51,9 @@ def lower(spec: MatmulSpec, config: Config) -> str:
     return run.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("layouts", LAYOUTS)
-@pytest.mark.parametrize("config", SCHEDULES.values(), ids=SCHEDULES)
-def test_schedules_compile_without_spills(config: Config, layouts: str) -> None:
+@pytest.mark.parametrize(("name", "layouts"), list(zip(SCHEDULES, itertools.cycle(LAYOUTS))))
+def test_schedules_compile_without_spills(name: str, layouts: str) -> None:
+    config = SCHEDULES[name]
     out_dtype = "float32" if config.reduce_add else "bfloat16"
     report = matmul.compile_gemm(make_spec(512, 512, 512, layouts=layouts, out_dtype=out_dtype), config).report
     assert report is not None

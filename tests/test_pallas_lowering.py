@@ -136,6 +136,7 @@ def test_every_candidate_lowers_with_clusters(config: matmul.Config, schedule: d
     lower_matmul(dataclasses.replace(config, **schedule), "km.nk", out="bfloat16")
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize(
     ("head_dims", "dtype"),
     [

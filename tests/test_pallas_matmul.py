@@ -45,6 +45,7 @@ def test_layouts(layouts: str, split: str) -> None:
     check(make_spec(128, 192, 256, layouts=layouts), config)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("layouts", ["mk.kn", "km.nk"])
 @pytest.mark.parametrize("cluster", [None, "m", "n"])
 @pytest.mark.parametrize("delay_release", [0, 1])
@@ -59,6 +60,7 @@ def test_number_of_stages(num_stages: int, split: Any) -> None:
     check(make_spec(72, 136, 320), dataclasses.replace(_SMALL_TILE, num_stages=num_stages, split=split))
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("layouts", ["mk.kn", "km.nk"])
 @pytest.mark.parametrize("split_k", [2, 3])
 @pytest.mark.parametrize("k", [264, 384])
@@ -77,6 +79,7 @@ def test_a_part_of_k_with_nothing_in_it_is_refused() -> None:
         matmul.run(spec, dataclasses.replace(_SMALL_TILE, split_k=5), *map(jnp.asarray, random_operands(spec)))
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("layouts", ["mk.kn", "km.nk"])
 @pytest.mark.parametrize("cluster", [None, "m", "n"])
 @pytest.mark.parametrize("delay_release", [0, 1])
@@ -86,6 +89,7 @@ def test_ping_pong(m: int, layouts: str, cluster: Any, delay_release: int) -> No
     check(make_spec(m, 72, 200, layouts=layouts, bias=True, activation="silu", save_preactivation=True), config)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("k", [40, 200])
 @pytest.mark.parametrize(
     ("config", "options"),
@@ -102,6 +106,7 @@ def test_stores_behind_the_next_tile(config: matmul.Config, options: dict[str, A
     check(make_spec(500, 520, k, **options), config)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("minor", ["m", "n"])
 @pytest.mark.parametrize("strip", [1, 3])
 def test_tile_orders(minor: Any, strip: int) -> None:
