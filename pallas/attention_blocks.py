@@ -343,9 +343,9 @@ def segment_blocks(
       blocks in which all ids are those of the queries, and the run's end; where there may be such, whether some query,
       not padding, may see no key at all. Whether it sees itself decides that where there are as many keys as queries.
     """
-    spans = _spans_of_blocks(*_pairs_of_blocks(spec, block_q, block_kv, extras))
+    spans = segment_key_blocks(spec, block_q, block_kv, extras)
     if not may_see_nothing(spec):
-        return jnp.stack(spans, axis=2).astype(jnp.int32)
+        return spans
     query_ids, key_ids = extras["query_segments"], extras["key_segments"]
     (batch, num_queries), num_keys = query_ids.shape, key_ids.shape[1]
     place = jnp.arange(num_queries, dtype=jnp.int32) + extras.get("query_offset", 0)
@@ -360,7 +360,7 @@ def segment_blocks(
             (key >= start) & (key < stop) & is_key[:, None] & (query_ids[:, :, None] == key_ids[:, None]), axis=2
         )
     is_lost = jnp.pad(is_query & ~sees, ((0, 0), (0, -num_queries % block_q))).reshape(batch, -1, block_q).any(2)
-    return jnp.stack([*spans, is_lost], axis=2).astype(jnp.int32)
+    return jnp.concatenate([spans, is_lost[:, :, None].astype(jnp.int32)], axis=2)
 
 
 def segment_key_blocks(

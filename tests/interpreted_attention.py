@@ -28,7 +28,6 @@ __all__ = [
     "FUSED",
     "LENGTHS",
     "SEGMENTS",
-    "SMALL_GPU",
     "SPLIT",
     "WINDOWS",
     "check",
@@ -36,12 +35,13 @@ __all__ = [
     "documents",
     "forward",
     "make_spec",
+    "random_cotangents",
     "random_operands",
     "run_backward",
 ]
 
 #: Blocks work on several items each.
-SMALL_GPU = dataclasses.replace(hardware.lookup("NVIDIA H200"), num_sms=2)
+_SMALL_GPU = dataclasses.replace(hardware.lookup("NVIDIA H200"), num_sms=2)
 FORWARD = attention_forward.Config(block_kv=64)
 #: Two kernels; the two of wide heads; the fused one, by head dimension.
 BACKWARD = attention_backward.Config()
@@ -67,7 +67,7 @@ def make_spec(
         k=array(keys, heads[1], dims[0]),
         v=array(keys, heads[1], dims[1]),
         scale=dims[0] ** -0.5,
-        target=SMALL_GPU,
+        target=_SMALL_GPU,
         **rules,
     )
 
@@ -80,6 +80,12 @@ def _widened(spec: AttentionSpec) -> AttentionSpec:
 def random_operands(spec: AttentionSpec) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     return [random_array(rng, x.shape, x.dtype) for x in (spec.q, spec.k, spec.v)]
+
+
+def random_cotangents(spec: AttentionSpec) -> list[np.ndarray]:
+    """Of out and lse."""
+    rng, rows = np.random.default_rng(1), spec.q.shape[:3]
+    return [random_array(rng, (*rows, spec.v.shape[3]), spec.v.dtype), random_array(rng, rows, "float32")]
 
 
 def check(
@@ -98,12 +104,9 @@ def check(
       integers: the optional operands by name.
     """
     assert attention_forward.unsupported(spec) is None
-    rng = np.random.default_rng(0)
-    q, k, v = (random_array(rng, x.shape, x.dtype) for x in (spec.q, spec.k, spec.v))
+    q, k, v = random_operands(spec)
     q = (q * scale_queries).astype(q.dtype)
-    rows = spec.q.shape[:3]
-    dout, dlse = random_array(rng, (*rows, spec.v.shape[3]), spec.q.dtype), random_array(rng, rows, "float32")
-    operands = [q, k, v, dout, dlse]
+    operands = [q, k, v, *random_cotangents(spec)]
     extras = [jnp.asarray(integers[name], jnp.int32) for name in spec.extra_names]
 
     def plain(spec: AttentionSpec, operands: list[np.ndarray]) -> dict[str, jax.Array]:

@@ -9,7 +9,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import random_array
 from interpret import RaceError, interpret
 from interpret.memory import SharedMemory
 from interpreted_attention import (
@@ -19,6 +18,7 @@ from interpreted_attention import (
     check_backward,
     documents,
     make_spec,
+    random_cotangents,
     random_operands,
     run_backward,
 )
@@ -115,22 +115,16 @@ def test_queries_freed_before_their_product_are_noticed(monkeypatch: pytest.Monk
 @pytest.mark.one_version
 def test_a_sum_that_does_not_wait_for_its_turn_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first block of keys stores, the others add: these must come later."""
-    spec = make_spec(136, 136, deterministic=True)
-    q, k, v = (jnp.ones(x.shape, x.dtype) for x in (spec.q, spec.k, spec.v))
-    out, lse = xla_forward.run(spec, xla_forward.Config(), q, k, v)
     monkeypatch.setattr(plgpu, "semaphore_wait", lambda *args, **kwargs: None)
-    with pytest.raises(RaceError, match="is not ordered"), interpret():
-        attention_backward.run(spec, FUSED[64], q, k, v, out, lse, out, lse)
+    with pytest.raises(RaceError, match="is not ordered"):
+        run_backward(make_spec(136, 136, deterministic=True), FUSED[64])
 
 
 @pytest.mark.one_version
 def test_a_sum_that_is_never_announced_is_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = make_spec(136, 136, deterministic=True)
-    q, k, v = (jnp.ones(x.shape, x.dtype) for x in (spec.q, spec.k, spec.v))
-    out, lse = xla_forward.run(spec, xla_forward.Config(), q, k, v)
     monkeypatch.setattr(plgpu, "semaphore_signal", lambda *args, **kwargs: None)
-    with pytest.raises(TimeoutError, match="deadlock: "), interpret(deadlock_after=1.0):
-        attention_backward.run(spec, FUSED[64], q, k, v, out, lse, out, lse)
+    with pytest.raises(TimeoutError, match="deadlock: "):
+        run_backward(make_spec(136, 136, deterministic=True), FUSED[64], deadlock_after=1.0)
 
 
 @pytest.mark.sampled
@@ -225,8 +219,7 @@ def residuals(spec: AttentionSpec, *extras: Any) -> dict[str, np.ndarray]:
     """The operands of the backward pass by name, but for the extras."""
     q, k, v = random_operands(spec)
     out, lse = xla_forward.run(spec, xla_forward.Config(), *map(jnp.asarray, (q, k, v, *extras)))
-    rng = np.random.default_rng(1)
-    dout, dlse = random_array(rng, out.shape, out.dtype), random_array(rng, lse.shape, "float32")
+    dout, dlse = random_cotangents(spec)
     return dict(q=q, k=k, v=v, out=np.array(out), lse=np.array(lse), dout=dout, dlse=dlse)
 
 
