@@ -99,12 +99,12 @@ def test_work_is_counted(problem, flops, num_bytes):
     assert (problem.flops, problem.num_bytes) == (flops, num_bytes)
 
 
-def test_documents_have_the_lengths_that_are_counted():
-    case = AttentionCase(2, 36, 36, 1, 1, 16, segments=True, documents=8)
+@pytest.mark.parametrize(("equal", "lengths"), [(False, [1, 2, 3, 4, 5, 6, 7, 8]), (True, [4, 5, 4, 5, 4, 5, 4, 5])])
+def test_documents_have_the_lengths_that_are_counted(equal, lengths):
+    case = AttentionCase(2, 36, 36, 1, 1, 16, segments=True, documents=8, equal_documents=equal)
     ids = case.operands()["query_segment_ids"]
-    lengths = np.bincount(ids[1])
-    assert lengths.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert case.pairs == 2 * np.sum(lengths**2)
+    assert np.bincount(ids[1]).tolist() == lengths
+    assert case.pairs == 2 * np.sum(np.square(lengths))
 
 
 def test_peak_is_that_of_the_arithmetic():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -156,6 +157,7 @@ class AttentionCase:
       causal, window, soft_cap: as `jaxkernels.dot_product_attention` takes them.
       query_lengths, key_lengths, segments: whether these are given; lengths include 0 and the whole.
       documents: how many segments a row holds, of lengths in the ratio 1 : 2 : 3 : ...; 0: cut at random.
+      equal_documents: whether they are of one length.
       bias, mask: shape as four letters of "BNTS", "1" where it broadcasts; None: not given.
       bias_dtype: the bias's; None: the query's.
       masked_rows: whether the mask hides every key from some queries.
@@ -177,6 +179,7 @@ class AttentionCase:
     key_lengths: bool = False
     segments: bool = False
     documents: int = 0
+    equal_documents: bool = False
     bias: str | None = None
     bias_dtype: str | None = None
     mask: str | None = None
@@ -195,7 +198,7 @@ class AttentionCase:
             masked_rows=self.masked_rows,
         )
         parts += [name for name, given in named.items() if given]
-        parts += [f"{self.documents}documents"] if self.documents else []
+        parts += [f"{self.documents}{'equal' * self.equal_documents}documents"] if self.documents else []
         valued = dict(window=self.window, cap=self.soft_cap, bias=self.bias, mask=self.mask, of=self.bias_dtype)
         parts += [f"{name}_{value}".replace(" ", "") for name, value in valued.items() if value is not None]
         return "-".join(parts)
@@ -209,7 +212,7 @@ class AttentionCase:
         """
         causal, window = self.causal, self.window or (None, None)
         if self.documents:
-            starts = _document_starts(self.keys, self.documents)
+            starts = self._document_starts(self.keys)
             squares = sum((end - start) ** 2 for start, end in zip(starts, (*starts[1:], self.keys)))
             return self.batch * squares * (0.5 if causal else 1)
         if window == (None, None):
@@ -219,6 +222,11 @@ class AttentionCase:
         last = self.keys - 1 if window[1] is None else np.minimum(i + window[1], self.keys - 1)
         last = np.minimum(last, i) if causal else last
         return float(self.batch * np.sum(np.maximum(last - first + 1, 0)))
+
+    def _document_starts(self, length: int) -> tuple[int, ...]:
+        """Where the documents begin, which fill `length`."""
+        weights = [1 if self.equal_documents else 1 + i for i in range(self.documents)]
+        return tuple(length * before // sum(weights) for before in itertools.accumulate(weights[:-1], initial=0))
 
     @property
     def flops(self) -> int:
@@ -263,7 +271,7 @@ class AttentionCase:
             for name, length in (("query_segment_ids", self.queries), ("key_value_segment_ids", self.keys)):
                 if self.documents:
                     cuts = np.zeros((self.batch, length), bool)
-                    cuts[:, _document_starts(length, self.documents)[1:]] = True
+                    cuts[:, self._document_starts(length)[1:]] = True
                 else:
                     cuts = rng.random((self.batch, length)) < 0.2
                 operands[name] = np.cumsum(cuts, axis=1, dtype=np.int32)
@@ -290,9 +298,3 @@ class AttentionCase:
         if self.documents and self.queries == self.keys:  # Of one sequence, whose ids are one array.
             operands = operands | dict(key_value_segment_ids=operands["query_segment_ids"])
         return attention(**operands, **self.options, return_lse=True, **options)
-
-
-def _document_starts(length: int, documents: int) -> tuple[int, ...]:
-    """Where documents of lengths 1 : 2 : ... : documents begin that fill `length`."""
-    parts = documents * (documents + 1) // 2
-    return tuple(length * (i * (i + 1) // 2) // parts for i in range(documents))

@@ -56,7 +56,7 @@ class Problem[C: MatmulCase | AttentionCase]:
             heads = f"N{c.heads}" if c.heads == c.kv_heads else f"N{c.heads}/{c.kv_heads}"
             words = [f"B{c.batch} {lengths} {heads} H{c.head_dim}", "causal" if c.causal else "full"]
             words += [f"window {c.window[0]},{c.window[1]}"] if c.window else []
-            words += [f"{c.documents} documents"] if c.documents else []
+            words += [f"{c.documents} {'equal ' * c.equal_documents}documents"] if c.documents else []
             words += [f"bias {c.bias}"] if c.bias else []
         return " ".join(words) + (" backward" if self.direction == "backward" else "")
 
@@ -254,8 +254,10 @@ SUITES: dict[str, Suite] = {
         Suite("attention-window", "attention", "window of 1024, as Gemma 3 (arXiv:2503.19786, section 2)",
               tuple(_both_ways(*(_attention(16384, 16384, head_dim, causal=True, window=(1023, 0))
                                  for head_dim in (64, 128, 256))))),
-        Suite("attention-segments", "attention", "8 documents of lengths 1 : 2 : ... : 8 packed into 8192 tokens",
-              tuple(_both_ways(*(_attention(16384, 8192, head_dim, causal=True, segments=True, documents=8)
+        Suite("attention-segments", "attention",
+              "8 documents packed into 8192 tokens: of lengths 1 : 2 : ... : 8, causal, and of one length, full",
+              tuple(_both_ways(*(_attention(16384, 8192, head_dim, segments=True, documents=8, **kind)
+                                 for kind in (dict(causal=True), dict(equal_documents=True))
                                  for head_dim in (64, 128))))),
         Suite("attention-bias", "attention", "a bias for each head and pair, as T5 (arXiv:1910.10683, section 2.1)",
               tuple(_both_ways(*(_attention(16384, length, 64, bias="1NTS") for length in (1024, 4096))))),
