@@ -63,6 +63,7 @@ from jaxkernels.pallas.attention_blocks import (
     unsupported,
     visible_pairs,
 )
+from jaxkernels.pallas.attention_delta import row_sums_and_zeros
 from jaxkernels.specs import MASKED_LOGIT, AttentionSpec
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
@@ -241,7 +242,12 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
         raise ValueError(f"attention_backward[pallas]: {asked}: needs fused or split_outputs; got {config}.")
     *given, out, lse, dout, dlse = rest
     extras = dict(zip(spec.extra_names, given))
-    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1) - dlse
+    zeros = None
+    if config.fused and attention_backward_fused.is_zeroed(spec):
+        sums, zeros = row_sums_and_zeros(pad_heads(out), pad_heads(dout), padded_head_dims(spec)[0])
+        delta = jnp.swapaxes(sums[:, :, : q.shape[1]], 1, 2) - dlse
+    else:
+        delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1) - dlse
     mean_gradient = None
     if spec.query_lengths or may_see_nothing(spec):
         # Whoever sees nothing has no gradients but dV's, P is 0 and so must dS be, whatever was averaged.
@@ -256,7 +262,7 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
     if spec.key_lengths:
         is_key = keys_inside(spec, extras)
         k, v = (jnp.where(is_key[:, :, None, None], x, 0) for x in (k, v))
-    dq, dk, dv = _gradients(spec, config, extras, q, k, v, lse, dout, delta)
+    dq, dk, dv = _gradients(spec, config, extras, q, k, v, lse, dout, delta, zeros)
     if mean_gradient is not None:
         dv = (dv.astype(jnp.float32) + mean_gradient).astype(dv.dtype)
     return [dq, dk, dv]
@@ -276,8 +282,13 @@ def _mean_gradient(spec: AttentionSpec, dout: jax.Array, is_blind: jax.Array) ->
 def _gradients(
     spec: AttentionSpec, config: Config, extras: dict[str, jax.Array],
     q: jax.Array, k: jax.Array, v: jax.Array, lse: jax.Array, dout: jax.Array, delta: jax.Array,
+    zeros: jax.Array | None,
 ) -> list[jax.Array]:  # fmt: skip
-    """dq, dk and dv, to which queries with an infinite logsumexp add nothing; nothing in padding may be NaN."""
+    """dq, dk and dv, to which queries with an infinite logsumexp add nothing; nothing in padding may be NaN.
+
+    Args:
+      zeros: for dQ's sum, where the fused kernel begins with them.
+    """
     padded_rows = (0, -q.shape[1] % 8)
     rows = lambda x: jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), padded_rows))
     tiles = [pad_heads(x) for x in (q, k, v, dout)]
@@ -294,7 +305,7 @@ def _gradients(
     )
     if config.fused:
         dq, dk, dv = attention_backward_fused.gradients(
-            spec, config.dkv_block_q, config.dkv_num_stages, operands, extras
+            spec, config.dkv_block_q, config.dkv_num_stages, operands, extras, zeros
         )
         dq = (dq * spec.scale).astype(q.dtype)
         return [padded[:, : x.shape[1], :, : x.shape[3]] for padded, x in zip((dq, dk, dv), (q, k, v))]

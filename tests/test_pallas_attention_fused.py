@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkernels.pallas import (
     attention_backward,
     attention_backward_fused,
+    attention_delta,
 )
 from jaxkernels.specs import AttentionSpec
 from jaxkernels.xla import attention_backward as xla_backward
@@ -52,10 +53,24 @@ def test_fused_head_dimensions(dims: tuple[int, int], deterministic: bool) -> No
 @pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
-@pytest.mark.parametrize("heads", [(2, 2), (3, 1), (4, 2)], ids=str)
-def test_fused_with_grouped_heads(heads: tuple[int, int], deterministic: bool) -> None:
-    spec = make_spec(200, 200, heads=heads, batch=2, causal=True, deterministic=deterministic)
-    check_backward(spec, FUSED[64])
+@pytest.mark.parametrize(("heads", "dim"), [((2, 2), 64), ((3, 1), 64), ((4, 2), 64), ((3, 1), 128)], ids=str)
+def test_fused_with_grouped_heads(heads: tuple[int, int], dim: int, deterministic: bool) -> None:
+    """Head by head, or block by block of all heads."""
+    spec = make_spec(200, 200, heads=heads, dims=(dim, dim), batch=2, causal=True, deterministic=deterministic)
+    check_backward(spec, FUSED[dim])
+
+
+@pytest.mark.one_version
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 128), (128, 64)])
+def test_row_sums_and_zeros(head_dim: int, value_dim: int) -> None:
+    out, dout = (jnp.asarray(np.random.default_rng(i).normal(size=(2, 136, 3, value_dim)), "bfloat16") for i in (0, 1))
+    with interpret():
+        sums, zeros = attention_delta.row_sums_and_zeros(out, dout, head_dim)
+        sums, zeros = np.asarray(sums), np.asarray(zeros)
+    expected = np.sum(np.float64(out) * np.float64(dout), axis=-1)
+    np.testing.assert_allclose(sums[:, :, :136].swapaxes(1, 2), expected, rtol=1e-5, atol=1e-4)
+    assert zeros.shape == (2, 136, 3, head_dim)
+    assert (zeros == 0).all()
 
 
 @pytest.mark.sampled
@@ -86,8 +101,8 @@ def test_fused_ignores_keys_that_there_are_not() -> None:
         np.testing.assert_allclose(np.float32(x), np.float32(y), atol=0.05 * np.abs(np.float32(y)).max())
 
 
-#: Every wait that the fused kernel's warpgroups have, in the order in which it is traced.
-_FUSED_WAITS = ["keys free", "queries free", "output gradients free", "dQ full", "dS full", "dQ free"]
+#: Every wait of the kernel that sums rows, and those of the fused kernel's warpgroups, in the order of tracing.
+_FUSED_WAITS = ["outputs", "keys free", "queries free", "output gradients free", "dQ full", "dS full", "dQ free"]
 _FUSED_WAITS += ["keys", "queries", "output gradients", "dS free"]
 
 
