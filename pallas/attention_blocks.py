@@ -53,6 +53,7 @@ __all__ = [
     "pad_heads",
     "padded_head_dims",
     "plan_of_equal_work",
+    "planned_item",
     "planned_offset",
     "queries_inside",
     "queries_that_see_all",
@@ -242,22 +243,63 @@ def is_known_at_run_time(spec: AttentionSpec) -> bool:
     return spec.query_lengths or spec.key_lengths or spec.segments
 
 
-def plan_of_equal_work(work: jax.Array, num_ctas: int) -> jax.Array:
-    """A row for each CTA of a persistent grid: how many items it has, and the first one's number; the others follow.
+def plan_of_equal_work(work: jax.Array, num_ctas: int, num_columns: int) -> jax.Array:
+    """A row for each CTA of a persistent grid, from which `planned_item` tells the numbers of its items.
+
+    Items lie in the rows of a table, and follow on each other column by column. Each CTA takes some that follow on each
+    other and are its share of the work, and begins with the uppermost. With as many columns as CTAs that is a column,
+    more or less, and at any time all are near the same row, whose heads' keys and values L2 then holds once; with one
+    column these are consecutive items, most of a CTA's own.
 
     Args:
       work: duration of each item, in their order.
       num_ctas: how many there are at most.
+      num_columns: of the table, at most as many as items.
+
+    Returns:
+      How many items there are, the place of the first one, and after how many of them the uppermost comes.
     """
-    work = work.ravel().astype(jnp.float32)
-    num_ctas = min(num_ctas, work.size)
-    ends = jnp.cumsum(work)
-    cta = jnp.minimum((ends - work / 2) * (num_ctas / ends[-1]), num_ctas - 1).astype(jnp.int32)
-    place = jnp.arange(num_ctas + 1, dtype=jnp.int32)
-    first = jnp.searchsorted(cta, place, method="compare_all").astype(jnp.int32)
+    size = work.size
+    num_ctas = min(num_ctas, size)
+    place = jnp.arange(size, dtype=jnp.int32)
+    number = _item_at(place, size, num_columns)
+    ends = jnp.cumsum(work.ravel().astype(jnp.float32)[number])
+    cta = jnp.minimum((ends - jnp.diff(ends, prepend=0) / 2) * (num_ctas / ends[-1]), num_ctas - 1).astype(jnp.int32)
+    edge = jnp.arange(num_ctas + 1, dtype=jnp.int32)
+    first = jnp.searchsorted(cta, edge, method="compare_all").astype(jnp.int32)
     # At least one item each.
-    first = jnp.minimum(lax.cummax(first - place), work.size - num_ctas) + place
-    return jnp.stack([first[1:] - first[:-1], first[:-1]], axis=1)
+    first = jnp.minimum(lax.cummax(first - edge), size - num_ctas) + edge
+    first, count = first[:-1], first[1:] - first[:-1]
+    num_rows, num_long = _columns(size, num_columns)
+    row, column = jnp.divmod(_item_at(first, size, num_columns), num_columns)
+    rest_of_column = num_rows - (column >= num_long) - row
+    turn = jnp.where((row > 0) & (rest_of_column < count), rest_of_column, 0)
+    return jnp.stack([count, first, turn], axis=1)
+
+
+def planned_item(count: Any, first: Any, turn: Any, nth: Any, size: int, num_columns: int) -> Any:
+    """The number of a CTA's nth item, of `plan_of_equal_work`; of the item behind the last one, some item's."""
+    after = nth + turn
+    return _item_at(first + jnp.where(after < count, after, after - count), size, num_columns)
+
+
+def _columns(size: int, num_columns: int) -> tuple[int, int]:
+    """Of a table of items: how many rows it has, and how many columns have one in the last row."""
+    num_rows = -(-size // num_columns)
+    return num_rows, size - (num_rows - 1) * num_columns
+
+
+def _item_at(place: Any, size: int, num_columns: int) -> Any:
+    """The number, counted along rows, of the item that is at a place, counted along columns."""
+    num_rows, num_long = _columns(size, num_columns)
+    divide = lambda x, y: (lax.div(x, jnp.int32(y)), lax.rem(x, jnp.int32(y)))
+    column, row = divide(place, num_rows)
+    number = row * num_columns + column
+    if num_long == num_columns:
+        return number
+    behind = place - num_long * num_rows
+    column, row = divide(behind, num_rows - 1)
+    return jnp.where(behind < 0, number, row * num_columns + num_long + column)
 
 
 def hides_by_causality_alone(spec: AttentionSpec) -> bool:

@@ -195,15 +195,22 @@ def test_every_item_of_the_backward_pass_is_planned_once_behind_those_it_waits_f
 @pytest.mark.parametrize(
     "work", [np.arange(2048) % 17 + 1.0, np.ones(5), np.ones(132), [1000.0, *[1.0] * 200], [*[1.0] * 200, 1000.0]]
 )
-def test_consecutive_items_of_equal_work(work: Any) -> None:
+@pytest.mark.parametrize("num_columns", [132, 1])
+def test_items_of_equal_work(work: Any, num_columns: int) -> None:
+    """All are done once, and each CTA goes down the rows of the table; none has more than its share and an item."""
     work = np.asarray(work)
-    count, first = np.asarray(attention_blocks.plan_of_equal_work(jnp.asarray(work), 132)).T
-    assert len(count) == min(132, len(work))
-    assert min(count) >= 1
-    assert list(first) == [0, *np.cumsum(count)[:-1]]
-    assert sum(count) == len(work)
-    loads = [work[i : i + n].sum() for i, n in zip(first, count)]
-    assert max(loads) <= work.sum() / len(count) + work.max()
+    num_columns = min(num_columns, len(work))
+    plan = np.asarray(attention_blocks.plan_of_equal_work(jnp.asarray(work), 132, num_columns))
+    assert len(plan) == min(132, len(work))
+    assert min(plan[:, 0]) >= 1
+    nth_of = lambda row, nth: attention_blocks.planned_item(*row, nth, len(work), num_columns)
+    numbers = [np.asarray(nth_of(row, np.arange(row[0], dtype=np.int32))) for row in plan]
+    assert sorted(itertools.chain(*numbers)) == list(range(len(work)))
+    assert max(work[some].sum() for some in numbers) <= work.sum() / len(plan) + work.max()
+    num_rows = len(work) // num_columns
+    rows = [np.array(some) // num_columns for some in numbers if len(some) <= num_rows]
+    assert rows
+    assert all((np.diff(row) > 0).all() for row in rows)
 
 
 @pytest.mark.sampled

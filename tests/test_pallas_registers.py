@@ -203,7 +203,7 @@ def test_attention_forward_features(
     """Where bytes are allowed, what spills are an item's numbers, read once or twice an item, not accumulators."""
     spec = _attention_spec(head_dim, causal=causal, length=4000, **features)
     run = functools.partial(attention_forward.run, spec, dispatch.default_config("attention_forward", "pallas", spec))
-    allowed = 160 if head_dim == 256 else 16 if len(features) > 2 else 0
+    allowed = 184 if head_dim == 256 else 32 if len(features) > 2 else 0
     assert max(spills(run, spec.q, spec.k, spec.v, *extra_types(spec))) <= allowed
 
 
@@ -217,7 +217,7 @@ def _backward_spills(
 
 
 #: By head dimension: what spills are places of barriers and of results, a few of which a step reads again.
-_ALLOWED = {64: 0, 128: 96, 192: 0, 256: 64}
+_ALLOWED = {64: 0, 128: 96, 192: 4, 256: 64}
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
