@@ -107,6 +107,16 @@ def test_documents_have_the_lengths_that_are_counted(equal, lengths):
     assert case.pairs == 2 * np.sum(np.square(lengths))
 
 
+@pytest.mark.parametrize("documents", [0, 2])
+def test_documents_of_one_sequence_are_timed_with_one_array_of_ids(documents):
+    case = AttentionCase(1, 32, 32, 1, 1, 16, segments=True, documents=documents)
+    operands, cotangent = lowering.shapes(Problem(case, "backward"))
+    function = lowering.our_function(Problem(case), "xla")
+    backward = lambda operands, cotangent: lowering.save(Problem(case, "backward"), function, operands)[1](cotangent)
+    choices = jk.explain(backward, operands, cotangent).choices
+    assert [choice.spec.self_segments for choice in choices] == [documents > 0] * 2
+
+
 def test_peak_is_that_of_the_arithmetic():
     peak = lambda **options: suites.peak_flops_per_s(Problem(MatmulCase(8, 8, 8, **options)), H200)
     assert peak() == peak(dtype="float16") == 989.4e12

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -292,9 +291,8 @@ class AttentionCase:
         """The keyword arguments that are not arrays."""
         return dict(is_causal=self.causal, local_window_size=self.window, logits_soft_cap=self.soft_cap)
 
-    def run(self, operands: dict[str, jax.Array], **options: Any) -> tuple[jax.Array, jax.Array]:
-        """The case by this package: (out, lse); `options` are more of the function's."""
-        attention: Callable[..., Any] = jk.dot_product_attention
+    def run(self, operands: dict[str, jax.Array], *, return_lse: bool = True, **options: Any) -> Any:
+        """The case by this package: (out, lse), or out alone; `options` are more of the function's."""
         if self.documents and self.queries == self.keys:  # Of one sequence, whose ids are one array.
             operands = operands | dict(key_value_segment_ids=operands["query_segment_ids"])
-        return attention(**operands, **self.options, return_lse=True, **options)
+        return jk.dot_product_attention(**operands, **self.options, return_lse=return_lse, **options)
