@@ -49,7 +49,6 @@ from jaxkernels.pallas.attention_blocks import (
     PRODUCER_REGISTERS,
     ROWS,
     TILE,
-    TRANSFORMS,
     features,
     kernel_inputs,
     key_iters,
@@ -60,6 +59,7 @@ from jaxkernels.pallas.attention_blocks import (
     padded_head_dims,
     queries_inside,
     query_offset,
+    transforms_of,
     unsupported,
     visible_pairs,
 )
@@ -97,6 +97,8 @@ class Config:
       fused: whether that kernel computes dQ too (`attention_backward_fused`).
       multicast: whether, with split outputs, pairs of CTAs load for each other.
       ping_pong: whether, with split outputs, the consumers of a kernel take turns at the tensor cores.
+      head_multiple: to multiples of which head dimensions are padded, 64 or, without split outputs, 32; of 32, 64 bytes
+        of a row are swizzled together, not 128.
       workspace_bytes: memory in which, with split outputs, dS is kept for the dQ kernel, which then need not compute it
         anew; of one head of keys, if that is more. 0: it is not kept.
     """
@@ -109,6 +111,7 @@ class Config:
     fused: bool = False
     multicast: bool = True
     ping_pong: bool = True
+    head_multiple: int = 64
     workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -120,6 +123,10 @@ class Config:
             raise ValueError(
                 "attention_backward[pallas]: fused needs dkv_num_stages of at least 2 and excludes split_outputs; "
                 f"got {self}."
+            )
+        if self.head_multiple not in ((64,) if self.split_outputs else (64, 32)):
+            raise ValueError(
+                f"attention_backward[pallas]: head_multiple must be 64 or, without split_outputs, 32; got {self}."
             )
         if self.split_outputs and min(self.dq_num_stages, self.dkv_num_stages) < 2:
             raise ValueError(f"attention_backward[pallas]: split_outputs needs stages of at least 2; got {self}.")
@@ -148,7 +155,8 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
     """Yields, for the two kernels, blocks whose tiles fit the registers and whose rings fit shared memory.
 
     A single slot, which nothing can be loaded beside, only where two do not fit. The fused kernel up to head dimension
-    128, alone where there is more than a causal mask; above it the consumers that share their keys, too.
+    128, alone where there is more than a causal mask, also with head dimensions padded to multiples of 32 where that is
+    less; above it the consumers that share their keys, too.
     """
     head_dim, value_dim = padded_head_dims(spec)
     widest = max(head_dim, value_dim)
@@ -170,7 +178,10 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
         fused_smem_bytes = functools.partial(attention_backward_fused.smem_bytes, head_dim, value_dim)
         for block_q, num_stages in rings(fused_smem_bytes, head_dim + value_dim):
             if num_stages > 1:
-                yield Config(dkv_block_q=block_q, dkv_num_stages=num_stages, fused=True)
+                config = Config(dkv_block_q=block_q, dkv_num_stages=num_stages, fused=True)
+                yield config
+                if padded_head_dims(spec, 32) != (head_dim, value_dim):
+                    yield dataclasses.replace(config, head_multiple=32)
     else:
         dq_stages, dkv_stages = attention_backward_wide.num_stages(spec)
         for dq, dkv, multicast, ping_pong in itertools.product(dq_stages, dkv_stages, (True, False), (True, False)):
@@ -197,7 +208,7 @@ def estimate(spec: AttentionSpec, config: Config) -> float:
     """The sum of the kernels: steps of all CTAs over the SMs, or the longest CTA's."""
     batch, num_queries, num_heads, _ = spec.q.shape
     num_keys, num_kv_heads = spec.k.shape[1:3]
-    head_dim, value_dim = padded_head_dims(spec)
+    head_dim, value_dim = padded_head_dims(spec, config.head_multiple)
     columns = head_dim + value_dim
     keys_per_cta = _ROWS_PER_CONSUMER * (1 if config.split_outputs else NUM_CONSUMERS)
 
@@ -244,7 +255,8 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
     extras = dict(zip(spec.extra_names, given))
     zeros = None
     if config.fused and attention_backward_fused.is_zeroed(spec):
-        sums, zeros = row_sums_and_zeros(pad_heads(out), pad_heads(dout), padded_head_dims(spec)[0])
+        head_dim, value_dim = padded_head_dims(spec, config.head_multiple)
+        sums, zeros = row_sums_and_zeros(pad_heads(out, value_dim), pad_heads(dout, value_dim), head_dim)
         delta = jnp.swapaxes(sums[:, :, : q.shape[1]], 1, 2) - dlse
     else:
         delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1) - dlse
@@ -291,7 +303,8 @@ def _gradients(
     """
     padded_rows = (0, -q.shape[1] % 8)
     rows = lambda x: jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), padded_rows))
-    tiles = [pad_heads(x) for x in (q, k, v, dout)]
+    head_dim, value_dim = padded_head_dims(spec, config.head_multiple)
+    tiles = [pad_heads(x, dim) for x, dim in ((q, head_dim), (k, head_dim), (v, value_dim), (dout, value_dim))]
     operands = (*tiles, rows(lse * LOG2E), rows(delta))
     if config.split_outputs:
         grads = attention_backward_wide.gradients(spec, config, extras, *operands)
@@ -379,7 +392,7 @@ def _dq_kernel(
             return dq, lse, delta
 
         kv_spec = lambda columns: plgpu.BlockSpec(
-            (None, block_kv, None, columns), lambda i: (batch, i, kv_head, 0), transforms=TRANSFORMS
+            (None, block_kv, None, columns), lambda i: (batch, i, kv_head, 0), transforms=transforms_of(columns)
         )
         plgpu.emit_pipeline_warp_specialized(
             step,
@@ -393,7 +406,7 @@ def _dq_kernel(
             compute_context=accumulate,
         )(k_gmem, v_gmem)
 
-    tile = lambda columns: plgpu.SMEM((NUM_CONSUMERS, block_q, columns), dtype, transforms=TRANSFORMS)
+    tile = lambda columns: plgpu.SMEM((NUM_CONSUMERS, block_q, columns), dtype, transforms=transforms_of(columns))
     pl.run_scoped(
         scope,
         q_smem=tile(head_dim),
@@ -461,7 +474,7 @@ def _dkv_kernel(
         tile_spec = lambda columns: plgpu.BlockSpec(
             (None, block_q, None, columns),
             lambda g, i: (batch, first + i, query_head(g), 0),
-            transforms=TRANSFORMS,
+            transforms=transforms_of(columns),
         )
         row_spec = plgpu.BlockSpec((None, None, block_q), lambda g, i: (batch, query_head(g), first + i))
         plgpu.emit_pipeline_warp_specialized(
@@ -475,7 +488,7 @@ def _dkv_kernel(
             compute_context=accumulate,
         )(q_gmem, dout_gmem, lse_gmem, delta_gmem)
 
-    tiles = lambda columns: plgpu.SMEM((NUM_CONSUMERS, block_kv, columns), dtype, transforms=TRANSFORMS)
+    tiles = lambda columns: plgpu.SMEM((NUM_CONSUMERS, block_kv, columns), dtype, transforms=transforms_of(columns))
     pl.run_scoped(
         scope,
         k_smem=tiles(head_dim),

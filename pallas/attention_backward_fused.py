@@ -59,7 +59,6 @@ from jaxkernels.pallas.attention_blocks import (
     COLUMNS,
     LOG2E,
     RING_BARRIER_BYTES,
-    TRANSFORMS,
     TRANSFORMS_FLOAT32,
     balanced_plan,
     blocks_of,
@@ -72,12 +71,13 @@ from jaxkernels.pallas.attention_blocks import (
     is_known_at_run_time,
     kernel_inputs,
     keys_seen_by_any,
-    padded_head_dims,
     planned_offset,
     queries_that_see_all,
     queries_that_see_any,
     query_offset,
     segment_query_blocks,
+    swizzle_span,
+    transforms_of,
 )
 from jaxkernels.specs import AttentionSpec
 
@@ -91,8 +91,8 @@ _DQ_WARPGROUP = _NUM_CONSUMERS
 _PRODUCER_WARPGROUP = _NUM_CONSUMERS + 1
 #: Registers of a thread: consumers', the dQ warpgroup's, the producer's. All 512 threads have 128 each at first.
 _REGISTERS = (208, 64, 32)
-#: dQ is computed in squares, dK and dV are staged and sent out in pieces, of so many columns, one swizzle span.
-_PART = 64
+#: Queries whose dQ is computed at once.
+_DQ_ROWS = 64
 #: What an item costs beside its steps, in steps.
 _ITEM_STEPS = 2.0
 #: Steps of an item at head dimension 64, on average, from which on a persistent grid is slower.
@@ -107,18 +107,18 @@ _STREAMS_IN_ORDER = 16
 
 def smem_bytes(head_dim: int, value_dim: int, block_q: int, num_stages: int) -> int:
     """Keys and values, the rings of queries, output gradients and dS^T, dQ's staging buffer, and one piece of each
-    consumer's dK or dV."""
+    consumer's dK or dV, one swizzle span wide."""
     columns = head_dim + value_dim
     ring = num_stages * (block_q * (2 * columns + 8) + 2 * _KEYS * block_q)
     buffers = 2 * _KEYS * columns + ring + 4 * block_q * head_dim
-    return buffers + 2 * _KEYS * _PART + RING_BARRIER_BYTES
+    return buffers + 2 * _KEYS * swizzle_span(head_dim, value_dim) + RING_BARRIER_BYTES
 
 
-def _num_store_slots(spec: AttentionSpec, block_q: int, num_stages: int) -> int:
-    """Pieces of a consumer's dK and dV that shared memory has room for; all of them at most."""
-    head_dim, value_dim = padded_head_dims(spec)
-    room = spec.target.smem_bytes - smem_bytes(head_dim, value_dim, block_q, num_stages)
-    return max(1, min(1 + room // (2 * _KEYS * _PART), (head_dim + value_dim) // _PART))
+def _num_store_slots(most_bytes: int, head_dim: int, value_dim: int, block_q: int, num_stages: int) -> int:
+    """Pieces of a consumer's dK and dV that shared memory of so many bytes has room for; all of them at most."""
+    columns = swizzle_span(head_dim, value_dim)
+    room = most_bytes - smem_bytes(head_dim, value_dim, block_q, num_stages)
+    return max(1, min(1 + room // (2 * _KEYS * columns), (head_dim + value_dim) // columns))
 
 
 def gradients(
@@ -199,7 +199,7 @@ def _has_one_item_each(spec: AttentionSpec, block_q: int) -> bool:
     if spec.deterministic or is_known_at_run_time(spec):
         return True
     steps = _steps(spec, block_q)
-    return max(padded_head_dims(spec)) <= 64 and sum(steps) > _MANY_STEPS * len(steps)
+    return max(spec.q.shape[3], spec.v.shape[3]) <= 64 and sum(steps) > _MANY_STEPS * len(steps)
 
 
 @functools.lru_cache(maxsize=256)
@@ -260,7 +260,8 @@ def _kernel(
 ) -> None:  # fmt: skip
     dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
     num_keys, num_heads, group = spec.k.shape[1], spec.q.shape[2], spec.group_size
-    num_store_slots = _num_store_slots(spec, block_q, num_stages)
+    span = swizzle_span(head_dim, value_dim)
+    num_store_slots = _num_store_slots(spec.target.smem_bytes, head_dim, value_dim, block_q, num_stages)
     num_q_blocks, num_kv_blocks = pl.cdiv(spec.q.shape[1], block_q), pl.cdiv(num_keys, _KEYS)
     offset = query_offset(inputs)
     looks_back = spec.window is not None and spec.window[0] is not None
@@ -429,10 +430,11 @@ def _kernel(
             def multiply(step: Any, slot: Any) -> Any:
                 plgpu.barrier_wait(ds_full.at[slot])
                 plgpu.barrier_wait(dq_empty)
-                for row, column in itertools.product(range(0, block_q, _PART), range(0, head_dim, _PART)):
-                    rows, columns = pl.ds(row, _PART), pl.ds(column, _PART)
+                width = swizzle_span(head_dim)
+                for row, column in itertools.product(range(0, block_q, _DQ_ROWS), range(0, head_dim, width)):
+                    rows, columns = pl.ds(row, _DQ_ROWS), pl.ds(column, width)
                     ds = ds_smem.at[slot, :, rows].transpose((1, 0))
-                    dq_smem.at[rows, columns][...] = _product((_PART, _PART), ds, k_smem.at[:, columns])
+                    dq_smem.at[rows, columns][...] = _product((_DQ_ROWS, width), ds, k_smem.at[:, columns])
                 plgpu.barrier_arrive(ds_empty.at[slot])
                 if spec.deterministic:
                     # Here, not before the copy: the producer has its loads to issue.
@@ -509,7 +511,7 @@ def _kernel(
                     # The sum begins with -delta, which then has no registers of its own: 1 %. Of 128 queries a thread
                     # would have 64 to set: -4 %.
                     minus_delta = lambda: spread(plgpu.load(minus_delta_smem.at[slot], layout=COLUMNS))
-                    begins_with_delta = block_q == _PART
+                    begins_with_delta = block_q == 64
                     initial = minus_delta() if begins_with_delta else None
                     dp = _product(shape, my_v, dout_smem.at[slot].transpose((1, 0)), initial=initial)
                     plgpu.barrier_wait(ds_empty.at[slot])
@@ -531,9 +533,9 @@ def _kernel(
                 keys = pl.ds(item.kv_base + consumer * _KEYS_PER_CONSUMER, _KEYS_PER_CONSUMER)
                 outputs = (dv_ref[...], dv_gmem), (dk_ref[...] * spec.scale, dk_gmem)
                 pieces = [
-                    (acc[:, first : first + _PART], out_gmem.at[item.batch, keys, item.kv_head, pl.ds(first, _PART)])
+                    (acc[:, first : first + span], out_gmem.at[item.batch, keys, item.kv_head, pl.ds(first, span)])
                     for acc, out_gmem in outputs
-                    for first in range(0, acc.shape[1], _PART)
+                    for first in range(0, acc.shape[1], span)
                 ]
                 for some in itertools.batched(pieces, num_store_slots):
                     staging = [out_smem.at[consumer * num_store_slots + i] for i in range(len(some))]
@@ -554,7 +556,7 @@ def _kernel(
             for_each_item(consume_item, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
-    tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=TRANSFORMS)
+    tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=transforms_of(shape[-1]))
     rows = plgpu.SMEM((num_stages, block_q), jnp.float32)
     ring = lambda num_arrivals: plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_stages)
     pl.run_scoped(
@@ -565,9 +567,9 @@ def _kernel(
         tile(num_stages, block_q, value_dim),
         rows,
         rows,
-        tile(num_stages, _KEYS, block_q),
+        plgpu.SMEM((num_stages, _KEYS, block_q), dtype, transforms=transforms_of(block_q, head_dim)),
         plgpu.SMEM((block_q, head_dim), jnp.float32, transforms=TRANSFORMS_FLOAT32),
-        tile(_NUM_CONSUMERS * num_store_slots, _KEYS_PER_CONSUMER, _PART),
+        tile(_NUM_CONSUMERS * num_store_slots, _KEYS_PER_CONSUMER, span),
         plgpu.Barrier(num_arrivals=2),
         plgpu.Barrier(num_arrivals=_NUM_CONSUMERS),
         ring(2),

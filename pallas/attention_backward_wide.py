@@ -59,7 +59,6 @@ from jaxkernels.pallas.attention_blocks import (
     RING_BARRIER_BYTES,
     ROWS,
     TILE,
-    TRANSFORMS,
     blocks_of,
     blocks_within,
     cap_and_slope,
@@ -78,6 +77,7 @@ from jaxkernels.pallas.attention_blocks import (
     query_offset,
     segment_key_blocks,
     segment_query_blocks,
+    transforms_of,
 )
 from jaxkernels.specs import AttentionSpec
 
@@ -367,7 +367,7 @@ def _dkv_kernel(
     dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
     block_q, block_kv, num_slots = config.dkv_block_q, _ROWS_PER_CONSUMER, config.dkv_num_stages
     shared = ("cluster",) if config.multicast else None
-    tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=TRANSFORMS)
+    tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=transforms_of(shape[-1]))
     rows = plgpu.SMEM((num_slots, block_q), jnp.float32)
 
     @functools.partial(
@@ -634,7 +634,7 @@ def _dq_kernel(
     block_q, block_kv, num_slots = _ROWS_PER_CONSUMER, config.dq_block_kv, config.dq_num_stages
     shared = ("cluster",) if config.multicast else None
     is_square = _is_square(spec)
-    tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=TRANSFORMS)
+    tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=transforms_of(shape[-1]))
     rows = plgpu.SMEM((NUM_CONSUMERS, block_q), jnp.float32)
 
     @functools.partial(
@@ -800,7 +800,7 @@ def _product_kernel(
     block_q, block_kv, num_slots = _ROWS_PER_CONSUMER, _ROWS_PER_CONSUMER, _PRODUCT_STAGES
     cta_rows = _PRODUCT_CONSUMERS * block_q
     columns = head_dim if head_dim <= 192 else head_dim // 2
-    tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=TRANSFORMS)
+    tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=transforms_of(shape[-1]))
 
     @functools.partial(
         pl.run_scoped,

@@ -29,7 +29,6 @@ __all__ = [
     "RING_BARRIER_BYTES",
     "ROWS",
     "TILE",
-    "TRANSFORMS",
     "TRANSFORMS_FLOAT32",
     "UNSEEN_LOGIT",
     "balanced_plan",
@@ -62,6 +61,8 @@ __all__ = [
     "segment_blocks",
     "segment_key_blocks",
     "segment_query_blocks",
+    "swizzle_span",
+    "transforms_of",
     "unsupported",
     "visible_pairs",
 ]
@@ -80,10 +81,8 @@ LOG2E = math.log2(math.e)
 # end one CTA's work.
 FLOPS_PER_SM = 6.2e12
 LAUNCH_SECONDS = 2.0e-6
-#: A (rows, columns) tile of 16-bit values in shared memory, as wgmma and TMA read it without bank conflicts.
+#: A (rows, columns) tile of 32-bit values in shared memory, as TMA reads it without bank conflicts.
 #: (JAX gives the two transforms an abstract method that it never implements.)
-TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
-#: The same of 32-bit values.
 TRANSFORMS_FLOAT32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 #: Layouts in registers: an accumulator, and one value for each of its rows or columns.
 TILE = plgpu.Layout.WGMMA
@@ -124,16 +123,31 @@ def unsupported(spec: AttentionSpec) -> str | None:
     return None
 
 
-def pad_heads(x: jax.Array) -> jax.Array:
-    """Pads (B, T, N, H) to what TMA tiles: T to a multiple of 8, H to one of 64."""
-    add = (-x.shape[1] % 8, -x.shape[3] % 64)
+def pad_heads(x: jax.Array, head_dim: int) -> jax.Array:
+    """Pads (B, T, N, H) to what TMA tiles: T to a multiple of 8, H to `head_dim`."""
+    add = (-x.shape[1] % 8, head_dim - x.shape[3])
     return jnp.pad(x, ((0, 0), (0, add[0]), (0, 0), (0, add[1]))) if any(add) else x
 
 
-def padded_head_dims(spec: AttentionSpec) -> tuple[int, int]:
+def padded_head_dims(spec: AttentionSpec, multiple: int = 64) -> tuple[int, int]:
     """Head dimensions of queries and of values as the kernels see them."""
     head_dim, value_dim = spec.q.shape[3], spec.v.shape[3]
-    return head_dim + -head_dim % 64, value_dim + -value_dim % 64
+    return head_dim + -head_dim % multiple, value_dim + -value_dim % multiple
+
+
+def swizzle_span(*columns: int) -> int:
+    """How many 16-bit columns of tiles of so many each are swizzled together: 64, or 32 where these are not whole."""
+    return math.gcd(64, *columns)
+
+
+def transforms_of(*columns: int) -> tuple[Any, ...]:
+    """Of a (rows, columns) tile of 16-bit values in shared memory, as wgmma and TMA read it without bank conflicts.
+
+    Args:
+      columns: the tile's, and those of tiles that it is multiplied by: the operands of a product are swizzled alike.
+    """
+    span = swizzle_span(*columns)
+    return plgpu.TilingTransform((8, span)), plgpu.SwizzleTransform(2 * span)  # pyright: ignore[reportAbstractUsage]
 
 
 def visible_pairs(spec: AttentionSpec) -> float:

@@ -16,13 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from jaxkernels.pallas.attention_blocks import ROWS, TILE, TRANSFORMS, TRANSFORMS_FLOAT32
+from jaxkernels.pallas.attention_blocks import ROWS, TILE, TRANSFORMS_FLOAT32, swizzle_span, transforms_of
 
 __all__ = ["row_sums_and_zeros"]
 
 _ROWS = 64
-#: Columns that are multiplied and summed at once, one swizzle span, and those of a tile of zeros.
-_COLUMNS = 64
 
 
 def row_sums_and_zeros(
@@ -32,7 +30,7 @@ def row_sums_and_zeros(
 
     Args:
       out, dout: padded as TMA asks (`pad_heads`).
-      head_dim: H, a multiple of 64.
+      head_dim: H, a multiple of 32.
     """
     batch, num_queries, num_heads, _ = out.shape
     num_blocks = pl.cdiv(num_queries, _ROWS)
@@ -50,21 +48,23 @@ def row_sums_and_zeros(
 
 
 def _kernel(out_gmem: Any, dout_gmem: Any, sums_gmem: Any, zeros_gmem: Any) -> None:
-    columns = out_gmem.shape[3]
+    columns, head_dim = out_gmem.shape[3], zeros_gmem.shape[3]
+    # What is multiplied and summed at once, and a tile of zeros.
+    span, zeros_span = swizzle_span(columns), swizzle_span(head_dim)
     batch, block, head = (lax.axis_index(name) for name in ("batch", "block", "head"))
     rows = pl.ds(block * _ROWS, _ROWS)
 
     def scope(out_smem: Any, dout_smem: Any, zeros_smem: Any, sums_smem: Any, full: Any) -> None:
         plgpu.copy_gmem_to_smem(out_gmem.at[batch, rows, head], out_smem, full)
         plgpu.copy_gmem_to_smem(dout_gmem.at[batch, rows, head], dout_smem, full)
-        zeros_smem[...] = plgpu.layout_cast(jnp.zeros((_ROWS, _COLUMNS), jnp.float32), TILE)
+        zeros_smem[...] = plgpu.layout_cast(jnp.zeros((_ROWS, zeros_span), jnp.float32), TILE)
         plgpu.commit_smem()
-        for first in range(0, zeros_gmem.shape[3], _COLUMNS):
-            plgpu.copy_smem_to_gmem(zeros_smem, zeros_gmem.at[batch, rows, head, pl.ds(first, _COLUMNS)])
+        for first in range(0, head_dim, zeros_span):
+            plgpu.copy_smem_to_gmem(zeros_smem, zeros_gmem.at[batch, rows, head, pl.ds(first, zeros_span)])
         plgpu.barrier_wait(full)
         sums = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), ROWS)
-        for first in range(0, columns, _COLUMNS):
-            part = pl.ds(first, _COLUMNS)
+        for first in range(0, columns, span):
+            part = pl.ds(first, span)
             out, dout = (plgpu.load(smem.at[:, part], layout=TILE) for smem in (out_smem, dout_smem))
             sums += (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(axis=1)
         sums_smem[...] = sums
@@ -72,12 +72,12 @@ def _kernel(out_gmem: Any, dout_gmem: Any, sums_gmem: Any, zeros_gmem: Any) -> N
         plgpu.copy_smem_to_gmem(sums_smem, sums_gmem.at[batch, head, rows])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    tile = functools.partial(plgpu.SMEM, (_ROWS, columns), transforms=TRANSFORMS)
+    tile = functools.partial(plgpu.SMEM, (_ROWS, columns), transforms=transforms_of(columns))
     pl.run_scoped(
         scope,
         tile(out_gmem.dtype),
         tile(dout_gmem.dtype),
-        plgpu.SMEM((_ROWS, _COLUMNS), jnp.float32, transforms=TRANSFORMS_FLOAT32),
+        plgpu.SMEM((_ROWS, zeros_span), jnp.float32, transforms=TRANSFORMS_FLOAT32),
         plgpu.SMEM((_ROWS,), jnp.float32),
         plgpu.Barrier(num_arrivals=2),
     )

@@ -28,8 +28,8 @@ range of blocks for each item. A query that sees no key averages all values (`ja
 visits all blocks, and its masked logits are finite. Items come head by head, so that all CTAs read the same keys and
 values, the longest of a head first; which CTA does which is planned before the launch, so that all end together: by
 XLA, where arrays of lengths or segments tell how long they are.
-Head dimensions are padded to multiples of 64 by XLA, lengths to multiples of 8; beyond these TMA reads zeros and drops
-what it would write.
+Head dimensions are padded to multiples of 64 by XLA, or of 32, lengths to multiples of 8; beyond these TMA reads zeros
+and drops what it would write.
 
 Source: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
 """
@@ -57,7 +57,6 @@ from jaxkernels.pallas.attention_blocks import (
     RING_BARRIER_BYTES,
     ROWS,
     TILE,
-    TRANSFORMS,
     UNSEEN_LOGIT,
     balanced_plan,
     blocks_of,
@@ -80,6 +79,8 @@ from jaxkernels.pallas.attention_blocks import (
     planned_offset,
     query_offset,
     segment_blocks,
+    swizzle_span,
+    transforms_of,
     unsupported,
 )
 from jaxkernels.specs import MASKED_LOGIT, AttentionSpec
@@ -91,8 +92,6 @@ VERSION = 3
 #: For so many consumers: registers of the producer's threads, of a consumer's, and of these for accumulators, logits
 #: and probabilities.
 _REGISTERS = {2: (24, 240, 184), 3: (32, 160, 120)}
-#: Outputs are staged in shared memory and sent out in pieces of this many columns, one swizzle span.
-_STORE_COLUMNS = 64
 #: What an item costs beside its steps, in steps.
 _ITEM_STEPS = 0.7
 
@@ -117,6 +116,8 @@ class Config:
         logits are computed.
       bridge: whether an item's first logits are computed together with the last output of the item before.
       num_consumers: consumer warpgroups of a CTA, 2 or 3.
+      head_multiple: to multiples of which head dimensions are padded, 64 or 32; of 32, 64 bytes of a row are swizzled
+        together, not 128.
     """
 
     block_q: int = 64
@@ -125,6 +126,7 @@ class Config:
     num_q_slots: int = 1
     bridge: bool = True
     num_consumers: int = 2
+    head_multiple: int = 64
 
     def __post_init__(self) -> None:
         rules = {
@@ -132,6 +134,7 @@ class Config:
             # A consumer waits for values while others are in use.
             "num_stages must be at least 2 and num_q_slots at least 1": self.num_stages < 2 or self.num_q_slots < 1,
             "num_consumers must be 2 or 3": self.num_consumers not in _REGISTERS,
+            "head_multiple must be 64 or 32": self.head_multiple not in (64, 32),
         }
         for rule, is_broken in rules.items():
             if is_broken:
@@ -155,7 +158,7 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
     """Yields the shortlist, and the blocks whose tiles fit the registers and whose rings fit shared memory.
 
     A second slot for queries beside the usual rings. Items of more than 128 queries and blocks of 192 keys only where
-    there are more than 128.
+    there are more than 128. Head dimensions padded to multiples of 32 where that is less.
     """
     yield from shortlist(spec)
     _, value_dim = padded_head_dims(spec)
@@ -169,24 +172,28 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
         rings = [Config(block_q, block_kv, n, num_consumers=num_consumers) for n in _STAGES]
         fits = [config for config in rings if _num_store_slots(spec, config) > 0]
         yield from fits
+        if padded_head_dims(spec, 32) != padded_head_dims(spec):
+            yield from [dataclasses.replace(config, head_multiple=32) for config in fits]
         more_queries = [dataclasses.replace(config, num_q_slots=2) for config in fits[:1]]
         yield from [config for config in more_queries if _num_store_slots(spec, config) > 0]
 
 
 def _smem_bytes(spec: AttentionSpec, config: Config) -> int:
     """Queries, the rings, logsumexps and barriers, and one piece of each consumer's output."""
-    head_dim, value_dim = padded_head_dims(spec)
+    head_dim, value_dim = padded_head_dims(spec, config.head_multiple)
     rows = _rows(config)
-    per_row = 2 * head_dim * config.num_q_slots + 2 * _STORE_COLUMNS + 4
+    per_row = 2 * head_dim * config.num_q_slots + 2 * swizzle_span(value_dim) + 4
     slot = 2 * config.block_kv * (head_dim + value_dim)
     return rows * per_row + config.num_stages * slot + RING_BARRIER_BYTES
 
 
 def _num_store_slots(spec: AttentionSpec, config: Config) -> int:
     """Pieces of a consumer's output that shared memory has room for, beside the rings; all of them at most."""
-    piece = 2 * _rows(config) * _STORE_COLUMNS
+    _, value_dim = padded_head_dims(spec, config.head_multiple)
+    columns = swizzle_span(value_dim)
+    piece = 2 * _rows(config) * columns
     room = spec.target.smem_bytes - (_smem_bytes(spec, config) - piece)
-    return min(room // piece, padded_head_dims(spec)[1] // _STORE_COLUMNS)
+    return min(room // piece, value_dim // columns)
 
 
 def estimate(spec: AttentionSpec, config: Config) -> float:
@@ -195,7 +202,8 @@ def estimate(spec: AttentionSpec, config: Config) -> float:
     rows = _rows(config)
     ctas = batch * num_heads * pl.cdiv(num_queries, rows)
     steps = _steps(spec, config)
-    seconds = 2 * rows * config.block_kv * sum(padded_head_dims(spec)) / FLOPS_PER_SM + _STEP_SECONDS
+    flops = 2 * rows * config.block_kv * sum(padded_head_dims(spec, config.head_multiple))
+    seconds = flops / FLOPS_PER_SM + _STEP_SECONDS
     if min(steps) == max(steps):
         busiest = steps[0] * pl.cdiv(ctas, spec.target.num_sms)
     else:
@@ -217,7 +225,8 @@ def _steps(spec: AttentionSpec, config: Config) -> list[int]:
 def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.Array, *extras: jax.Array):
     """Returns [out, lse]."""
     num_queries, head_dim = q.shape[1], v.shape[3]
-    q, k, v = pad_heads(q), pad_heads(k), pad_heads(v)
+    padded_head_dim, padded_value_dim = padded_head_dims(spec, config.head_multiple)
+    q, k, v = pad_heads(q, padded_head_dim), pad_heads(k, padded_head_dim), pad_heads(v, padded_value_dim)
     batch, _, num_heads, _ = q.shape
     inputs = _inputs(spec, config, v, dict(zip(spec.extra_names, extras)))
     plan = _plan_by_arrays(spec, config, inputs) if is_known_at_run_time(spec) else jnp.asarray(_plan(spec, config))
@@ -296,7 +305,7 @@ def _num_columns(spec: AttentionSpec, config: Config, num_items: int) -> int:
     on heads of its own, which at head dimension 64 is 1.1 times as fast with two consumers. Above it is the other way
     round: 8 documents in 8192 tokens 1.10 to 1.30, lengths 1.02 to 1.08.
     """
-    is_narrow = max(padded_head_dims(spec)) <= 64 and config.num_consumers == 2
+    is_narrow = max(spec.q.shape[3], spec.v.shape[3]) <= 64 and config.num_consumers == 2
     return 1 if is_narrow else min(num_items, spec.target.num_sms)
 
 
@@ -345,8 +354,10 @@ def _kernel(
     dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
     block_q, block_kv = config.block_q, config.block_kv
     num_stages, num_q_slots = config.num_stages, config.num_q_slots
-    num_pieces, num_store_slots = value_dim // _STORE_COLUMNS, _num_store_slots(spec, config)
-    tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=TRANSFORMS)
+    # Outputs are staged in shared memory and sent out in pieces of one swizzle span.
+    store_columns = swizzle_span(value_dim)
+    num_pieces, num_store_slots = value_dim // store_columns, _num_store_slots(spec, config)
+    tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=transforms_of(shape[-1]))
     # Without these an item's blocks are all those up to its last one.
     is_plain = hides_by_causality_alone(spec)
     look_back = None if spec.window is None else spec.window[0]
@@ -697,7 +708,7 @@ def _kernel(
                             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         staging = [out_smem.at[consumer * num_store_slots + i] for i in range(len(pieces))]
                         for i, smem in zip(pieces, staging):
-                            piece = acc[:, i * _STORE_COLUMNS : (i + 1) * _STORE_COLUMNS]
+                            piece = acc[:, i * store_columns : (i + 1) * store_columns]
                             factor = spread(normalizer, piece.shape)
                             piece = piece * factor
                             if spec.query_lengths:  # Of padding, whatever its queries hold.
@@ -705,7 +716,7 @@ def _kernel(
                             smem[...] = piece.astype(dtype)
                         plgpu.commit_smem()
                         for i, smem in zip(pieces, staging):
-                            to = out_gmem.at[item.batch, rows, item.head, pl.ds(i * _STORE_COLUMNS, _STORE_COLUMNS)]
+                            to = out_gmem.at[item.batch, rows, item.head, pl.ds(i * store_columns, store_columns)]
                             plgpu.copy_smem_to_gmem(smem, to, commit_group=False)
                         if first == 0:
                             to = lse_gmem.at[item.batch, item.head, rows]
@@ -732,7 +743,7 @@ def _kernel(
         tile(num_q_slots * num_consumers, block_q, head_dim),
         tile(num_stages, block_kv, head_dim),
         tile(num_stages, block_kv, value_dim),
-        tile(num_consumers * num_store_slots, block_q, _STORE_COLUMNS),
+        tile(num_consumers * num_store_slots, block_q, store_columns),
         plgpu.SMEM((num_consumers, block_q), jnp.float32),
         # A consumer has queries of its own, and waits for its own only.
         plgpu.Barrier(num_barriers=num_q_slots * num_consumers),

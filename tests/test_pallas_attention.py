@@ -10,6 +10,7 @@ import itertools
 import re
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from interpreted_attention import (
     documents,
     forward,
     make_spec,
+    random_cotangents,
     random_operands,
     run_backward,
 )
@@ -65,6 +67,14 @@ def test_grouped_heads(heads: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dims", [(16, 16), (80, 80), (128, 128), (64, 128), (128, 64)], ids=str)
 def test_head_dimensions(dims: tuple[int, int]) -> None:
     check(make_spec(72, 136, dims=dims, causal=True))
+
+
+@pytest.mark.sampled
+@pytest.mark.one_version
+@pytest.mark.parametrize("dims", [(96, 96), (80, 80), (96, 128), (64, 96), (24, 24)], ids=str)
+def test_head_dimensions_padded_to_multiples_of_32(dims: tuple[int, int]) -> None:
+    spec = make_spec(72, 136, dims=dims, causal=True)
+    check(spec, dataclasses.replace(FORWARD, head_multiple=32), dataclasses.replace(BACKWARD, head_multiple=32))
 
 
 @pytest.mark.sampled
@@ -588,44 +598,74 @@ def test_refuses_what_has_no_kernel_shape() -> None:
             lambda: attention_forward.Config(block_kv=32),
             "attention_forward[pallas]: block_q and block_kv must be multiples of 64; "
             "got Config(block_q=64, block_kv=32, num_stages=2, num_q_slots=1, "
-            "bridge=True, num_consumers=2).",
+            "bridge=True, num_consumers=2, head_multiple=64).",
         ),
         (
             lambda: attention_forward.Config(num_q_slots=0),
             "attention_forward[pallas]: num_stages must be at least 2 and num_q_slots at least 1; "
             "got Config(block_q=64, block_kv=128, num_stages=2, num_q_slots=0, "
-            "bridge=True, num_consumers=2).",
+            "bridge=True, num_consumers=2, head_multiple=64).",
         ),
         (
             lambda: attention_forward.Config(num_stages=1),
             "attention_forward[pallas]: num_stages must be at least 2 and num_q_slots at least 1; "
             "got Config(block_q=64, block_kv=128, num_stages=1, num_q_slots=1, "
-            "bridge=True, num_consumers=2).",
+            "bridge=True, num_consumers=2, head_multiple=64).",
         ),
         (
             lambda: attention_forward.Config(num_consumers=4),
             "attention_forward[pallas]: num_consumers must be 2 or 3; "
             "got Config(block_q=64, block_kv=128, num_stages=2, num_q_slots=1, "
-            "bridge=True, num_consumers=4).",
+            "bridge=True, num_consumers=4, head_multiple=64).",
         ),
         (
             lambda: attention_backward.Config(dq_num_stages=0),
             "attention_backward[pallas]: block sizes must be multiples of 64 and stages at least 1; got "
             "Config(dq_block_kv=64, dq_num_stages=0, dkv_block_q=64, dkv_num_stages=2, split_outputs=False, "
-            "fused=False, multicast=True, ping_pong=True, workspace_bytes=0).",
+            "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0).",
         ),
         (
             lambda: attention_backward.Config(dkv_num_stages=1, fused=True),
             "attention_backward[pallas]: fused needs dkv_num_stages of at least 2 and excludes split_outputs; got "
             "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=64, dkv_num_stages=1, split_outputs=False, "
-            "fused=True, multicast=True, ping_pong=True, workspace_bytes=0).",
+            "fused=True, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0).",
+        ),
+        (
+            lambda: attention_backward.Config(split_outputs=True, head_multiple=32),
+            "attention_backward[pallas]: head_multiple must be 64 or, without split_outputs, 32; got "
+            "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=64, dkv_num_stages=2, split_outputs=True, "
+            "fused=False, multicast=True, ping_pong=True, head_multiple=32, workspace_bytes=0).",
         ),
     ],
-    ids=["block", "no queries", "one slot", "consumers", "backward", "fused"],
+    ids=["block", "no queries", "one slot", "consumers", "backward", "fused", "split"],
 )
 def test_configs_refuse_what_cannot_run(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dims", [(96, 96), (80, 80), (96, 128), (64, 96), (24, 24)], ids=str)
+def test_head_dimensions_padded_to_multiples_of_32_on_the_chip(dims: tuple[int, int], fused: bool) -> None:
+    """Zeros that are not there change nothing: the forward pass has the same bits, as have dK and dV."""
+    spec = make_spec(1000, 968, heads=(8, 4), dims=dims, batch=2, causal=True, deterministic=True)
+    spec = dataclasses.replace(spec, target=hardware.chip_of(jax.devices()[0]))
+    operands, cotangents = random_operands(spec), random_cotangents(spec)
+
+    def results(multiple: int) -> list[np.ndarray]:
+        forward = attention_forward.Config(head_multiple=multiple)
+        backward = attention_backward.Config(fused=fused, head_multiple=multiple)
+
+        def run(q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> Any:
+            out, lse = attention_forward.run(spec, forward, q, k, v)
+            return out, lse, *attention_backward.run(spec, backward, q, k, v, out, lse, dout, dlse)
+
+        return [np.asarray(x) for x in jax.jit(run)(*operands, *cotangents)]
+
+    for actual, expected in zip(results(32), results(64), strict=True):
+        assert np.isfinite(np.float32(expected)).all()
+        assert actual.tobytes() == expected.tobytes()
 
 
 _SANITIZED = """

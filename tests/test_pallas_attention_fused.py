@@ -52,6 +52,15 @@ def test_fused_head_dimensions(dims: tuple[int, int], deterministic: bool) -> No
 
 @pytest.mark.sampled
 @pytest.mark.one_version
+@pytest.mark.parametrize("dims", [(96, 96), (80, 80), (96, 64), (64, 96), (24, 24)], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
+def test_fused_head_dimensions_padded_to_multiples_of_32(dims: tuple[int, int], deterministic: bool) -> None:
+    spec = make_spec(200, 136, dims=dims, causal=True, deterministic=deterministic)
+    check_backward(spec, attention_backward.Config(fused=True, head_multiple=32))
+
+
+@pytest.mark.sampled
+@pytest.mark.one_version
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
 @pytest.mark.parametrize(("heads", "dim"), [((2, 2), 64), ((3, 1), 64), ((4, 2), 64), ((3, 1), 128)], ids=str)
 def test_fused_with_grouped_heads(heads: tuple[int, int], dim: int, deterministic: bool) -> None:
@@ -61,7 +70,7 @@ def test_fused_with_grouped_heads(heads: tuple[int, int], dim: int, deterministi
 
 
 @pytest.mark.one_version
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 128), (128, 64)])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 128), (128, 64), (96, 32)])
 def test_row_sums_and_zeros(head_dim: int, value_dim: int) -> None:
     out, dout = (jnp.asarray(np.random.default_rng(i).normal(size=(2, 136, 3, value_dim)), "bfloat16") for i in (0, 1))
     with interpret():
