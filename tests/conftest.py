@@ -37,7 +37,7 @@ def _missing_hardware() -> str | None:
 
 
 #: Of the cases of a test marked `sampled` one in so many runs.
-_SAMPLED = 6
+_SAMPLED = 12
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

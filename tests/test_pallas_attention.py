@@ -202,6 +202,7 @@ def test_every_item_of_the_backward_pass_is_planned_once_behind_those_it_waits_f
     assert max(loads) < 1.06 * longest
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize(
     "work", [np.arange(2048) % 17 + 1.0, np.ones(5), np.ones(132), [1000.0, *[1.0] * 200], [*[1.0] * 200, 1000.0]]
 )

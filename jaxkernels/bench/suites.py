@@ -251,6 +251,9 @@ SUITES: dict[str, Suite] = {
               is_small=True),
         Suite("attention-train", "attention", f"{_FA2_PAPER}; also with 8 query heads a key head",
               tuple(_attention_train())),
+        Suite("attention-heads", "attention", "head dimension 96, as Phi-3 mini (arXiv:2404.14219, section 2)",
+              tuple(_both_ways(*(_attention(16384, length, 96, width=3072, causal=causal)
+                                 for causal in (True, False) for length in (1024, 4096))))),
         Suite("attention-window", "attention", "window of 1024, as Gemma 3 (arXiv:2503.19786, section 2)",
               tuple(_both_ways(*(_attention(16384, 16384, head_dim, causal=True, window=(1023, 0))
                                  for head_dim in (64, 128, 256))))),
