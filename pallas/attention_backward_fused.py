@@ -127,7 +127,7 @@ def gradients(
     num_stages: int,
     operands: tuple[jax.Array, ...],
     extras: dict[str, jax.Array],
-    zeros: jax.Array | None = None,
+    zeros: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns dq / scale in float32, dk and dv of padded operands.
 

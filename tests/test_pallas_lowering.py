@@ -59,7 +59,6 @@ def _cases(table: tuple[Any, ...]) -> list[Any]:
     return [pytest.param(case, id=case.id) for case in table]
 
 
-@pytest.mark.one_version
 @pytest.mark.parametrize("case", _cases(MATMUL_CASES))
 def test_matmul_cases_lower(case: MatmulCase, monkeypatch: pytest.MonkeyPatch) -> None:
     without = {key: entry for key, entry in dispatch.REGISTRY.items() if key != ("matmul", "cuda")}  # Asked first.

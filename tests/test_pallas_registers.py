@@ -203,7 +203,8 @@ def test_attention_forward_features(
     """Where bytes are allowed, what spills are an item's numbers, read once or twice an item, not accumulators."""
     spec = _attention_spec(head_dim, causal=causal, length=4000, **features)
     run = functools.partial(attention_forward.run, spec, dispatch.default_config("attention_forward", "pallas", spec))
-    allowed = {64: 144, 128: 32, 256: 184}[head_dim] if len(features) > 2 or head_dim == 256 else 0
+    alone, together = {64: (0, 144), 128: (0, 32), 256: (160, 184)}[head_dim]
+    allowed = together if len(features) > 2 else alone
     assert max(spills(run, spec.q, spec.k, spec.v, *extra_types(spec))) <= allowed
 
 
@@ -217,7 +218,7 @@ def _backward_spills(
 
 
 #: By head dimension: what spills are places of barriers and of results, a few of which a step reads again.
-_ALLOWED = {64: 0, 128: 96, 192: 4, 256: 64}
+_ALLOWED = {64: 0, 128: 96, 192: 0, 256: 64}
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
@@ -276,4 +277,6 @@ def test_attention_backward_split_features(
     spec = _attention_spec(dims[0], causal=causal, length=4000, **features)
     spec = dataclasses.replace(spec, v=ArrayType((*spec.v.shape[:3], dims[1]), spec.v.dtype))
     config = dispatch.default_config("attention_backward", "pallas", spec)
-    assert max(_backward_spills(spec, config, spills)) <= _ALLOWED[dims[0]]
+    # One number more of a window at 192, with a causal mask.
+    allowed = _ALLOWED[dims[0]] or 4 * (causal and list(features) == ["window"])
+    assert max(_backward_spills(spec, config, spills)) <= allowed

@@ -235,7 +235,6 @@ ATTENTIONS: dict[str, tuple[int, int, P, P, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.one_version
 @pytest.mark.parametrize("name", ATTENTIONS)
 @every_kind
 def test_attention(opaque, meshes, kind, name):

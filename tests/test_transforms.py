@@ -145,7 +145,6 @@ def test_first_derivatives(backend, program):
     assert_same(derivatives, *program.both(backend))
 
 
-@pytest.mark.one_version
 @every_program
 def test_second_derivatives(program):
     xs, dxs, ddxs = (program.operands(seed) for seed in range(3))
@@ -215,7 +214,6 @@ def stack(x: np.ndarray, seed: int, axis: int) -> np.ndarray:
     return np.stack([x, -x, x + random_array(rng, x.shape, "float32")], axis=axis)
 
 
-@pytest.mark.one_version
 @every_program
 def test_vmap_of_every_combination_of_operands(opaque, program):
     """Values and gradients, with the mapped axis first, last, or in the middle."""
