@@ -341,6 +341,20 @@ def dot_product_attention(
 ) -> tuple[Array, Array]: ...  # fmt: skip
 
 
+@overload
+def dot_product_attention(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, bias: ArrayLike | None = None, mask: ArrayLike | None = None, *,
+    scale: float | None = None, is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None, key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    implementation: Literal["xla"] | None = None, return_residual: bool = False,
+    logits_soft_cap: float | None = None,
+    query_segment_ids: ArrayLike | None = None, key_value_segment_ids: ArrayLike | None = None,
+    return_lse: bool = False, alignment: Literal["top_left", "bottom_right"] = "top_left",
+    deterministic: bool = False, backend: str | None = None,
+) -> Array | tuple[Array, Array]: ...  # fmt: skip
+
+
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
