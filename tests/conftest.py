@@ -36,10 +36,6 @@ def _missing_hardware() -> str | None:
     return f"needs a CUDA device of compute capability 9.0; this machine has {found}"
 
 
-#: Of the cases of a test marked `sampled` one in so many runs.
-_SAMPLED = 12
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="all cases of tests marked `sampled`")
 
@@ -61,7 +57,8 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept, left_out = [], []
     for item in items:
         test = item.nodeid.partition("[")[0]
-        is_kept = not item.get_closest_marker("sampled") or counts[test] % _SAMPLED == 0
+        sampled = item.get_closest_marker("sampled")
+        is_kept = sampled is None or counts[test] % sampled.kwargs.get("one_in", 13) == 0
         (kept if is_kept else left_out).append(item)
         counts[test] += 1
     config.hook.pytest_deselected(items=left_out)

@@ -157,6 +157,7 @@ def check(spec: MatmulSpec, config: Config) -> None:
     assert_right(spec, operands, matmul.run(spec, config, *map(jnp.asarray, operands)))
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize(("name", "layouts"), list(zip(SCHEDULES, itertools.cycle(LAYOUTS))))
 def test_schedules(name: str, layouts: str, emulator: Emulator) -> None:
     config = SCHEDULES[name]
@@ -164,6 +165,7 @@ def test_schedules(name: str, layouts: str, emulator: Emulator) -> None:
     check(make_spec(config.block_m + 72, config.block_n + 40, k, layouts=layouts), config)
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize(
     "config",
@@ -181,6 +183,7 @@ def test_padded_rows_are_no_whole_boxes(layouts: str, emulator: Emulator) -> Non
     check(make_spec(185, 251, 72, layouts=layouts), Config(128, 128, num_stages=3))
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize(
     ("config", "shape", "options"),
     [
@@ -265,6 +268,7 @@ def test_epilogues(config: Config, shape: tuple[int, int], options: dict[str, An
     check(make_spec(*shape, 136, batch=2, **options), config)
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("k", [24, 136, 456])
 @pytest.mark.parametrize(
     ("config", "options"),

@@ -60,6 +60,7 @@ def test_number_of_stages(num_stages: int, split: Any) -> None:
     check(make_spec(72, 136, 320), dataclasses.replace(_SMALL_TILE, num_stages=num_stages, split=split))
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.one_version
 @pytest.mark.parametrize("layouts", ["mk.kn", "km.nk"])
 @pytest.mark.parametrize("split_k", [2, 3])
@@ -79,6 +80,7 @@ def test_a_part_of_k_with_nothing_in_it_is_refused() -> None:
         matmul.run(spec, dataclasses.replace(_SMALL_TILE, split_k=5), *map(jnp.asarray, random_operands(spec)))
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.one_version
 @pytest.mark.parametrize("layouts", ["mk.kn", "km.nk"])
 @pytest.mark.parametrize("cluster", [None, "m", "n"])
