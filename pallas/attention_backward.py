@@ -78,6 +78,8 @@ _BLOCKS = (64, 128)
 _STAGES = (2, 3, 1)
 #: Registers of a consumer thread for accumulators, logits and their gradients, of the 240 it has.
 _MAX_TILE_REGISTERS = 192
+#: How much longer than a group in more parts one may take, by the model.
+_MOST_IDLE = 1.05
 #: What a step takes beside its products: the elementwise part, for which the tensor cores wait.
 _STEP_SECONDS = 0.5e-6
 
@@ -101,6 +103,8 @@ class Config:
         of a row are swizzled together, not 128.
       workspace_bytes: memory in which, with split outputs, dS is kept for the dQ kernel, which then need not compute it
         anew; of one head of keys, if that is more. 0: it is not kept.
+      group_parts: in how many parts a group of query heads is dealt with, as if each had keys and values of its own, of
+        whose gradients XLA makes sums. Where there are few of these, more SMs then have something to do.
     """
 
     dq_block_kv: int = 64
@@ -113,12 +117,15 @@ class Config:
     ping_pong: bool = True
     head_multiple: int = 64
     workspace_bytes: int = 0
+    group_parts: int = 1
 
     def __post_init__(self) -> None:
         if self.dq_block_kv % 64 or self.dkv_block_q % 64 or min(self.dq_num_stages, self.dkv_num_stages) < 1:
             raise ValueError(
                 f"attention_backward[pallas]: block sizes must be multiples of 64 and stages at least 1; got {self}."
             )
+        if self.group_parts < 1:
+            raise ValueError(f"attention_backward[pallas]: group_parts must be at least 1; got {self}.")
         if self.fused and (self.split_outputs or self.dkv_num_stages < 2):
             raise ValueError(
                 "attention_backward[pallas]: fused needs dkv_num_stages of at least 2 and excludes split_outputs; "
@@ -135,20 +142,41 @@ class Config:
 def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
     head_dim = max(spec.q.shape[3], spec.v.shape[3])
     if head_dim <= 64:
-        return (Config(dkv_block_q=128, fused=True),)
-    if head_dim <= 128:
-        return (Config(fused=not spec.deterministic or bool(features(spec))),)
-    dq_stages, dkv_stages = attention_backward_wide.num_stages(spec)
-    # Pairs whose blocks of keys differ in length wait for each other; turns then cost less than they gain.
-    return (
-        Config(
+        config = Config(dkv_block_q=128, fused=True)
+    elif head_dim <= 128:
+        config = Config(fused=not spec.deterministic or bool(features(spec)))
+    else:
+        dq_stages, dkv_stages = attention_backward_wide.num_stages(spec)
+        # Pairs whose blocks of keys differ in length wait for each other; turns then cost less than they gain.
+        config = Config(
             dq_num_stages=min(3, dq_stages[-1]),
             dkv_num_stages=min(3, dkv_stages[-1]),
             split_outputs=True,
             multicast=not spec.causal,
             ping_pong=spec.causal,
-        ),
-    )
+        )
+    return (_with_parts(spec, config),)
+
+
+def _with_parts(spec: AttentionSpec, config: Config) -> Config:
+    """In as few parts as take, by the model, no more than a little longer than others.
+
+    Of 8192 tokens, 8 query heads and one key head, 64 SMs would have a block of keys each, and with a causal mask the
+    first of these almost twice the average.
+    """
+    configs = [dataclasses.replace(config, group_parts=n) for n in _divisors(spec.group_size)]
+    seconds = [estimate(spec, config) for config in configs]
+    return next(config for config, time in zip(configs, seconds) if time < _MOST_IDLE * min(seconds))
+
+
+def _divisors(n: int) -> list[int]:
+    return [x for x in range(1, n + 1) if n % x == 0]
+
+
+def _in_parts(spec: AttentionSpec, num_parts: int) -> AttentionSpec:
+    """With a head of keys and values for each part of a group of query heads."""
+    repeat = lambda x: dataclasses.replace(x, shape=(*x.shape[:2], num_parts * x.shape[2], x.shape[3]))
+    return dataclasses.replace(spec, k=repeat(spec.k), v=repeat(spec.v))
 
 
 def search_space(spec: AttentionSpec) -> Iterator[Config]:
@@ -156,8 +184,13 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
 
     A single slot, which nothing can be loaded beside, only where two do not fit. The fused kernel up to head dimension
     128, alone where there is more than a causal mask, also with head dimensions padded to multiples of 32 where that is
-    less; above it the consumers that share their keys, too.
+    less; above it the consumers that share their keys, too. Each with its groups in the parts that suit it.
     """
+    return (_with_parts(spec, config) for config in _schedules(spec))
+
+
+def _schedules(spec: AttentionSpec) -> Iterator[Config]:
+    """The search space, with groups as a whole."""
     head_dim, value_dim = padded_head_dims(spec)
     widest = max(head_dim, value_dim)
 
@@ -206,6 +239,7 @@ def _dkv_smem_bytes(spec: AttentionSpec, block_q: int, num_stages: int) -> int:
 
 def estimate(spec: AttentionSpec, config: Config) -> float:
     """The sum of the kernels: steps of all CTAs over the SMs, or the longest CTA's."""
+    spec = _in_parts(spec, config.group_parts)
     batch, num_queries, num_heads, _ = spec.q.shape
     num_keys, num_kv_heads = spec.k.shape[1:3]
     head_dim, value_dim = padded_head_dims(spec, config.head_multiple)
@@ -251,6 +285,11 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
     if features(spec) and not (config.fused or config.split_outputs):
         asked = ", ".join(features(spec))
         raise ValueError(f"attention_backward[pallas]: {asked}: needs fused or split_outputs; got {config}.")
+    if spec.group_size % config.group_parts:
+        raise ValueError(
+            f"attention_backward[pallas]: group_parts must divide the {spec.group_size} query heads of a key head; got "
+            f"{config}."
+        )
     *given, out, lse, dout, dlse = rest
     extras = dict(zip(spec.extra_names, given))
     zeros = None
@@ -274,7 +313,14 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
     if spec.key_lengths:
         is_key = keys_inside(spec, extras)
         k, v = (jnp.where(is_key[:, :, None, None], x, 0) for x in (k, v))
-    dq, dk, dv = _gradients(spec, config, extras, q, k, v, lse, dout, delta, zeros)
+    if config.group_parts == 1:
+        dq, dk, dv = _gradients(spec, config, extras, q, k, v, lse, dout, delta, zeros)
+    else:
+        in_parts = _in_parts(spec, config.group_parts)
+        k, v = (jnp.repeat(x, config.group_parts, axis=2) for x in (k, v))
+        dq, *parts = _gradients(in_parts, config, extras, q, k, v, lse, dout, delta, zeros)
+        apart = lambda x: x.reshape(*x.shape[:2], -1, config.group_parts, x.shape[3])
+        dk, dv = (apart(x).sum(3, dtype=jnp.float32).astype(x.dtype) for x in parts)
     if mean_gradient is not None:
         dv = (dv.astype(jnp.float32) + mean_gradient).astype(dv.dtype)
     return [dq, dk, dv]

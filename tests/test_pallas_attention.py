@@ -582,6 +582,39 @@ def test_the_two_kernels_refuse_features() -> None:
         assert all(config.fused for config in attention_backward.search_space(wider))
 
 
+@pytest.mark.parametrize("backward", [BACKWARD, SPLIT, FUSED[64]], ids=["two kernels", "split", "fused"])
+@pytest.mark.parametrize("num_parts", [2, 4])
+def test_groups_in_parts(num_parts: int, backward: attention_backward.Config) -> None:
+    spec = make_spec(72, 136, heads=(8, 2), batch=2, causal=True)
+    check_backward(spec, dataclasses.replace(backward, group_parts=num_parts))
+
+
+@pytest.mark.one_version
+def test_groups_in_parts_of_equal_size() -> None:
+    spec, config = make_spec(8, 8, heads=(6, 2)), dataclasses.replace(BACKWARD, group_parts=2)
+    message = "attention_backward[pallas]: group_parts must divide the 3 query heads of a key head; got "
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}{re.escape(str(config))}\\.$"):
+        attention_backward.run(spec, config, *[jnp.zeros((1, 8, 6, 64))] * 7)
+
+
+@pytest.mark.one_version
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_all_sms_have_something_to_do_in_the_backward_pass(dim: int) -> None:
+    def num_parts(batch: int, length: int, heads: tuple[int, int], causal: bool) -> int:
+        spec = make_spec(length, length, heads=heads, dims=(dim, dim), batch=batch, causal=causal)
+        spec = dataclasses.replace(spec, target=hardware.lookup("NVIDIA H200"))
+        assert len({config.group_parts for config in attention_backward.search_space(spec)} - {8, 4, 2, 1}) == 0
+        (config,) = attention_backward.shortlist(spec)
+        return config.group_parts
+
+    assert num_parts(1, 2048, (8, 1), True) == 8
+    assert num_parts(1, 8192, (8, 1), True) == {64: 4, 128: 4, 256: 2}[dim]
+    assert num_parts(1, 4096, (16, 2), False) == {64: 2, 128: 2, 256: 1}[dim]
+    assert (
+        num_parts(4, 4096, (16, 2), True) == num_parts(1, 16384, (16, 2), False) == num_parts(1, 99, (4, 4), True) == 1
+    )
+
+
 def test_refuses_what_has_no_kernel_shape() -> None:
     spec = make_spec(8, 8)
     assert attention_forward.unsupported(dataclasses.replace(spec, scale=-1.0)) == "needs a positive scale, got -1.0"
@@ -623,22 +656,28 @@ def test_refuses_what_has_no_kernel_shape() -> None:
             lambda: attention_backward.Config(dq_num_stages=0),
             "attention_backward[pallas]: block sizes must be multiples of 64 and stages at least 1; got "
             "Config(dq_block_kv=64, dq_num_stages=0, dkv_block_q=64, dkv_num_stages=2, split_outputs=False, "
-            "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0).",
+            "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=1).",
         ),
         (
             lambda: attention_backward.Config(dkv_num_stages=1, fused=True),
             "attention_backward[pallas]: fused needs dkv_num_stages of at least 2 and excludes split_outputs; got "
             "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=64, dkv_num_stages=1, split_outputs=False, "
-            "fused=True, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0).",
+            "fused=True, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=1).",
         ),
         (
             lambda: attention_backward.Config(split_outputs=True, head_multiple=32),
             "attention_backward[pallas]: head_multiple must be 64 or, without split_outputs, 32; got "
             "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=64, dkv_num_stages=2, split_outputs=True, "
-            "fused=False, multicast=True, ping_pong=True, head_multiple=32, workspace_bytes=0).",
+            "fused=False, multicast=True, ping_pong=True, head_multiple=32, workspace_bytes=0, group_parts=1).",
+        ),
+        (
+            lambda: attention_backward.Config(group_parts=0),
+            "attention_backward[pallas]: group_parts must be at least 1; got "
+            "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=64, dkv_num_stages=2, split_outputs=False, "
+            "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=0).",
         ),
     ],
-    ids=["block", "no queries", "one slot", "consumers", "backward", "fused", "split"],
+    ids=["block", "no queries", "one slot", "consumers", "backward", "fused", "split", "parts"],
 )
 def test_configs_refuse_what_cannot_run(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
