@@ -158,7 +158,7 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
     """Yields the shortlist, and the blocks whose tiles fit the registers and whose rings fit shared memory.
 
     A second slot for queries beside the usual rings. Items of more than 128 queries and blocks of 192 keys only where
-    there are more than 128. Head dimensions padded to multiples of 32 where that is less.
+    there are more than 128. Head dimensions up to 128 padded to multiples of 32 where that is less.
     """
     yield from shortlist(spec)
     _, value_dim = padded_head_dims(spec)
@@ -172,7 +172,7 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
         rings = [Config(block_q, block_kv, n, num_consumers=num_consumers) for n in _STAGES]
         fits = [config for config in rings if _num_store_slots(spec, config) > 0]
         yield from fits
-        if padded_head_dims(spec, 32) != padded_head_dims(spec):
+        if max(padded_head_dims(spec)) <= 128 and padded_head_dims(spec, 32) != padded_head_dims(spec):
             yield from [dataclasses.replace(config, head_multiple=32) for config in fits]
         more_queries = [dataclasses.replace(config, num_q_slots=2) for config in fits[:1]]
         yield from [config for config in more_queries if _num_store_slots(spec, config) > 0]
