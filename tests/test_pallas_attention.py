@@ -279,6 +279,7 @@ def test_segments(name: str) -> None:
 _OF_ITSELF = ["packed", "one", "alternating", "extreme"]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.one_version
 @pytest.mark.parametrize("name", _OF_ITSELF)
 def test_segments_of_one_sequence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,6 +500,7 @@ _WAITS_WITH_EDGES += [f"{loop} {what}" for loop in ("masked", "middle", "last ma
 _WAITS_WITH_EDGES += _WAITS[-3:]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.one_version
 @pytest.mark.parametrize("missing", range(len(_WAITS_WITH_EDGES)), ids=_WAITS_WITH_EDGES)
 def test_a_missing_wait_beside_masks_is_noticed(missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
