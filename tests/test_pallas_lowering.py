@@ -140,9 +140,11 @@ def test_every_candidate_lowers_with_clusters(config: matmul.Config, schedule: d
 @pytest.mark.parametrize(
     ("head_dims", "dtype"),
     [
-        ((64, 64), "float16"),
+        ((64, 64), "bfloat16"),
         ((128, 128), "bfloat16"),
+        ((128, 128), "float16"),
         ((192, 128), "bfloat16"),
+        ((192, 192), "bfloat16"),
         ((256, 256), "bfloat16"),
     ],
     ids=str,
