@@ -605,7 +605,7 @@ def test_all_sms_have_something_to_do_in_the_backward_pass(dim: int) -> None:
     def num_parts(batch: int, length: int, heads: tuple[int, int], causal: bool) -> int:
         spec = make_spec(length, length, heads=heads, dims=(dim, dim), batch=batch, causal=causal)
         spec = dataclasses.replace(spec, target=hardware.lookup("NVIDIA H200"))
-        assert len({config.group_parts for config in attention_backward.search_space(spec)} - {8, 4, 2, 1}) == 0
+        assert {config.group_parts for config in attention_backward.search_space(spec)} <= {1, 2, 4, 8}
         (config,) = attention_backward.shortlist(spec)
         return config.group_parts
 
