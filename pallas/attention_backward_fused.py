@@ -1,9 +1,9 @@
 """FlashAttention backward in one kernel, up to head dimension 128: dQ, dK and dV from five products a block.
 
-Roles. A persistent grid walks work items: 128 keys of one head, and the queries that see them, the last first, of every
-query head of the group. Two consumer warpgroups take half of the keys each and work on transposed blocks, so that P^T
-and dS^T are in registers what the next products want on the left; a third computes dQ, which sums over keys, from both;
-a fourth issues all copies. None waits for another's arithmetic:
+Roles. A persistent grid walks work items: 128 keys of one head, and the queries that see them of every query head of
+the group. Two consumer warpgroups take half of the keys each and work on transposed blocks, so that P^T and dS^T are in
+registers what the next products want on the left; a third computes dQ, which sums over keys, from both; a fourth issues
+all copies. None waits for another's arithmetic:
 
     consumer c   S^T = K_c Q^T, P^T = exp2(c S^T - lse), dP^T = V_c dO^T, dS^T = P^T * (dP^T - delta),
                  dV_c += P^T dO, dK_c += dS^T Q; dS^T goes to shared memory as well
@@ -25,9 +25,18 @@ The order of dQ's sum. TMA adds what comes, and the sum's last bits may differ f
 added. The first stores, and nothing need be zeroed. All walk queries from the last, which every block of keys sees:
 whoever comes later is one step behind and stays there.
 
-Of a group of query heads, steps take a block of queries of each head before the next block. Blocks of keys with a
-causal mask have different numbers of steps a head: going head by head they would soon be at different heads, each of
-which L2 has to hold (8 heads, head dimension 128: 1.10 at 1024 tokens, 1.02 at 4096). With a window all have as many
+The order of items. At any time all CTAs should be at the same few blocks of queries: Q, dO and dQ then come from
+memory, and go there, once. A causal mask leaves each block of keys other queries. So CTAs begin together, at the last
+queries, those of as many streams (heads of all batch elements) as there are CTAs for, and end one after the other; what
+each takes then, of other streams and the longest items first, it walks the other way round:
+
+    keys of block 0   at the queries of block  7 6 5 4 3 2 1 0 | 6 7                time -->
+                  1                            7 6 5 4 3 2 | 4 5 6 7
+                  2                            7 6 5 4 | 2 3 4 5 6 7
+                  3                            7 6 | 0 1 2 3 4 5 6 7
+
+Of a group of query heads, steps take a block of queries of each head before the next block, for the same reason: with
+different numbers of steps, CTAs that went head by head would soon be at different heads. With a window all have as many
 steps, but at other queries, and they do go head by head; up to head dimension 64, too, where it is 2 % faster.
 
 A causal mask, a window, lengths and segments leave a block of keys one range of blocks of queries. Steps that an edge
@@ -99,8 +108,8 @@ _ITEM_STEPS = 2.0
 _MANY_STEPS = 24
 #: How much longer the last CTA may take than with another order of items before that is taken.
 _MOST_IDLE = 1.05
-#: Heads (and batches) whose blocks of keys are worked on side by side, at most: 132 CTAs have 16 blocks of each, whose
-#: queries L2 then holds once. In order, 8 blocks: so many steps are the last ones behind.
+#: Streams, heads and batches, whose blocks of keys are worked on side by side, at most: with lengths, segments or a
+#: window, and where they add in order, so that the last ones are few steps behind.
 _STREAMS = 8
 _STREAMS_IN_ORDER = 16
 
@@ -202,29 +211,49 @@ def _has_one_item_each(spec: AttentionSpec, block_q: int) -> bool:
     return max(spec.q.shape[3], spec.v.shape[3]) <= 64 and sum(steps) > _MANY_STEPS * len(steps)
 
 
+def _alternates(spec: AttentionSpec) -> bool:
+    """Whether some items walk their queries from the first on, the others from the last."""
+    return spec.causal and hides_by_causality_alone(spec) and not spec.deterministic
+
+
 @functools.lru_cache(maxsize=256)
 def _plan(spec: AttentionSpec, block_q: int) -> np.ndarray:
-    """The items of each CTA (`balanced_plan`); an item's number is stream * num_kv_blocks + kv_block.
+    """The items of each CTA (`balanced_plan`); an item's number is 2 * (stream * num_kv_blocks + kv_block), and one
+    more if it walks its queries from the first on.
 
-    Some streams, heads and batches, are worked on side by side, so that L2 holds their queries; but the longest items
-    of all come first where else too many SMs would have nothing to do in the end.
+    By streams (see above), or the longest of all first where else too many SMs would have nothing to do in the end.
     """
     num_streams, steps = spec.k.shape[0] * spec.k.shape[2], _steps(spec, block_q)
-    most = _STREAMS_IN_ORDER if spec.deterministic else _STREAMS
-    together = next(n for n in range(most, 0, -1) if num_streams % n == 0)
-    groups = [range(first, first + together) for first in range(0, num_streams, together)]
     items = [
-        (stream * len(steps) + kv_block, num_steps + _ITEM_STEPS)
-        for streams in groups
-        for kv_block, num_steps in enumerate(steps)
-        for stream in streams
+        (2 * (stream * len(steps) + kv_block) + is_upward, steps[kv_block] + _ITEM_STEPS)
+        for stream, kv_block, is_upward in _items_by_streams(spec, num_streams, len(steps))
     ]
     if _has_one_item_each(spec, block_q):
         return np.array([(1, number, 0) for number, _ in items], np.int32)
-    by_groups, longest_first = (
-        balanced_plan(order, spec.target.num_sms) for order in (items, sorted(items, key=lambda item: -item[1]))
-    )
-    return by_groups[0] if by_groups[1] < _MOST_IDLE * longest_first[1] else longest_first[0]
+    longest_first = sorted(items, key=lambda item: -item[1])
+    by_streams, by_length = (balanced_plan(order, spec.target.num_sms) for order in (items, longest_first))
+    return by_streams[0] if by_streams[1] < _MOST_IDLE * by_length[1] else by_length[0]
+
+
+def _items_by_streams(spec: AttentionSpec, num_streams: int, num_kv_blocks: int) -> list[tuple[int, int, int]]:
+    """The stream, the block of keys and the direction of all items, in the order in which they are begun."""
+    streams, kv_blocks, num_sms = range(num_streams), range(num_kv_blocks), spec.target.num_sms
+    at_once = max(1, num_sms // num_kv_blocks)
+    if not _alternates(spec) or num_streams * num_kv_blocks <= num_sms:
+        if spec.deterministic:
+            at_once = _STREAMS_IN_ORDER
+        elif not hides_by_causality_alone(spec):
+            at_once = _STREAMS
+        sets = itertools.batched(streams, at_once)
+        return [(stream, kv_block, 0) for some in sets for kv_block in kv_blocks for stream in some]
+    evenly = lambda xs, most: [x.tolist() for x in np.array_split(xs, 2 * pl.cdiv(len(xs), 2 * most))]
+    if num_kv_blocks <= num_sms:
+        sets = [(some, kv_blocks) for some in evenly(streams, at_once)]
+    else:  # The last keys of a stream, then its first ones.
+        parts = evenly(kv_blocks, num_sms)
+        pairs = list(zip(reversed(parts), parts))[: len(parts) // 2]
+        sets = [((stream,), part) for stream in streams for pair in pairs for part in pair]
+    return [(stream, kv_block, i % 2) for i, (some, part) in enumerate(sets) for kv_block in part for stream in some]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,10 +262,11 @@ class _Item:
 
     Attributes:
       batch, kv_head, kv_block: whose.
-      end_block: one behind the last block of queries, which is visited first.
+      end_block: one behind the last block of queries.
       num_blocks: how many are visited.
       first_unmasked, end_unmasked: those that need no mask, counted from the last block.
       key_end: how many keys there are.
+      is_upward: whether they are visited from the first one on.
     """
 
     batch: Any
@@ -247,6 +277,7 @@ class _Item:
     first_unmasked: Any
     end_unmasked: Any
     key_end: Any
+    is_upward: Any
 
     @property
     def kv_base(self) -> Any:
@@ -269,7 +300,8 @@ def _kernel(
     cta = lax.axis_index("cta")
 
     def item_of(nth: Any) -> _Item:
-        number = plan_gmem[cta, nth + 1]
+        entry = plan_gmem[cta, nth + 1]
+        number, is_upward = lax.div(entry, jnp.int32(2)), lax.rem(entry, jnp.int32(2)) != 0
         stream, kv_block = lax.div(number, jnp.int32(num_kv_blocks)), lax.rem(number, jnp.int32(num_kv_blocks))
         batch, kv_head = lax.div(stream, jnp.int32(spec.k.shape[2])), lax.rem(stream, jnp.int32(spec.k.shape[2]))
         kv_base = kv_block * _KEYS
@@ -290,7 +322,7 @@ def _kernel(
         first_unmasked, end_unmasked = end_block - end_whole, end_block - first_whole
         if is_cut:
             end_unmasked = jnp.where(kv_base + _KEYS > key_end, 0, end_unmasked)
-        return _Item(batch, kv_head, kv_block, end_block, num_blocks, first_unmasked, end_unmasked, key_end)
+        return _Item(batch, kv_head, kv_block, end_block, num_blocks, first_unmasked, end_unmasked, key_end, is_upward)
 
     masks_places = spec.causal or spec.window is not None or is_cut
     added: Any = None
@@ -301,10 +333,14 @@ def _kernel(
     def place_of(item: _Item, step: Any) -> tuple[Any, Any]:
         """Which head of the group a step is of, and which of its blocks of queries, counted from the last."""
         if group == 1:
-            return 0, step
-        if head_dim > 64 and spec.window is None:
-            return lax.rem(step, jnp.int32(group)), lax.div(step, jnp.int32(group))
-        return lax.div(step, item.num_blocks), lax.rem(step, item.num_blocks)
+            head, i = 0, step
+        elif head_dim > 64 and spec.window is None:
+            head, i = lax.rem(step, jnp.int32(group)), lax.div(step, jnp.int32(group))
+        else:
+            head, i = lax.div(step, item.num_blocks), lax.rem(step, item.num_blocks)
+        if _alternates(spec):
+            i = jnp.where(item.is_upward, item.num_blocks - 1 - i, i)
+        return head, i
 
     def queries_of(item: _Item, step: Any) -> tuple[Any, Any]:
         """The head, and the block of its queries."""

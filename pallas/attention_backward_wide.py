@@ -62,6 +62,7 @@ from jaxkernels.pallas.attention_blocks import (
     blocks_of,
     blocks_within,
     cap_and_slope,
+    cluster_end,
     ends_of,
     hide_other_segments,
     hide_unseen,
@@ -70,6 +71,7 @@ from jaxkernels.pallas.attention_blocks import (
     key_iters,
     keys_seen_by_all,
     keys_seen_by_any,
+    leave_cluster,
     mask,
     padded_head_dims,
     queries_that_see_all,
@@ -77,6 +79,7 @@ from jaxkernels.pallas.attention_blocks import (
     query_offset,
     segment_key_blocks,
     segment_query_blocks,
+    slot_releases,
     transforms_of,
 )
 from jaxkernels.specs import AttentionSpec
@@ -326,22 +329,6 @@ def _head_and_batch(spec: AttentionSpec, stream: Any) -> tuple[Any, Any]:
     return lax.div(stream, batch), lax.rem(stream, batch)
 
 
-def _empty(config: Any, num_slots: int, num_consumers: int = NUM_CONSUMERS) -> Any:
-    """Barriers that all consumers arrive at; in a cluster those of both CTAs, whose producers both write the slot."""
-    if config.multicast:
-        return plgpu.ClusterBarrier(
-            collective_axes=("cluster",), num_arrivals=num_consumers, num_barriers=num_slots
-        )  # fmt: skip
-    return plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_slots)
-
-
-def _cluster_done(config: Any, num_consumers: int = NUM_CONSUMERS) -> Any:
-    """The neighbour still releases slots of our ring, by barriers in our shared memory: nobody leaves first."""
-    if config.multicast:
-        return plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=num_consumers + 1)
-    return None
-
-
 def _turns(turn: Any, consumer: Any) -> tuple[Callable[[], None], Callable[[], None]]:
     """Functions that wait for this consumer's turn at the tensor cores, and pass it to the other one."""
     if turn is None:
@@ -350,12 +337,6 @@ def _turns(turn: Any, consumer: Any) -> tuple[Callable[[], None], Callable[[], N
         lambda: plgpu.barrier_wait(turn.at[consumer]),
         lambda: plgpu.barrier_arrive(turn.at[NUM_CONSUMERS - 1 - consumer]),
     )
-
-
-def _leave(cluster_done: Any) -> None:
-    if cluster_done is not None:
-        plgpu.barrier_arrive(cluster_done)
-        plgpu.barrier_wait(cluster_done)
 
 
 def _dkv_kernel(
@@ -386,13 +367,13 @@ def _dkv_kernel(
         q_full=plgpu.Barrier(num_arrivals=2, num_barriers=num_slots),
         dout_full=plgpu.Barrier(num_arrivals=2, num_barriers=num_slots),
         # Consumer 1 is done with queries last: it has P from consumer 0, which had it from them.
-        q_empty=_empty(config, num_slots, 1),
-        dout_empty=_empty(config, num_slots),
+        q_empty=slot_releases(num_slots, 1, multicast=config.multicast),
+        dout_empty=slot_releases(num_slots, NUM_CONSUMERS, multicast=config.multicast),
         p_full=plgpu.Barrier(num_barriers=_NUM_P_SLOTS),
         p_empty=plgpu.Barrier(num_barriers=_NUM_P_SLOTS),
         v_read=plgpu.Barrier(),
         turn=plgpu.Barrier(num_barriers=NUM_CONSUMERS) if config.ping_pong else None,
-        cluster_done=_cluster_done(config),
+        cluster_done=cluster_end(NUM_CONSUMERS, multicast=config.multicast),
         collective_axes="warpgroup",
     )
     def _walk_queries(
@@ -623,7 +604,7 @@ def _dkv_kernel(
 
             pl.run_scoped(accumulate, plgpu.ACC((block_kv, head_dim), jnp.float32))
 
-        _leave(cluster_done)
+        leave_cluster(cluster_done)
 
 
 def _dq_kernel(
@@ -648,11 +629,11 @@ def _dq_kernel(
         # A consumer has queries of its own, and waits for its own only.
         q_full=plgpu.Barrier(num_arrivals=4, num_barriers=NUM_CONSUMERS),
         v_full=plgpu.Barrier(num_barriers=num_slots),
-        v_empty=_empty(config, num_slots),
+        v_empty=slot_releases(num_slots, NUM_CONSUMERS, multicast=config.multicast),
         k_full=None if is_square else plgpu.Barrier(num_barriers=num_slots),
-        k_empty=None if is_square else _empty(config, num_slots),
+        k_empty=None if is_square else slot_releases(num_slots, NUM_CONSUMERS, multicast=config.multicast),
         turn=plgpu.Barrier(num_barriers=NUM_CONSUMERS) if config.ping_pong else None,
-        cluster_done=_cluster_done(config),
+        cluster_done=cluster_end(NUM_CONSUMERS, multicast=config.multicast),
         collective_axes="warpgroup",
     )
     def _walk_keys(
@@ -787,7 +768,7 @@ def _dq_kernel(
 
             pl.run_scoped(accumulate, plgpu.ACC((block_q, head_dim), jnp.float32))
 
-        _leave(cluster_done)
+        leave_cluster(cluster_done)
 
 
 def _product_kernel(
@@ -808,9 +789,9 @@ def _product_kernel(
         k_smem=tile(max(num_slots, _PRODUCT_CONSUMERS), block_kv, head_dim),
         ds_smem=tile(num_slots, block_kv, cta_rows),
         full=plgpu.Barrier(num_arrivals=2, num_barriers=num_slots),
-        empty=_empty(config, num_slots, _PRODUCT_CONSUMERS),
+        empty=slot_releases(num_slots, _PRODUCT_CONSUMERS, multicast=config.multicast),
         finished=plgpu.Barrier(num_arrivals=_PRODUCT_CONSUMERS),
-        cluster_done=_cluster_done(config, _PRODUCT_CONSUMERS),
+        cluster_done=cluster_end(_PRODUCT_CONSUMERS, multicast=config.multicast),
         collective_axes="warpgroup",
     )
     def _walk_keys(k_smem: Any, ds_smem: Any, full: Any, empty: Any, finished: Any, cluster_done: Any) -> None:
@@ -889,4 +870,4 @@ def _product_kernel(
 
             pl.run_scoped(accumulate, *[plgpu.ACC((block_q, columns), jnp.float32)] * len(pieces))
 
-        _leave(cluster_done)
+        leave_cluster(cluster_done)

@@ -36,6 +36,7 @@ __all__ = [
     "blocks_within",
     "cap",
     "cap_and_slope",
+    "cluster_end",
     "ends_of",
     "features",
     "hide_other_segments",
@@ -47,6 +48,7 @@ __all__ = [
     "keys_inside",
     "keys_seen_by_all",
     "keys_seen_by_any",
+    "leave_cluster",
     "mask",
     "may_see_nothing",
     "pad_heads",
@@ -61,6 +63,7 @@ __all__ = [
     "segment_blocks",
     "segment_key_blocks",
     "segment_query_blocks",
+    "slot_releases",
     "swizzle_span",
     "transforms_of",
     "unsupported",
@@ -148,6 +151,27 @@ def transforms_of(*columns: int) -> tuple[Any, ...]:
     """
     span = swizzle_span(*columns)
     return plgpu.TilingTransform((8, span)), plgpu.SwizzleTransform(2 * span)  # pyright: ignore[reportAbstractUsage]
+
+
+def slot_releases(num_slots: int, num_consumers: int, *, multicast: bool) -> Any:
+    """Barriers that all consumers arrive at; in a cluster those of both CTAs, whose producers both write the slot."""
+    if multicast:
+        return plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=num_consumers, num_barriers=num_slots)
+    return plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_slots)
+
+
+def cluster_end(num_consumers: int, *, multicast: bool) -> Any:
+    """The neighbour still releases slots of our ring, by barriers in our shared memory: nobody leaves first."""
+    if multicast:
+        return plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=num_consumers + 1)
+    return None
+
+
+def leave_cluster(end: Any) -> None:
+    """Waits for the others at `cluster_end`'s barrier, if there are any."""
+    if end is not None:
+        plgpu.barrier_arrive(end)
+        plgpu.barrier_wait(end)
 
 
 def visible_pairs(spec: AttentionSpec) -> float:

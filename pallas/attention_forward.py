@@ -62,7 +62,9 @@ from jaxkernels.pallas.attention_blocks import (
     blocks_of,
     blocks_within,
     cap,
+    cluster_end,
     ends_of,
+    features,
     hide_other_segments,
     hide_unseen,
     hides_by_causality_alone,
@@ -71,6 +73,7 @@ from jaxkernels.pallas.attention_blocks import (
     key_iters,
     keys_seen_by_all,
     keys_seen_by_any,
+    leave_cluster,
     may_see_nothing,
     pad_heads,
     padded_head_dims,
@@ -79,6 +82,7 @@ from jaxkernels.pallas.attention_blocks import (
     planned_offset,
     query_offset,
     segment_blocks,
+    slot_releases,
     swizzle_span,
     transforms_of,
     unsupported,
@@ -118,6 +122,8 @@ class Config:
       num_consumers: consumer warpgroups of a CTA, 2 or 3.
       head_multiple: to multiples of which head dimensions are padded, 64 or 32; of 32, 64 bytes of a row are swizzled
         together, not 128.
+      multicast: whether pairs of CTAs load keys and values for each other, which then come from L2 half as often. Each
+        item is of both, and has twice as many queries; only where all see the same keys.
     """
 
     block_q: int = 64
@@ -127,6 +133,7 @@ class Config:
     bridge: bool = True
     num_consumers: int = 2
     head_multiple: int = 64
+    multicast: bool = False
 
     def __post_init__(self) -> None:
         rules = {
@@ -158,7 +165,8 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
     """Yields the shortlist, and the blocks whose tiles fit the registers and whose rings fit shared memory.
 
     A second slot for queries beside the usual rings. Items of more than 128 queries and blocks of 192 keys only where
-    there are more than 128. Head dimensions up to 128 padded to multiples of 32 where that is less.
+    there are more than 128. Head dimensions up to 128 padded to multiples of 32 where that is less. Pairs of
+    CTAs in full attention.
     """
     yield from shortlist(spec)
     _, value_dim = padded_head_dims(spec)
@@ -174,14 +182,22 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
         yield from fits
         if max(padded_head_dims(spec)) <= 128 and padded_head_dims(spec, 32) != padded_head_dims(spec):
             yield from [dataclasses.replace(config, head_multiple=32) for config in fits]
+        if _sees_all(spec) and num_queries > num_consumers * block_q:
+            # At head dimension 256 a bridge leaves no register for the neighbour's barriers.
+            changes = dict(multicast=True, bridge=value_dim <= 128)
+            yield from [dataclasses.replace(config, **changes) for config in fits]
         more_queries = [dataclasses.replace(config, num_q_slots=2) for config in fits[:1]]
         yield from [config for config in more_queries if _num_store_slots(spec, config) > 0]
+
+
+def _sees_all(spec: AttentionSpec) -> bool:
+    return not spec.causal and hides_by_causality_alone(spec)
 
 
 def _smem_bytes(spec: AttentionSpec, config: Config) -> int:
     """Queries, the rings, logsumexps and barriers, and one piece of each consumer's output."""
     head_dim, value_dim = padded_head_dims(spec, config.head_multiple)
-    rows = _rows(config)
+    rows = _cta_rows(config)
     per_row = 2 * head_dim * config.num_q_slots + 2 * swizzle_span(value_dim) + 4
     slot = 2 * config.block_kv * (head_dim + value_dim)
     return rows * per_row + config.num_stages * slot + RING_BARRIER_BYTES
@@ -191,7 +207,7 @@ def _num_store_slots(spec: AttentionSpec, config: Config) -> int:
     """Pieces of a consumer's output that shared memory has room for, beside the rings; all of them at most."""
     _, value_dim = padded_head_dims(spec, config.head_multiple)
     columns = swizzle_span(value_dim)
-    piece = 2 * _rows(config) * columns
+    piece = 2 * _cta_rows(config) * columns
     room = spec.target.smem_bytes - (_smem_bytes(spec, config) - piece)
     return min(room // piece, value_dim // columns)
 
@@ -199,8 +215,8 @@ def _num_store_slots(spec: AttentionSpec, config: Config) -> int:
 def estimate(spec: AttentionSpec, config: Config) -> float:
     """Steps of all CTAs over the SMs, or the longest CTA's; the products of a step and what is beside them."""
     batch, num_queries, num_heads, _ = spec.q.shape
-    rows = _rows(config)
-    ctas = batch * num_heads * pl.cdiv(num_queries, rows)
+    rows = _cta_rows(config)
+    ctas = _num_ctas(config) * batch * num_heads * pl.cdiv(num_queries, _rows(config))
     steps = _steps(spec, config)
     flops = 2 * rows * config.block_kv * sum(padded_head_dims(spec, config.head_multiple))
     seconds = flops / FLOPS_PER_SM + _STEP_SECONDS
@@ -224,6 +240,9 @@ def _steps(spec: AttentionSpec, config: Config) -> list[int]:
 
 def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.Array, *extras: jax.Array):
     """Returns [out, lse]."""
+    if config.multicast and not _sees_all(spec):
+        asked = ", ".join((["a causal mask"] if spec.causal else []) + features(spec))
+        raise ValueError(f"attention_forward[pallas]: {asked}: needs multicast=False; got {config}.")
     num_queries, head_dim = q.shape[1], v.shape[3]
     padded_head_dim, padded_value_dim = padded_head_dims(spec, config.head_multiple)
     q, k, v = pad_heads(q, padded_head_dim), pad_heads(k, padded_head_dim), pad_heads(v, padded_value_dim)
@@ -238,7 +257,8 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
             jax.ShapeDtypeStruct((batch, num_heads, num_queries + -num_queries % _rows(config)), jnp.float32),
         ],
         grid=(len(plan),),
-        grid_names=("cta",),
+        grid_names=("worker",),
+        **(dict(cluster=(_num_ctas(config),), cluster_names=("cluster",)) if config.multicast else {}),
         num_threads=config.num_consumers + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
@@ -267,8 +287,8 @@ def _inputs(spec: AttentionSpec, config: Config, v: jax.Array, extras: dict[str,
 
 @functools.lru_cache(maxsize=256)
 def _plan(spec: AttentionSpec, config: Config) -> np.ndarray:
-    """The items of each CTA (`balanced_plan`); an item's number is head * num_q_blocks + q_block, heads of all batch
-    elements counted.
+    """The items of each worker, a CTA or a pair of them (`balanced_plan`); an item's number is head * num_q_blocks +
+    q_block, heads of all batch elements counted.
 
     They come head by head, the longest first; but a third of the blocks of queries, those that see least, are kept for
     the end and even out what is left.
@@ -280,7 +300,7 @@ def _plan(spec: AttentionSpec, config: Config) -> np.ndarray:
     items = [(q, head) for head in range(heads) for q in reversed(range(num_last, num_q_blocks))]
     items += [(q, head) for q in reversed(range(num_last)) for head in range(heads)]
     numbered = [(head * num_q_blocks + q_block, steps[q_block] + _ITEM_STEPS) for q_block, head in items]
-    return balanced_plan(numbered, spec.target.num_sms)[0]
+    return balanced_plan(numbered, spec.target.num_sms // _num_ctas(config))[0]
 
 
 def _plan_by_arrays(spec: AttentionSpec, config: Config, inputs: dict[str, jax.Array]) -> jax.Array:
@@ -309,9 +329,19 @@ def _num_columns(spec: AttentionSpec, config: Config, num_items: int) -> int:
     return 1 if is_narrow else min(num_items, spec.target.num_sms)
 
 
+def _num_ctas(config: Config) -> int:
+    """That work on an item: a cluster of so many."""
+    return 2 if config.multicast else 1
+
+
+def _cta_rows(config: Config) -> int:
+    """Queries of a CTA's share of an item."""
+    return config.num_consumers * config.block_q
+
+
 def _rows(config: Config) -> int:
     """Queries of a work item."""
-    return config.num_consumers * config.block_q
+    return _num_ctas(config) * _cta_rows(config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,6 +392,7 @@ def _kernel(
     is_plain = hides_by_causality_alone(spec)
     look_back = None if spec.window is None else spec.window[0]
     hidden = UNSEEN_LOGIT if may_see_nothing(spec) else -math.inf
+    shared = ("cluster",) if config.multicast else None
 
     def _attend(
         q_smem: Any,
@@ -375,25 +406,28 @@ def _kernel(
         v_full: Any,
         k_empty: Any,
         v_empty: Any,
+        cluster_done: Any,
     ) -> None:
         warpgroup = lax.axis_index("warpgroup")
         offset = query_offset(extras)
-        cta = lax.axis_index("cta")
-        num_items = lambda: plan_gmem[cta, 0]
+        worker = lax.axis_index("worker")
+        num_items = lambda: plan_gmem[worker, 0]
         num_q_blocks = pl.cdiv(spec.q.shape[1], _rows(config))
         num_all = spec.q.shape[0] * spec.q.shape[2] * num_q_blocks
 
         def number_of(nth: Any) -> Any:
             """Of the item behind the last one, some item's."""
             if is_known_at_run_time(spec):
-                count, first, turn = (plan_gmem[cta, i] for i in range(3))
+                count, first, turn = (plan_gmem[worker, i] for i in range(3))
                 return planned_item(count, first, turn, nth, num_all, _num_columns(spec, config, num_all))
-            return plan_gmem[cta, nth + 1]
+            return plan_gmem[worker, nth + 1]
 
         def item_of(number: Any) -> _Item:
             num_heads = jnp.int32(spec.q.shape[2])
             head, q_block = lax.div(number, jnp.int32(num_q_blocks)), lax.rem(number, jnp.int32(num_q_blocks))
             q_base = q_block * _rows(config)
+            if config.multicast:
+                q_base += lax.axis_index("cluster") * _cta_rows(config)
             if is_plain:
                 num_blocks = key_iters(spec, q_base + _rows(config) + offset, block_kv)
                 return _Item(lax.div(head, num_heads), lax.rem(head, num_heads), q_base, num_blocks)
@@ -447,12 +481,12 @@ def _kernel(
                 item, next_number = item_of(number), number_of(nth + 1)
                 kv_head = lax.div(item.head, jnp.int32(spec.group_size))
                 # JAX refuses slices that it sees end beyond the array, as the last block may: hide where they start.
-                origin = cta * 0
+                origin = worker * 0
 
                 def load(gmem: Any, smem: Any, full: Any, empty: Any, block: Any, slot: Any) -> None:
                     plgpu.barrier_wait(empty.at[slot])
                     source = gmem.at[item.batch, pl.ds(origin + block * block_kv, block_kv), kv_head]
-                    plgpu.copy_gmem_to_smem(source, smem.at[slot], full.at[slot])
+                    plgpu.copy_gmem_to_smem(source, smem.at[slot], full.at[slot], collective_axes=shared)
 
                 load_keys = functools.partial(load, k_gmem, k_smem, k_full, k_empty)
                 load_values = functools.partial(load, v_gmem, v_smem, v_full, v_empty)
@@ -738,6 +772,8 @@ def _kernel(
             pl.run_scoped(attend, plgpu.ACC((block_q, value_dim), jnp.float32))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+        leave_cluster(cluster_done)
+
     pl.run_scoped(
         _attend,
         tile(num_q_slots * num_consumers, block_q, head_dim),
@@ -750,7 +786,8 @@ def _kernel(
         plgpu.Barrier(num_barriers=num_q_slots * num_consumers),
         plgpu.Barrier(num_barriers=num_stages),
         plgpu.Barrier(num_barriers=num_stages),
-        plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages),
-        plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages),
+        slot_releases(num_stages, num_consumers, multicast=config.multicast),
+        slot_releases(num_stages, num_consumers, multicast=config.multicast),
+        cluster_end(num_consumers, multicast=config.multicast),
         collective_axes="warpgroup",
     )

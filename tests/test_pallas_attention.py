@@ -5,6 +5,7 @@ The backward pass up to head dimension 128 and above it have files of their own.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import re
@@ -114,6 +115,26 @@ def test_forward_schedules(schedule: dict[str, Any], causal: bool) -> None:
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize("schedule", [dict(), dict(num_consumers=3, bridge=False), dict(num_stages=3)], ids=str)
+@pytest.mark.parametrize("lengths", [(72, 328), (300, 200), (520, 128)], ids=str)
+def test_pairs_of_ctas_that_load_for_each_other(lengths: tuple[int, int], schedule: dict[str, Any]) -> None:
+    """One of them may have no queries at all."""
+    check(make_spec(*lengths), dataclasses.replace(FORWARD, multicast=True, **schedule), None)
+
+
+@pytest.mark.one_version
+def test_pairs_of_ctas_need_full_attention() -> None:
+    config = dataclasses.replace(FORWARD, multicast=True)
+    spec = make_spec(8, 8, causal=True, window=(3, None))
+    message = f"attention_forward[pallas]: a causal mask, a local window: needs multicast=False; got {config}."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        attention_forward.run(spec, config, *[jnp.zeros((1, 8, 2, 64))] * 3)
+    for rules in (dict(causal=True), dict(key_lengths=True)):
+        assert not any(config.multicast for config in attention_forward.search_space(make_spec(512, 512, **rules)))
+    assert any(config.multicast for config in attention_forward.search_space(make_spec(512, 512)))
+
+
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "backward",
     [
@@ -176,6 +197,8 @@ def test_every_item_is_planned_once_and_all_ctas_end_together(shape: tuple[int, 
         ((16, 16), dict(length=4096, batch=4)),
         ((16, 16), dict(length=2048, batch=8, causal=True)),
         ((16, 2), dict(length=1024, batch=16, causal=True)),
+        ((16, 16), dict(length=1000, batch=7, causal=True)),
+        ((2, 2), dict(length=32768, causal=True)),
         ((8, 8), dict(length=4096, batch=1, causal=True, deterministic=True)),
         ((16, 16), dict(length=4096, batch=4, window=(1023, 0))),
     ],
@@ -184,22 +207,63 @@ def test_every_item_is_planned_once_and_all_ctas_end_together(shape: tuple[int, 
 def test_every_item_of_the_backward_pass_is_planned_once_behind_those_it_waits_for(
     heads: tuple[int, int], options: dict[str, Any]
 ) -> None:
-    length, dims = options.pop("length"), (128, 128)
-    spec = make_spec(length, length, heads=heads, dims=dims, **options)
-    spec = dataclasses.replace(spec, target=hardware.lookup("NVIDIA H200"))
-    plan = attention_backward_fused._plan(spec, 64)
-    items = [row[1 : 1 + row[0]] for row in plan]
-    num_kv_blocks = length // 128
-    assert sorted(np.concatenate(items)) == list(range(spec.k.shape[0] * heads[1] * num_kv_blocks))
-    if spec.deterministic:  # CTAs begin in their order: whom they wait for has begun.
-        order = np.concatenate(items) % num_kv_blocks
-        streams = np.concatenate(items) // num_kv_blocks
-        assert all(list(order[streams == stream]) == list(range(num_kv_blocks)) for stream in set(streams))
-        return
+    spec = _planned_spec(heads, **options)
     steps = np.array(attention_backward_fused._steps(spec, 64))
-    loads = [steps[item % num_kv_blocks].sum() for item in items]
+    plan = attention_backward_fused._plan(spec, 64)
+    items = [row[1 : 1 + row[0]] // 2 for row in plan]
+    assert sorted(np.concatenate(items)) == list(range(spec.k.shape[0] * heads[1] * len(steps)))
+    if spec.deterministic:  # CTAs begin in their order: whom they wait for has begun.
+        streams, order = np.divmod(np.concatenate(items), len(steps))
+        assert all(list(order[streams == stream]) == list(range(len(steps))) for stream in set(streams))
+        return
+    loads = [steps[item % len(steps)].sum() for item in items]
     longest = max(steps.max(), pl.cdiv(sum(map(len, items)), len(items)) * steps.min(), np.mean(loads))
     assert max(loads) < 1.06 * longest
+
+
+def _planned_spec(heads: tuple[int, int], *, length: int, **options: Any) -> AttentionSpec:
+    spec = make_spec(length, length, heads=heads, dims=(128, 128), **options)
+    return dataclasses.replace(spec, target=hardware.lookup("NVIDIA H200"))
+
+
+@pytest.mark.one_version
+@pytest.mark.parametrize(
+    ("heads", "options", "most"),
+    [
+        ((16, 16), dict(length=8192, batch=2, causal=True), 1.01),
+        ((16, 2), dict(length=2048, batch=8, causal=True), 1.01),
+        ((2, 2), dict(length=32768, causal=True), 2.5),
+        ((16, 16), dict(length=16384), 2.0),
+        ((4, 4), dict(length=16384, causal=True, window=(1023, 0)), 1.5),
+    ],
+    ids=str,
+)
+def test_the_backward_pass_reads_queries_once(heads: tuple[int, int], options: dict[str, Any], most: float) -> None:
+    """Of a cache of 24 MB, in time, a model: each CTA takes a step at a time, two beside them for each item."""
+    spec = _planned_spec(heads, **options)
+    steps = attention_backward_fused._steps(spec, 64)
+    plan = attention_backward_fused._plan(spec, 64)
+    num_q_blocks, group = pl.cdiv(spec.q.shape[1], 64), spec.group_size
+    visits = []  # When, and of which block of queries of which head.
+    for row in plan:
+        time = 0
+        for number in row[1 : 1 + row[0]]:
+            (stream, kv_block), is_upward = divmod(number // 2, len(steps)), number % 2
+            first = 2 * kv_block if spec.causal else 0
+            for step in range(steps[kv_block]):
+                i, head = divmod(step, group) if spec.window is None else divmod(step, steps[kv_block])[::-1]
+                q_block = first + i if is_upward else first + steps[kv_block] // group - 1 - i
+                visits.append((time + step, (stream, head, min(q_block, num_q_blocks - 1))))
+            time += steps[kv_block] + 2
+    cache: collections.OrderedDict[Any, None] = collections.OrderedDict()
+    loads = 0
+    for _, block in sorted(visits, key=lambda visit: visit[0]):
+        loads += block not in cache
+        cache[block] = None
+        cache.move_to_end(block)
+        if len(cache) > 24 * 2**20 // (64 * 128 * 8):  # Queries, output gradients and dQ.
+            cache.popitem(last=False)
+    assert loads <= most * spec.k.shape[0] * heads[0] * num_q_blocks
 
 
 @pytest.mark.one_version
@@ -634,25 +698,25 @@ def test_refuses_what_has_no_kernel_shape() -> None:
             lambda: attention_forward.Config(block_kv=32),
             "attention_forward[pallas]: block_q and block_kv must be multiples of 64; "
             "got Config(block_q=64, block_kv=32, num_stages=2, num_q_slots=1, "
-            "bridge=True, num_consumers=2, head_multiple=64).",
+            "bridge=True, num_consumers=2, head_multiple=64, multicast=False).",
         ),
         (
             lambda: attention_forward.Config(num_q_slots=0),
             "attention_forward[pallas]: num_stages must be at least 2 and num_q_slots at least 1; "
             "got Config(block_q=64, block_kv=128, num_stages=2, num_q_slots=0, "
-            "bridge=True, num_consumers=2, head_multiple=64).",
+            "bridge=True, num_consumers=2, head_multiple=64, multicast=False).",
         ),
         (
             lambda: attention_forward.Config(num_stages=1),
             "attention_forward[pallas]: num_stages must be at least 2 and num_q_slots at least 1; "
             "got Config(block_q=64, block_kv=128, num_stages=1, num_q_slots=1, "
-            "bridge=True, num_consumers=2, head_multiple=64).",
+            "bridge=True, num_consumers=2, head_multiple=64, multicast=False).",
         ),
         (
             lambda: attention_forward.Config(num_consumers=4),
             "attention_forward[pallas]: num_consumers must be 2 or 3; "
             "got Config(block_q=64, block_kv=128, num_stages=2, num_q_slots=1, "
-            "bridge=True, num_consumers=4, head_multiple=64).",
+            "bridge=True, num_consumers=4, head_multiple=64, multicast=False).",
         ),
         (
             lambda: attention_backward.Config(dq_num_stages=0),
