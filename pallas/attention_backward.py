@@ -53,6 +53,7 @@ from jaxkernels.pallas.attention_blocks import (
     kernel_inputs,
     key_iters,
     keys_inside,
+    least_head_multiple,
     mask,
     may_see_nothing,
     pad_heads,
@@ -142,9 +143,10 @@ class Config:
 def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
     head_dim = max(spec.q.shape[3], spec.v.shape[3])
     if head_dim <= 64:
-        config = Config(dkv_block_q=128, fused=True)
+        config = Config(dkv_block_q=128, fused=True, head_multiple=least_head_multiple(spec))
     elif head_dim <= 128:
-        config = Config(fused=not spec.deterministic or bool(features(spec)))
+        is_fused = not spec.deterministic or bool(features(spec))
+        config = Config(fused=is_fused, head_multiple=least_head_multiple(spec))
     else:
         dq_stages, dkv_stages = attention_backward_wide.num_stages(spec)
         # Pairs whose blocks of keys differ in length wait for each other; turns then cost less than they gain.
@@ -210,7 +212,7 @@ def _schedules(spec: AttentionSpec) -> Iterator[Config]:
             if num_stages > 1:
                 config = Config(dkv_block_q=block_q, dkv_num_stages=num_stages, fused=True)
                 yield config
-                if padded_head_dims(spec, 32) != (head_dim, value_dim):
+                if least_head_multiple(spec) == 32:
                     yield dataclasses.replace(config, head_multiple=32)
     else:
         dq_stages, dkv_stages = attention_backward_wide.num_stages(spec)

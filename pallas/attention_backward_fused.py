@@ -26,9 +26,10 @@ added. The first stores, and nothing need be zeroed. All walk queries from the l
 whoever comes later is one step behind and stays there.
 
 The order of items. At any time all CTAs should be at the same few blocks of queries: Q, dO and dQ then come from
-memory, and go there, once. A causal mask leaves each block of keys other queries. So CTAs begin together, at the last
-queries, those of as many streams (heads of all batch elements) as there are CTAs for, and end one after the other; what
-each takes then, of other streams and the longest items first, it walks the other way round:
+memory, and go there, once. CTAs begin with as many streams (heads of all batch elements) as there are CTAs for. With a
+causal mask, under which blocks of keys see different queries, CTAs that begin together, at the last queries, end one
+after the other. What each takes then, of other streams and the longest items first, it walks the other way round, if
+there are groups of query heads, or more blocks of keys than SMs:
 
     keys of block 0   at the queries of block  7 6 5 4 3 2 1 0 | 6 7                time -->
                   1                            7 6 5 4 3 2 | 4 5 6 7
@@ -37,7 +38,7 @@ each takes then, of other streams and the longest items first, it walks the othe
 
 Of a group of query heads, steps take a block of queries of each head before the next block, for the same reason: with
 different numbers of steps, CTAs that went head by head would soon be at different heads. With a window all have as many
-steps, but at other queries, and they do go head by head; up to head dimension 64, too, where it is 2 % faster.
+steps, but at other queries, and they do go head by head.
 
 A causal mask, a window, lengths and segments leave a block of keys one range of blocks of queries. Steps that an edge
 of it touches are masked, in the same loop: of two, ptxas serialises the products. With gaps, blocks of queries that the
@@ -212,8 +213,12 @@ def _has_one_item_each(spec: AttentionSpec, block_q: int) -> bool:
 
 
 def _alternates(spec: AttentionSpec) -> bool:
-    """Whether some items walk their queries from the first on, the others from the last."""
-    return spec.causal and hides_by_causality_alone(spec) and not spec.deterministic
+    """Whether some items walk their queries from the first on, the others from the last: up to 132 blocks of keys with
+    one query head each it would gain nothing (head dimension 128: 0.99 at 2048 and 4096 tokens).
+    """
+    if not spec.causal or not hides_by_causality_alone(spec) or spec.deterministic:
+        return False
+    return spec.group_size > 1 or pl.cdiv(spec.k.shape[1], _KEYS) > spec.target.num_sms
 
 
 @functools.lru_cache(maxsize=256)
@@ -334,7 +339,7 @@ def _kernel(
         """Which head of the group a step is of, and which of its blocks of queries, counted from the last."""
         if group == 1:
             head, i = 0, step
-        elif head_dim > 64 and spec.window is None:
+        elif spec.window is None:
             head, i = lax.rem(step, jnp.int32(group)), lax.div(step, jnp.int32(group))
         else:
             head, i = lax.div(step, item.num_blocks), lax.rem(step, item.num_blocks)

@@ -48,6 +48,7 @@ __all__ = [
     "keys_inside",
     "keys_seen_by_all",
     "keys_seen_by_any",
+    "least_head_multiple",
     "leave_cluster",
     "mask",
     "may_see_nothing",
@@ -136,6 +137,12 @@ def padded_head_dims(spec: AttentionSpec, multiple: int = 64) -> tuple[int, int]
     """Head dimensions of queries and of values as the kernels see them."""
     head_dim, value_dim = spec.q.shape[3], spec.v.shape[3]
     return head_dim + -head_dim % multiple, value_dim + -value_dim % multiple
+
+
+def least_head_multiple(spec: AttentionSpec) -> int:
+    """To multiples of which head dimensions are padded: 64, or 32 where that is less and neither exceeds 128."""
+    wide = padded_head_dims(spec)
+    return 32 if max(wide) <= 128 and padded_head_dims(spec, 32) != wide else 64
 
 
 def swizzle_span(*columns: int) -> int:

@@ -70,6 +70,19 @@ def test_head_dimensions(dims: tuple[int, int]) -> None:
     check(make_spec(72, 136, dims=dims, causal=True))
 
 
+@pytest.mark.one_version
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_defaults_pad_head_dimensions_to_multiples_of_32_where_that_is_less(deterministic: bool) -> None:
+    multiples = {}
+    for dims in [(96, 96), (80, 80), (96, 128), (24, 24), (40, 40), (128, 128), (192, 128), (160, 160)]:
+        spec = make_spec(72, 136, dims=dims, causal=True, deterministic=deterministic)
+        configs = attention_forward.shortlist(spec)[0], attention_backward.shortlist(spec)[0]
+        assert configs[0].head_multiple == configs[1].head_multiple
+        multiples[dims] = configs[0].head_multiple
+    assert {dims for dims, multiple in multiples.items() if multiple == 32} == {(96, 96), (80, 80), (96, 128), (24, 24)}
+    assert set(multiples.values()) == {32, 64}
+
+
 @pytest.mark.sampled
 @pytest.mark.one_version
 @pytest.mark.parametrize("dims", [(96, 96), (80, 80), (96, 128), (64, 96), (24, 24)], ids=str)

@@ -196,14 +196,14 @@ _FEATURES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("features", _FEATURES, ids=lambda features: "+".join(features))
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_attention_forward_features(
     head_dim: int, causal: bool, features: dict[str, Any], spills: Callable[..., list[int]]
 ) -> None:
     """Where bytes are allowed, what spills are an item's numbers, read once or twice an item, not accumulators."""
     spec = _attention_spec(head_dim, causal=causal, length=4000, **features)
     run = functools.partial(attention_forward.run, spec, dispatch.default_config("attention_forward", "pallas", spec))
-    alone, together = {64: (0, 144), 128: (0, 32), 256: (160, 184)}[head_dim]
+    alone, together = {64: (0, 144), 96: (0, 0), 128: (0, 32), 256: (160, 184)}[head_dim]
     allowed = together if len(features) > 2 else alone
     assert max(spills(run, spec.q, spec.k, spec.v, *extra_types(spec))) <= allowed
 
@@ -244,14 +244,14 @@ def test_attention_backward_space(causal: bool, deterministic: bool, spills: Cal
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
 @pytest.mark.parametrize("features", _FEATURES, ids=lambda features: "+".join(features))
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_attention_backward_features(
     head_dim: int, causal: bool, features: dict[str, Any], deterministic: bool, spills: Callable[..., list[int]]
 ) -> None:
     """What spills is stored before the loop, and a step reads six words of it back."""
     spec = _attention_spec(head_dim, causal=causal, length=4000, deterministic=deterministic, **features)
     config = dispatch.default_config("attention_backward", "pallas", spec)
-    assert max(_backward_spills(spec, config, spills)) <= {64: 40, 128: 128}[head_dim]
+    assert max(_backward_spills(spec, config, spills)) <= {64: 40, 96: 52, 128: 128}[head_dim]
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
