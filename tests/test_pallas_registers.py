@@ -208,6 +208,25 @@ def test_attention_forward_features(
     assert max(spills(run, spec.q, spec.k, spec.v, *extra_types(spec))) <= allowed
 
 
+def test_layers_share_the_plan_of_their_documents() -> None:
+    """XLA computes it once."""
+    array = lambda *shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=_sharding())
+
+    def num_kernels(num_layers: int) -> int:
+        def run(x: jax.Array, ids: jax.Array) -> jax.Array:
+            for _ in range(num_layers):
+                x = jk.dot_product_attention(
+                    x, x, x, is_causal=True, query_segment_ids=ids, key_value_segment_ids=ids, backend="pallas"
+                )
+            return x
+
+        lowered = jax.jit(run).lower(array(2, 4096, 8, 128, dtype=jnp.bfloat16), array(2, 4096, dtype=jnp.int32))
+        entry = lowered.compile().as_text().split("\nENTRY ")[1]
+        return len(re.findall(r" (?:fusion|custom-call)\(", entry))
+
+    assert num_kernels(4) == num_kernels(1) + 3
+
+
 def _backward_spills(
     spec: AttentionSpec, config: attention_backward.Config, spills: Callable[..., list[int]]
 ) -> list[int]:
