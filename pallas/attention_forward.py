@@ -263,7 +263,8 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
         ],
         grid=(len(plan),),
         grid_names=("worker",),
-        **(dict(cluster=(_num_ctas(config),), cluster_names=("cluster",)) if config.multicast else {}),
+        cluster=(_num_ctas(config),) if config.multicast else (),
+        cluster_names=("cluster",) if config.multicast else (),
         num_threads=config.num_consumers + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(

@@ -285,8 +285,10 @@ def test_the_waits_of_the_split_kernels_are_all_named(monkeypatch: pytest.Monkey
 
 @pytest.mark.one_version
 def test_slots_that_a_neighbour_does_not_release_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = lambda config, num_slots, num_consumers=2: plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_slots)
-    monkeypatch.setattr(attention_backward_wide, "_empty", alone)
+    alone = lambda num_slots, num_consumers, *, multicast: plgpu.Barrier(
+        num_arrivals=num_consumers, num_barriers=num_slots
+    )
+    monkeypatch.setattr(attention_backward_wide, "slot_releases", alone)
     with pytest.raises((RaceError, TimeoutError, ValueError)):
         run_backward(make_spec(264, 264), SPLIT, deadlock_after=3.0)
 
