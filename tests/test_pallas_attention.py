@@ -186,14 +186,19 @@ def test_same_inputs_give_the_same_bits() -> None:
     assert len(bits) == 1
 
 
+def _planned_spec(heads: tuple[int, int], *, length: int, dim: int = 128, **options: Any) -> AttentionSpec:
+    """As many queries as keys, for an H200."""
+    spec = make_spec(length, length, heads=heads, dims=(dim, dim), **options)
+    return dataclasses.replace(spec, target=hardware.lookup("NVIDIA H200"))
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
     "shape", [(16, 1024, 16, 128), (4, 4096, 16, 128), (2, 8192, 32, 64), (1, 16384, 8, 256)], ids=str
 )
 def test_every_item_is_planned_once_and_all_ctas_end_together(shape: tuple[int, int, int, int], causal: bool) -> None:
     batch, length, heads, dim = shape
-    spec = make_spec(length, length, heads=(heads, heads), dims=(dim, dim), batch=batch, causal=causal)
-    spec = dataclasses.replace(spec, target=hardware.lookup("NVIDIA H200"))
+    spec = _planned_spec((heads, heads), length=length, dim=dim, batch=batch, causal=causal)
     plan = attention_forward._plan(spec, attention_forward.Config())
     items = [row[1 : 1 + row[0]] for row in plan]
     num_q_blocks = length // 128
@@ -234,11 +239,6 @@ def test_every_item_of_the_backward_pass_is_planned_once_behind_those_it_waits_f
     assert max(loads) < 1.06 * longest
 
 
-def _planned_spec(heads: tuple[int, int], *, length: int, **options: Any) -> AttentionSpec:
-    spec = make_spec(length, length, heads=heads, dims=(128, 128), **options)
-    return dataclasses.replace(spec, target=hardware.lookup("NVIDIA H200"))
-
-
 @pytest.mark.one_version
 @pytest.mark.parametrize(
     ("heads", "options", "most"),
@@ -264,7 +264,7 @@ def test_the_backward_pass_reads_queries_once(heads: tuple[int, int], options: d
             (stream, kv_block), is_upward = divmod(number // 2, len(steps)), number % 2
             first = 2 * kv_block if spec.causal else 0
             for step in range(steps[kv_block]):
-                i, head = divmod(step, group) if spec.window is None else divmod(step, steps[kv_block])[::-1]
+                i, head = divmod(step, group)
                 q_block = first + i if is_upward else first + steps[kv_block] // group - 1 - i
                 visits.append((time + step, (stream, head, min(q_block, num_q_blocks - 1))))
             time += steps[kv_block] + 2
@@ -680,8 +680,7 @@ def test_groups_in_parts_of_equal_size() -> None:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_all_sms_have_something_to_do_in_the_backward_pass(dim: int) -> None:
     def num_parts(batch: int, length: int, heads: tuple[int, int], causal: bool) -> int:
-        spec = make_spec(length, length, heads=heads, dims=(dim, dim), batch=batch, causal=causal)
-        spec = dataclasses.replace(spec, target=hardware.lookup("NVIDIA H200"))
+        spec = _planned_spec(heads, length=length, dim=dim, batch=batch, causal=causal)
         assert {config.group_parts for config in attention_backward.search_space(spec)} <= {1, 2, 4, 8}
         (config,) = attention_backward.shortlist(spec)
         return config.group_parts
