@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, nvvm, scf, vector
 from jaxtyping import Array, Bool, Int32
 
 from jaxkernels.specs import AttentionSpec
@@ -61,6 +64,7 @@ __all__ = [
     "queries_that_see_all",
     "queries_that_see_any",
     "query_offset",
+    "scale_rows",
     "segment_blocks",
     "segment_key_blocks",
     "segment_query_blocks",
@@ -259,6 +263,34 @@ def blocks_of(start: Any, end: Any, block: int) -> tuple[Any, Any]:
 def blocks_within(start: Any, end: Any, block: int) -> tuple[Any, Any]:
     """The blocks that lie wholly inside a range that does not begin before 0."""
     return _quotient(start + block - 1, block), _quotient(end, block)
+
+
+def scale_rows(tile: jax.Array, factors: jax.Array) -> jax.Array:
+    """tile * factors[:, None], in `TILE` and `ROWS`; a warp passes over it if all factors of its rows are 1.
+
+    Branches of Pallas take a scalar, which all 128 threads would first have to agree on.
+    """
+    like_tile = plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=TILE)
+    inline: Any = plgpu.inline_mgpu(arg_types=(TILE, ROWS), return_type=like_tile)
+    return inline(_scale_rows)(tile, factors)
+
+
+def _scale_rows(ctx: Any, tile: Any, factors: Any) -> Any:
+    """`scale_rows` in MLIR, of a thread's registers."""
+    del ctx
+    one, all_lanes = mgpu.c(1.0, ir.F32Type.get()), mgpu.c(0xFFFFFFFF, ir.IntegerType.get_signless(32))
+    values = [vector.extract(register, [], [0]) for register in factors.registers.flat]
+    differ = [arith.cmpf(arith.CmpFPredicate.UNE, value, one) for value in values]
+    any_differs = nvvm.vote_sync(all_lanes, functools.reduce(arith.ori, differ), "any")
+    unscaled = list(tile.registers.flat)
+    branch: Any = scf.IfOp(any_differs, [register.type for register in unscaled], has_else=True)
+    with ir.InsertionPoint(branch.then_block):
+        scaled = tile * factors.broadcast_in_dim(tile.shape, (0,), tile.layout)
+        scf.yield_(list(scaled.registers.flat))
+    with ir.InsertionPoint(branch.else_block):
+        scf.yield_(unscaled)
+    registers = np.array(list(branch.results), dtype=object).reshape(tile.registers.shape)
+    return mgpu.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=tile.is_signed)
 
 
 def balanced_plan(items: Sequence[tuple[int, float]], num_ctas: int) -> tuple[np.ndarray, float]:

@@ -3,12 +3,16 @@
 Algorithm. A persistent grid walks work items: two times `block_q` queries of one head of one batch element. A
 producer warpgroup streams their queries, and blocks of keys and values, through rings of shared memory slots that
 never stop: it is already loading the next item while this one is finished. Two consumer warpgroups take half of the
-queries each, and keep the running maximum m, sum l and output O in registers (online softmax, base-2 exponentials
+queries each, and keep a running maximum m, sum l and output O in registers (online softmax, base-2 exponentials
 with the scale folded in). For a block of keys K_j and of values V_j:
 
     S = Q K_j^T        wgmma, fp32 accumulators
-    m' = max(m, rowmax(c S)), P_j = exp2(c S - m'), l = exp2(m - m') l + rowsum(P_j)
+    m' = rowmax(c S) if that exceeds m by more than 8, else m
+    P_j = exp2(c S - m'), l = exp2(m - m') l + rowsum(P_j)
     O = exp2(m - m') O + P_j V_j      wgmma with P in registers: S's layout is P's operand layout
+
+To rescale O costs its whole time, as no product of a consumer runs beside it. Where no row of a warp has another m,
+most often in all but an item's first blocks, it is passed over.
 
 Of one consumer the products of two blocks are in flight at once, and its softmax runs beside the older one's. The other
 consumer's products fill what gaps there are: the two fall into step by themselves, and turns would cost 2 %.
@@ -82,6 +86,7 @@ from jaxkernels.pallas.attention_blocks import (
     planned_item,
     planned_offset,
     query_offset,
+    scale_rows,
     segment_blocks,
     slot_releases,
     swizzle_span,
@@ -99,6 +104,9 @@ VERSION = 3
 _REGISTERS = {2: (24, 240, 184), 3: (32, 160, 120)}
 #: What an item costs beside its steps, in steps.
 _ITEM_STEPS = 0.7
+#: How far, in powers of two, logits of a row may exceed its m before m follows them: P is at most 2^8, whose sums
+#: float32 holds as well.
+_MAX_GROWTH = 8.0
 
 # The search space: what is tried along each knob, the usual setting first.
 _BLOCK_QS = (64, 128)
@@ -541,7 +549,8 @@ def _kernel(
 
             def probabilities(s: jax.Array, row_max: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
                 """P, its row sums (of every eighth column, see below), and the new maximum."""
-                new_max = jnp.maximum(row_max, s.max(axis=1) * c)
+                block_max = s.max(axis=1) * c
+                new_max = jnp.where(block_max > row_max + _MAX_GROWTH, block_max, row_max)
                 p = jnp.exp2(s * c - spread(new_max, s.shape))
                 if not keeps_eighths:
                     return p, p.sum(axis=1), new_max
@@ -630,7 +639,7 @@ def _kernel(
                         # ptxas from moving the wait for this product up before the exponentials.
                         plgpu.barrier_wait(v_full.at[next_slot])
                         acc = output(slot)
-                        acc_ref[...] = acc * spread(alpha, acc.shape)
+                        acc_ref[...] = scale_rows(acc, alpha)
                         return next_slot, next_p.astype(dtype), new_max, next_sum
 
                     return result

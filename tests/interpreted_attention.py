@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from cases import random_array
-from interpret import interpret
+from interpret import interpret as interpret_kernels
 from numerics import assert_accurate
 
 from jaxkernels import hardware
@@ -34,6 +35,7 @@ __all__ = [
     "check_backward",
     "documents",
     "forward",
+    "interpret",
     "make_spec",
     "random_cotangents",
     "random_operands",
@@ -49,6 +51,11 @@ SPLIT = attention_backward.Config(dq_num_stages=3, split_outputs=True)
 FUSED = {64: attention_backward.Config(dkv_block_q=128, fused=True), 128: attention_backward.Config(fused=True)}
 WINDOWS = [(70, None), (None, 40), (70, 40), (0, 0), (3, 200)]
 LENGTHS = [0, 1, 64, 130, 200]
+
+
+def interpret(**settings: Any) -> contextlib.AbstractContextManager[None]:
+    """As `interpret.interpret`, with what these kernels write in MLIR."""
+    return interpret_kernels(emulations={"_scale_rows": lambda tile, factors: tile * factors[:, None]}, **settings)
 
 
 def make_spec(
@@ -94,6 +101,7 @@ def check(
     backward: attention_backward.Config | None = BACKWARD,
     *,
     scale_queries: float = 1.0,
+    growth: float = 0.0,
     **integers: Any,
 ) -> None:
     """Runs a pass for each config, interpreted, and holds out and lse, dq, dk and dv to the error rule.
@@ -101,11 +109,15 @@ def check(
     Without `forward` the backward pass begins with plain JAX's out and lse.
 
     Args:
+      growth: by how many powers of two logits grow every 64 keys towards the first.
       integers: the optional operands by name.
     """
     assert attention_forward.unsupported(spec) is None
     q, k, v = random_operands(spec)
     q = (q * scale_queries).astype(q.dtype)
+    if growth:
+        q[..., 0] = 1
+        k[..., 0] = growth * (np.arange(k.shape[1])[::-1, None] // 64) / (spec.scale * np.log2(np.e))
     operands = [q, k, v, *random_cotangents(spec)]
     extras = [jnp.asarray(integers[name], jnp.int32) for name in spec.extra_names]
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sanitizer
-from interpret import RaceError, interpret
+from interpret import RaceError
 from interpreted_attention import (
     BACKWARD,
     FORWARD,
@@ -29,6 +29,7 @@ from interpreted_attention import (
     check_backward,
     documents,
     forward,
+    interpret,
     make_spec,
     random_cotangents,
     random_operands,
@@ -81,6 +82,13 @@ def test_defaults_pad_head_dimensions_to_multiples_of_32_where_that_is_less(dete
         multiples[dims] = configs[0].head_multiple
     assert {dims for dims, multiple in multiples.items() if multiple == 32} == {(96, 96), (80, 80), (96, 128), (24, 24)}
     assert set(multiples.values()) == {32, 64}
+
+
+@pytest.mark.parametrize("growth", [-3.0, 3.0, 20.0])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_logits_that_grow_from_block_to_block(growth: float, causal: bool) -> None:
+    """By so many powers of two, with the walk or against it: outputs are rescaled never, every third time, always."""
+    check(make_spec(328, 328, causal=causal), growth=growth)
 
 
 @pytest.mark.sampled
