@@ -7,12 +7,12 @@ queries each, and keep a running maximum m, sum l and output O in registers (onl
 with the scale folded in). For a block of keys K_j and of values V_j:
 
     S = Q K_j^T        wgmma, fp32 accumulators
-    m' = rowmax(c S) if that exceeds m by more than 8, else m
-    P_j = exp2(c S - m'), l = exp2(m - m') l + rowsum(P_j)
+    m' = max(m, rowmax(c S)), P_j = exp2(c S - m'), l = exp2(m - m') l + rowsum(P_j)
     O = exp2(m - m') O + P_j V_j      wgmma with P in registers: S's layout is P's operand layout
 
-To rescale O costs its whole time, as no product of a consumer runs beside it. Where no row of a warp has another m,
-most often in all but an item's first blocks, it is passed over.
+To rescale O costs its whole time, as no product of a consumer runs beside it. With `lazy_rescale` m' is m unless the
+row's maximum exceeds that by more than 8, and a warp none of whose rows has another m, as most often in all but an
+item's first blocks, passes over it.
 
 Of one consumer the products of two blocks are in flight at once, and its softmax runs beside the older one's. The other
 consumer's products fill what gaps there are: the two fall into step by themselves, and turns would cost 2 %.
@@ -97,7 +97,7 @@ from jaxkernels.specs import MASKED_LOGIT, AttentionSpec
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
-VERSION = 3
+VERSION = 4
 
 #: For so many consumers: registers of the producer's threads, of a consumer's, and of these for accumulators, logits
 #: and probabilities.
@@ -133,6 +133,8 @@ class Config:
         together, not 128.
       multicast: whether pairs of CTAs load keys and values for each other, which then come from L2 half as often. Each
         item is of both, and has twice as many queries; only where all see the same keys.
+      lazy_rescale: whether the output is rescaled only where the maximum of some row of a warp has grown by more than
+        2^8. Few blocks of keys leave little to pass over.
     """
 
     block_q: int = 64
@@ -143,6 +145,7 @@ class Config:
     num_consumers: int = 2
     head_multiple: int = 64
     multicast: bool = False
+    lazy_rescale: bool = True
 
     def __post_init__(self) -> None:
         rules = {
@@ -164,9 +167,10 @@ def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
         # Three consumers hide the exponentials better; of short sequences and of documents their items leave more
         # undone: 8 documents of 1024 take 366 us for 477.
         is_short = spec.segments or (spec.causal and spec.k.shape[1] <= 1024)
+        common = dict(head_multiple=multiple, lazy_rescale=spec.k.shape[1] > 2048)
         if is_short:
-            return (Config(head_multiple=multiple),)
-        return (Config(num_stages=3, bridge=False, num_consumers=3, head_multiple=multiple),)
+            return (Config(**common),)
+        return (Config(num_stages=3, bridge=False, num_consumers=3, **common),)
     if head_dim <= 128:
         return (Config(num_stages=3 if max(padded_head_dims(spec, multiple)) < 128 else 2, head_multiple=multiple),)
     # Two stages of 128 keys fill shared memory at head dimension 128; at 256 the blocks must halve. Beside a mask the
@@ -179,9 +183,11 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
 
     A second slot for queries beside the usual rings. Items of more than 128 queries and blocks of 192 keys only where
     there are more than 128. Head dimensions up to 128 padded to multiples of 32 where that is less. Pairs of
-    CTAs in full attention.
+    CTAs in full attention. The shortlist's other way of rescaling.
     """
-    yield from shortlist(spec)
+    usual = shortlist(spec)
+    yield from usual
+    yield from [dataclasses.replace(config, lazy_rescale=not config.lazy_rescale) for config in usual]
     _, value_dim = padded_head_dims(spec)
     num_queries, num_keys = spec.q.shape[1], spec.k.shape[1]
     for num_consumers, block_q, block_kv in itertools.product(_REGISTERS, _BLOCK_QS, _BLOCK_KVS):
@@ -550,7 +556,9 @@ def _kernel(
             def probabilities(s: jax.Array, row_max: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
                 """P, its row sums (of every eighth column, see below), and the new maximum."""
                 block_max = s.max(axis=1) * c
-                new_max = jnp.where(block_max > row_max + _MAX_GROWTH, block_max, row_max)
+                new_max = jnp.maximum(row_max, block_max)
+                if config.lazy_rescale:
+                    new_max = jnp.where(block_max > row_max + _MAX_GROWTH, block_max, row_max)
                 p = jnp.exp2(s * c - spread(new_max, s.shape))
                 if not keeps_eighths:
                     return p, p.sum(axis=1), new_max
@@ -639,7 +647,7 @@ def _kernel(
                         # ptxas from moving the wait for this product up before the exponentials.
                         plgpu.barrier_wait(v_full.at[next_slot])
                         acc = output(slot)
-                        acc_ref[...] = scale_rows(acc, alpha)
+                        acc_ref[...] = scale_rows(acc, alpha) if config.lazy_rescale else acc * spread(alpha, acc.shape)
                         return next_slot, next_p.astype(dtype), new_max, next_sum
 
                     return result

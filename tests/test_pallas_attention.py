@@ -123,8 +123,9 @@ def test_dtypes(dtype: str) -> None:
         dict(bridge=False),
         dict(num_q_slots=2),
         dict(num_q_slots=2, bridge=False),
+        dict(lazy_rescale=False),
         dict(num_consumers=3),
-        dict(num_consumers=3, bridge=False, num_q_slots=2),
+        dict(num_consumers=3, bridge=False, num_q_slots=2, lazy_rescale=False),
     ],
     ids=str,
 )
@@ -252,6 +253,7 @@ def test_every_item_of_the_backward_pass_is_planned_once_behind_those_it_waits_f
     ("heads", "options", "most"),
     [
         ((16, 16), dict(length=8192, batch=2, causal=True), 1.01),
+        ((16, 16), dict(length=2048, batch=8), 1.01),
         ((16, 2), dict(length=2048, batch=8, causal=True), 1.01),
         ((2, 2), dict(length=32768, causal=True), 2.5),
         ((16, 16), dict(length=16384), 2.0),
@@ -285,6 +287,18 @@ def test_the_backward_pass_reads_queries_once(heads: tuple[int, int], options: d
         if len(cache) > 24 * 2**20 // (64 * 128 * 8):  # Queries, output gradients and dQ.
             cache.popitem(last=False)
     assert loads <= most * spec.k.shape[0] * heads[0] * num_q_blocks
+
+
+@pytest.mark.one_version
+@pytest.mark.parametrize(
+    ("num_items", "num_ctas"), [(2048, 128), (2752, 132), (2112, 132), (200, 100), (132, 132), (70, 70)]
+)
+def test_items_as_long_as_each_other_are_for_as_few_ctas_as_end_in_that_time(num_items: int, num_ctas: int) -> None:
+    plan, end = attention_blocks.balanced_plan([(number, 2.5) for number in range(num_items)], 132)
+    assert len(plan) == num_ctas
+    assert end == 2.5 * pl.cdiv(num_items, 132)
+    uneven, _ = attention_blocks.balanced_plan([(number, 2.5 + (number == 0)) for number in range(num_items)], 132)
+    assert len(uneven) == min(num_items, 132)
 
 
 @pytest.mark.one_version
@@ -718,25 +732,29 @@ def test_refuses_what_has_no_kernel_shape() -> None:
             lambda: attention_forward.Config(block_kv=32),
             "attention_forward[pallas]: block_q and block_kv must be multiples of 64; "
             "got Config(block_q=64, block_kv=32, num_stages=2, num_q_slots=1, "
-            "bridge=True, num_consumers=2, head_multiple=64, multicast=False).",
+            "bridge=True, num_consumers=2, head_multiple=64, multicast=False, "
+            "lazy_rescale=True).",
         ),
         (
             lambda: attention_forward.Config(num_q_slots=0),
             "attention_forward[pallas]: num_stages must be at least 2 and num_q_slots at least 1; "
             "got Config(block_q=64, block_kv=128, num_stages=2, num_q_slots=0, "
-            "bridge=True, num_consumers=2, head_multiple=64, multicast=False).",
+            "bridge=True, num_consumers=2, head_multiple=64, multicast=False, "
+            "lazy_rescale=True).",
         ),
         (
             lambda: attention_forward.Config(num_stages=1),
             "attention_forward[pallas]: num_stages must be at least 2 and num_q_slots at least 1; "
             "got Config(block_q=64, block_kv=128, num_stages=1, num_q_slots=1, "
-            "bridge=True, num_consumers=2, head_multiple=64, multicast=False).",
+            "bridge=True, num_consumers=2, head_multiple=64, multicast=False, "
+            "lazy_rescale=True).",
         ),
         (
             lambda: attention_forward.Config(num_consumers=4),
             "attention_forward[pallas]: num_consumers must be 2 or 3; "
             "got Config(block_q=64, block_kv=128, num_stages=2, num_q_slots=1, "
-            "bridge=True, num_consumers=4, head_multiple=64, multicast=False).",
+            "bridge=True, num_consumers=4, head_multiple=64, multicast=False, "
+            "lazy_rescale=True).",
         ),
         (
             lambda: attention_backward.Config(dq_num_stages=0),
@@ -774,7 +792,8 @@ def test_configs_refuse_what_cannot_run(make: Any, message: str) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dims", [(96, 96), (80, 80), (96, 128), (64, 96), (24, 24)], ids=str)
 def test_head_dimensions_padded_to_multiples_of_32_on_the_chip(dims: tuple[int, int], fused: bool) -> None:
-    """Zeros that are not there change nothing: the forward pass has the same bits, as have dK and dV."""
+    """Zeros that are not there change nothing: out, lse and dV have the same bits; dQ and dK nearly, of a delta that XLA
+    sums up, by whichever kernel was faster when it looked."""
     spec = make_spec(1000, 968, heads=(8, 4), dims=dims, batch=2, causal=True, deterministic=True)
     spec = dataclasses.replace(spec, target=hardware.chip_of(jax.devices()[0]))
     operands, cotangents = random_operands(spec), random_cotangents(spec)
@@ -789,9 +808,11 @@ def test_head_dimensions_padded_to_multiples_of_32_on_the_chip(dims: tuple[int, 
 
         return [np.asarray(x) for x in jax.jit(run)(*operands, *cotangents)]
 
-    for actual, expected in zip(results(32), results(64), strict=True):
-        assert np.isfinite(np.float32(expected)).all()
-        assert actual.tobytes() == expected.tobytes()
+    for name, actual, expected in zip(("out", "lse", "dq", "dk", "dv"), results(32), results(64), strict=True):
+        actual, expected = np.float32(actual), np.float32(expected)
+        assert np.isfinite(expected).all()
+        error = np.abs(actual - expected).max()
+        assert error <= (2**-9 * np.abs(expected).max() if name in ("dq", "dk") else 0), name
 
 
 _SANITIZED = """
