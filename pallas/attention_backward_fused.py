@@ -160,8 +160,9 @@ def gradients(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     *others, lse, delta = operands
-    # One array, as Triton has no concatenation: behind a kernel of Triton's, or of Mosaic's, this one takes 8 to 11 %
-    # longer than behind one that XLA itself emits (docs/pallas-kernels.md, "Two speeds").
+    # One array: its concatenation is a kernel that XLA itself emits, never Triton, and the last one before this. Behind
+    # one for which an SM had as much shared memory as for this, as for Triton's and Mosaic's, it takes 8 to 11 % longer
+    # (docs/pallas-kernels.md, "Two speeds").
     arguments = *others, jnp.stack([lse, -delta]), plan, inputs
     if zeros is None:
         return run(*arguments)

@@ -792,8 +792,8 @@ def test_configs_refuse_what_cannot_run(make: Any, message: str) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dims", [(96, 96), (80, 80), (96, 128), (64, 96), (24, 24)], ids=str)
 def test_head_dimensions_padded_to_multiples_of_32_on_the_chip(dims: tuple[int, int], fused: bool) -> None:
-    """Zeros that are not there change nothing: out, lse and dV have the same bits; dQ and dK nearly, of a delta that XLA
-    sums up, by whichever kernel was faster when it looked."""
+    """Zeros that are not there change nothing: out, lse and dV have the same bits. Nearly so dQ and dK, of a delta that
+    XLA sums up, by whichever kernel was the faster when it looked."""
     spec = make_spec(1000, 968, heads=(8, 4), dims=dims, batch=2, causal=True, deterministic=True)
     spec = dataclasses.replace(spec, target=hardware.chip_of(jax.devices()[0]))
     operands, cotangents = random_operands(spec), random_cotangents(spec)
