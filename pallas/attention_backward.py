@@ -291,6 +291,12 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
         )
     *given, out, lse, dout, dlse = rest
     extras = dict(zip(spec.extra_names, given))
+    is_query = queries_inside(spec, extras) if spec.query_lengths else None
+    if is_query is not None:
+        q, dout = (jnp.where(is_query[:, :, None, None], x, 0) for x in (q, dout))
+    if spec.key_lengths:
+        is_key = keys_inside(spec, extras)
+        k, v = (jnp.where(is_key[:, :, None, None], x, 0) for x in (k, v))
     zeros = None
     if config.fused and attention_backward_fused.is_zeroed(spec):
         head_dim, value_dim = padded_head_dims(spec, config.head_multiple)
@@ -302,16 +308,11 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
     if spec.query_lengths or may_see_nothing(spec):
         # Whoever sees nothing has no gradients but dV's, P is 0 and so must dS be, whatever was averaged.
         is_blind = lse <= MASKED_LOGIT / 2
-        if spec.query_lengths:
-            is_query = queries_inside(spec, extras)
-            q, dout = (jnp.where(is_query[:, :, None, None], x, 0) for x in (q, dout))
+        if is_query is not None:
             is_blind |= ~is_query[:, :, None]
         if may_see_nothing(spec):
             mean_gradient = _mean_gradient(spec, dout, is_blind)
         lse, delta = jnp.where(is_blind, jnp.inf, lse), jnp.where(is_blind, 0, delta)
-    if spec.key_lengths:
-        is_key = keys_inside(spec, extras)
-        k, v = (jnp.where(is_key[:, :, None, None], x, 0) for x in (k, v))
     if config.group_parts == 1:
         dq, dk, dv = _gradients(spec, config, extras, q, k, v, lse, dout, delta, zeros)
     else:

@@ -243,6 +243,8 @@ def _backward_spills(
         dict(causal=True, length=4000),
         dict(causal=True, window=(1023, 0)),
         dict(causal=True, segments=True, self_segments=True),
+        dict(query_lengths=True),
+        dict(causal=True, query_lengths=True, key_lengths=True),
     ],
     ids=str,
 )
