@@ -167,7 +167,7 @@ def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
         # Three consumers hide the exponentials better; of short sequences and of documents their items leave more
         # undone: 8 documents of 1024 take 366 us for 477.
         is_short = spec.segments or (spec.causal and spec.k.shape[1] <= 1024)
-        common = dict(head_multiple=multiple, lazy_rescale=spec.k.shape[1] > 2048)
+        common: dict[str, Any] = dict(head_multiple=multiple, lazy_rescale=spec.k.shape[1] > 2048)
         if is_short:
             return (Config(**common),)
         return (Config(num_stages=3, bridge=False, num_consumers=3, **common),)
