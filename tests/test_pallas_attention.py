@@ -732,29 +732,25 @@ def test_refuses_what_has_no_kernel_shape() -> None:
             lambda: attention_forward.Config(block_kv=32),
             "attention_forward[pallas]: block_q and block_kv must be multiples of 64; "
             "got Config(block_q=64, block_kv=32, num_stages=2, num_q_slots=1, "
-            "bridge=True, num_consumers=2, head_multiple=64, multicast=False, "
-            "lazy_rescale=True).",
+            "bridge=True, num_consumers=2, head_multiple=64, multicast=False, lazy_rescale=True).",
         ),
         (
             lambda: attention_forward.Config(num_q_slots=0),
             "attention_forward[pallas]: num_stages must be at least 2 and num_q_slots at least 1; "
             "got Config(block_q=64, block_kv=128, num_stages=2, num_q_slots=0, "
-            "bridge=True, num_consumers=2, head_multiple=64, multicast=False, "
-            "lazy_rescale=True).",
+            "bridge=True, num_consumers=2, head_multiple=64, multicast=False, lazy_rescale=True).",
         ),
         (
             lambda: attention_forward.Config(num_stages=1),
             "attention_forward[pallas]: num_stages must be at least 2 and num_q_slots at least 1; "
             "got Config(block_q=64, block_kv=128, num_stages=1, num_q_slots=1, "
-            "bridge=True, num_consumers=2, head_multiple=64, multicast=False, "
-            "lazy_rescale=True).",
+            "bridge=True, num_consumers=2, head_multiple=64, multicast=False, lazy_rescale=True).",
         ),
         (
             lambda: attention_forward.Config(num_consumers=4),
             "attention_forward[pallas]: num_consumers must be 2 or 3; "
             "got Config(block_q=64, block_kv=128, num_stages=2, num_q_slots=1, "
-            "bridge=True, num_consumers=4, head_multiple=64, multicast=False, "
-            "lazy_rescale=True).",
+            "bridge=True, num_consumers=4, head_multiple=64, multicast=False, lazy_rescale=True).",
         ),
         (
             lambda: attention_backward.Config(dq_num_stages=0),
@@ -792,8 +788,10 @@ def test_configs_refuse_what_cannot_run(make: Any, message: str) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dims", [(96, 96), (80, 80), (96, 128), (64, 96), (24, 24)], ids=str)
 def test_head_dimensions_padded_to_multiples_of_32_on_the_chip(dims: tuple[int, int], fused: bool) -> None:
-    """Zeros that are not there change nothing: out, lse and dV have the same bits. Nearly so dQ and dK, of a delta that
-    XLA sums up, by whichever kernel was the faster when it looked."""
+    """Zeros that are not there change nothing: the results have the same bits.
+
+    Also of delta, which XLA sums up in an order of its choice: of multiples of 1/256 that needs no rounding.
+    """
     spec = make_spec(1000, 968, heads=(8, 4), dims=dims, batch=2, causal=True, deterministic=True)
     spec = dataclasses.replace(spec, target=hardware.chip_of(jax.devices()[0]))
     operands, cotangents = random_operands(spec), random_cotangents(spec)
@@ -804,15 +802,15 @@ def test_head_dimensions_padded_to_multiples_of_32_on_the_chip(dims: tuple[int, 
 
         def run(q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> Any:
             out, lse = attention_forward.run(spec, forward, q, k, v)
-            return out, lse, *attention_backward.run(spec, backward, q, k, v, out, lse, dout, dlse)
+            rounded = [(jnp.round(x.astype(jnp.float32) * 16) / 16).astype(x.dtype) for x in (out, dout)]
+            grads = attention_backward.run(spec, backward, q, k, v, rounded[0], lse, rounded[1], dlse)
+            return out, lse, *grads
 
         return [np.asarray(x) for x in jax.jit(run)(*operands, *cotangents)]
 
-    for name, actual, expected in zip(("out", "lse", "dq", "dk", "dv"), results(32), results(64), strict=True):
-        actual, expected = np.float32(actual), np.float32(expected)
-        assert np.isfinite(expected).all()
-        error = np.abs(actual - expected).max()
-        assert error <= (2**-9 * np.abs(expected).max() if name in ("dq", "dk") else 0), name
+    for actual, expected in zip(results(32), results(64), strict=True):
+        assert np.isfinite(np.float32(expected)).all()
+        assert actual.tobytes() == expected.tobytes()
 
 
 _SANITIZED = """

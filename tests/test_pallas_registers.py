@@ -52,6 +52,12 @@ def _sharding() -> jax.sharding.NamedSharding:
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
+def _compile(f: Callable[..., Any], *types: ArrayType) -> jax.stages.Compiled:
+    """For an H200."""
+    structs = [jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=_sharding()) for t in types]
+    return jax.jit(f).lower(*structs).compile()
+
+
 @pytest.fixture
 def spills(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., list[int]]:
     """Compiles a function for an H200; returns the bytes each of its kernels spills, as ptxas reports them.
@@ -62,9 +68,8 @@ def spills(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
 
     def compile_and_read(f: Callable[..., Any], *types: ArrayType) -> list[int]:
-        structs = [jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=_sharding()) for t in types]
         capfd.readouterr()
-        jax.jit(f).lower(*structs).compile()
+        _compile(f, *types)
         out, err = capfd.readouterr()
         stores = re.findall(r"(\d+) bytes spill stores", out + err)
         assert stores, "ptxas reported no kernel"
@@ -138,8 +143,8 @@ def test_matmul_epilogue(activation: str, spills: Callable[..., list[int]]) -> N
 
 def test_the_default_product_compiles_ahead_of_time() -> None:
     """Backend cuda's, where this machine can compile it: XLA knows its handler without a GPU."""
-    x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=_sharding())
-    jax.jit(jk.matmul).lower(x, x).compile()
+    x = ArrayType((1024, 1024), jnp.dtype(jnp.bfloat16))
+    _compile(jk.matmul, x, x)
 
 
 def _attention_spec(head_dim: int, *, causal: bool, length: int = 4096, **rules: Any) -> AttentionSpec:
@@ -210,7 +215,7 @@ def test_attention_forward_features(
 
 def test_layers_share_the_plan_of_their_documents() -> None:
     """XLA computes it once."""
-    array = lambda *shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=_sharding())
+    x, ids = ArrayType((2, 4096, 8, 128), jnp.dtype(jnp.bfloat16)), ArrayType((2, 4096), jnp.dtype(jnp.int32))
 
     def num_kernels(num_layers: int) -> int:
         def run(x: jax.Array, ids: jax.Array) -> jax.Array:
@@ -220,20 +225,18 @@ def test_layers_share_the_plan_of_their_documents() -> None:
                 )
             return x
 
-        lowered = jax.jit(run).lower(array(2, 4096, 8, 128, dtype=jnp.bfloat16), array(2, 4096, dtype=jnp.int32))
-        entry = lowered.compile().as_text().split("\nENTRY ")[1]
+        entry = _compile(run, x, ids).as_text().split("\nENTRY ")[1]
         return len(re.findall(r" (?:fusion|custom-call)\(", entry))
 
     assert num_kernels(4) == num_kernels(1) + 3
 
 
-def _backward_spills(
-    spec: AttentionSpec, config: attention_backward.Config, spills: Callable[..., list[int]]
-) -> list[int]:
+def _backward(spec: AttentionSpec, config: attention_backward.Config) -> tuple[Any, ...]:
+    """What runs, and on what."""
     rows = ArrayType(spec.q.shape[:3], jnp.dtype(jnp.float32))
     out = ArrayType((*spec.q.shape[:3], spec.v.shape[3]), spec.q.dtype)
     run = functools.partial(attention_backward.run, spec, config)
-    return spills(run, spec.q, spec.k, spec.v, *extra_types(spec), out, rows, out, rows)
+    return run, spec.q, spec.k, spec.v, *extra_types(spec), out, rows, out, rows
 
 
 @pytest.mark.parametrize(
@@ -254,10 +257,7 @@ def test_no_kernel_of_tritons_comes_right_before_the_fused_one(head_dim: int, op
     spec = _attention_spec(head_dim, **{"causal": False, **options})
     config = dispatch.default_config("attention_backward", "pallas", spec)
     assert config.fused
-    rows = ArrayType(spec.q.shape[:3], jnp.dtype(jnp.float32))
-    types = (spec.q, spec.k, spec.v, *extra_types(spec), spec.q, rows, spec.q, rows)
-    structs = [jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=_sharding()) for t in types]
-    text = jax.jit(functools.partial(attention_backward.run, spec, config)).lower(*structs).compile().as_text()
+    text = _compile(*_backward(spec, config)).as_text()
     kernel = re.compile(r"^ +(?:ROOT )?%\S+ = .*? (fusion|custom-call)\(.*?(?:calls=%([\w.]+)|$)", re.MULTILINE)
     kernels = kernel.findall(text.split("\nENTRY ")[1])  # In the order in which they run.
     fused = max(i for i, (kind, _) in enumerate(kernels) if kind == "custom-call")
@@ -277,7 +277,7 @@ _ALLOWED = {64: 0, 128: 96, 192: 0, 256: 64}
 def test_attention_backward(head_dim: int, causal: bool, deterministic: bool, spills: Callable[..., list[int]]) -> None:
     spec = _attention_spec(head_dim, causal=causal, deterministic=deterministic)
     config = dispatch.default_config("attention_backward", "pallas", spec)
-    assert max(_backward_spills(spec, config, spills)) <= _ALLOWED[head_dim]
+    assert max(spills(*_backward(spec, config))) <= _ALLOWED[head_dim]
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
@@ -288,7 +288,7 @@ def test_attention_backward_space(causal: bool, deterministic: bool, spills: Cal
     configs = [config for config in attention_backward.search_space(spec) if config.fused]
     assert {config.head_multiple for config in configs} == {32, 64}
     for config in configs:
-        assert max(_backward_spills(spec, config, spills)) <= _ALLOWED[128], config
+        assert max(spills(*_backward(spec, config))) <= _ALLOWED[128], config
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
@@ -301,7 +301,7 @@ def test_attention_backward_features(
     """What spills is stored before the loop, and a step reads six words of it back."""
     spec = _attention_spec(head_dim, causal=causal, length=4000, deterministic=deterministic, **features)
     config = dispatch.default_config("attention_backward", "pallas", spec)
-    assert max(_backward_spills(spec, config, spills)) <= {64: 40, 96: 52, 128: 128}[head_dim]
+    assert max(spills(*_backward(spec, config))) <= {64: 40, 96: 52, 128: 128}[head_dim]
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -315,7 +315,7 @@ def test_attention_backward_split(
     spec = _attention_spec(dims[0], causal=causal, length=4000)
     spec = dataclasses.replace(spec, v=ArrayType((*spec.v.shape[:3], dims[1]), spec.v.dtype))
     config = dispatch.default_config("attention_backward", "pallas", spec)
-    assert max(_backward_spills(spec, dataclasses.replace(config, **schedule), spills)) <= _ALLOWED[dims[0]]
+    assert max(spills(*_backward(spec, dataclasses.replace(config, **schedule)))) <= _ALLOWED[dims[0]]
 
 
 @pytest.mark.parametrize("features", _FEATURES, ids=lambda features: "+".join(features))
@@ -329,4 +329,4 @@ def test_attention_backward_split_features(
     config = dispatch.default_config("attention_backward", "pallas", spec)
     # One number more of a window at 192, with a causal mask.
     allowed = _ALLOWED[dims[0]] or 4 * (causal and list(features) == ["window"])
-    assert max(_backward_spills(spec, config, spills)) <= allowed
+    assert max(spills(*_backward(spec, config))) <= allowed
