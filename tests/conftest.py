@@ -6,6 +6,9 @@ import os
 
 # Before JAX starts its CPU client. It leaves GPUs as they are: the tests marked gpu see the real ones.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# pytest-xdist's workers share a GPU: each takes what its arrays need, and keeps nothing.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 
 import collections
 import dataclasses
