@@ -26,12 +26,13 @@ The item's last P V is in flight together with the next item's first Q K^T (`bri
 buffers by TMA, which nobody waits for before the next item's results.
 
 With a causal mask, a window, lengths or segments, blocks that none of an item's queries sees are neither loaded nor
-visited. Blocks are walked from the last one back: those at either end that a mask touches have loops of their own, and
-only these are masked. Lengths and offsets are read in the kernel; what segments leave of the keys XLA tells before, a
-range of blocks for each item. A query that sees no key averages all values (`jaxkernels.xla.attention`): its item
-visits all blocks, and its masked logits are finite. Items come head by head, so that all CTAs read the same keys and
-values, the longest of a head first; which CTA does which is planned before the launch, so that all end together: by
-XLA, where arrays of lengths or segments tell how long they are.
+visited, and those that only other consumers' queries see a consumer passes over, unless there is a bridge. Blocks are
+walked from the last one back: those at either end that a mask touches have loops of their own, and only these are
+masked. Lengths and offsets are read in the kernel; what segments leave of the keys XLA tells before, a range of blocks
+for each item. A query that sees no key averages all values (`jaxkernels.xla.attention`): its item visits all blocks,
+and its masked logits are finite. Items come head by head, so that all CTAs read the same keys and values, the longest
+of a head first; which CTA does which is planned before the launch, so that all end together: by XLA, where arrays of
+lengths or segments tell how long they are.
 Head dimensions are padded to multiples of 64 by XLA, or of 32, lengths to multiples of 8; beyond these TMA reads zeros
 and drops what it would write.
 
@@ -97,7 +98,7 @@ from jaxkernels.specs import MASKED_LOGIT, AttentionSpec
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
-VERSION = 4
+VERSION = 5
 
 #: For so many consumers: registers of the producer's threads, of a consumer's, and of these for accumulators, logits
 #: and probabilities.
@@ -413,6 +414,9 @@ def _kernel(
     look_back = None if spec.window is None else spec.window[0]
     hidden = UNSEEN_LOGIT if may_see_nothing(spec) else -math.inf
     shared = ("cluster",) if config.multicast else None
+    # Whether a consumer passes over blocks at either end of an item's that only other consumers' queries see. A bridge
+    # leads from an item's very last block to the first of the next.
+    skips_blocks = not config.bridge and (spec.causal or spec.window is not None)
 
     def _attend(
         q_smem: Any,
@@ -442,21 +446,27 @@ def _kernel(
                 return planned_item(count, first, turn, nth, num_all, _num_columns(spec, config, num_all))
             return plan_gmem[worker, nth + 1]
 
-        def item_of(number: Any) -> _Item:
+        def item_of(number: Any, consumer: Any = None) -> _Item:
+            """An item; for a consumer that skips blocks, with those that its own queries see."""
             num_heads = jnp.int32(spec.q.shape[2])
             head, q_block = lax.div(number, jnp.int32(num_q_blocks)), lax.rem(number, jnp.int32(num_q_blocks))
             q_base = q_block * _rows(config)
             if config.multicast:
                 q_base += lax.axis_index("cluster") * _cta_rows(config)
+            start, end = q_base + offset, q_base + _rows(config) + offset
+            if skips_blocks and consumer is not None:
+                start += consumer * block_q
+                end = start + block_q
             if is_plain:
-                num_blocks = key_iters(spec, q_base + _rows(config) + offset, block_kv)
+                num_blocks = key_iters(spec, end, block_kv)
                 return _Item(lax.div(head, num_heads), lax.rem(head, num_heads), q_base, num_blocks)
-            return visible_item(lax.div(head, num_heads), lax.rem(head, num_heads), q_base)
+            return visible_item(lax.div(head, num_heads), lax.rem(head, num_heads), q_base, start, end)
 
-        def visible_item(batch: Any, head: Any, q_base: Any) -> _Item:
-            """The item at this place, whatever masks there are; at least one block is visited."""
+        def visible_item(batch: Any, head: Any, q_base: Any, start: Any, end: Any) -> _Item:
+            """The item at this place, whatever masks there are, with the blocks that queries between these places see:
+            at least one."""
             query_end, key_end = ends_of(spec, extras, batch, offset)
-            start, end = q_base + offset, jnp.minimum(q_base + _rows(config) + offset, query_end)
+            end = jnp.minimum(end, query_end)
             first_block, end_block = blocks_of(*keys_seen_by_any(spec, start, end, key_end), block_kv)
             same_segment, visits_all = None, key_end <= 0
             if look_back is not None:  # The last query sees least far back.
@@ -616,6 +626,17 @@ def _kernel(
                 plgpu.barrier_wait(v_full.at[slot])
                 return slot, p.astype(dtype), row_max, row_sum
 
+            def skip(num_blocks: Any, slot: Any) -> Any:
+                """Passes over blocks, once they are there."""
+
+                def skip_block(_: Any, slot: Any) -> Any:
+                    for full, empty in ((k_full, k_empty), (v_full, v_empty)):
+                        plgpu.barrier_wait(full.at[slot])
+                        plgpu.barrier_arrive(empty.at[slot])
+                    return following(slot)
+
+                return lax.fori_loop(0, num_blocks, skip_block, slot)
+
             def attend(acc_ref: Any) -> None:
                 def multiply(s_ref: Any, nth: Any, next_slot: Any, p: jax.Array, slot: Any) -> jax.Array:
                     """Adds P V of one block to the output, and returns the logits of the next."""
@@ -657,7 +678,7 @@ def _kernel(
                     if not is_plain:
                         return walk_edges(nth, number, carry)
                     first_unmasked = 1
-                    if spec.causal and (spec.query_offset or block_kv % _rows(config)):
+                    if spec.causal and (spec.query_offset or block_kv % (block_q if skips_blocks else _rows(config))):
                         last_seen = jnp.minimum(item.q_base + consumer * block_q + offset, spec.k.shape[1] - 1)
                         num_unmasked = lax.div(last_seen + 1, jnp.int32(block_kv))
                         first_unmasked = jnp.maximum(1, item.num_blocks - num_unmasked)
@@ -669,7 +690,7 @@ def _kernel(
                 def walk_edges(nth: Any, number: Any, carry: Any) -> Any:
                     """As `walk`, with masked blocks at both ends."""
                     # Computed anew for each block that needs it: no register holds it all the while.
-                    again = lambda: item_of(lax.optimization_barrier(number))
+                    again = lambda: item_of(lax.optimization_barrier(number), consumer)
                     item = again()
                     first_query = item.q_base + consumer * block_q + offset
                     seen = keys_seen_by_all(spec, first_query, first_query + block_q, item.key_end)
@@ -783,10 +804,17 @@ def _kernel(
 
                 def run_item(nth: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
                     number, carry = carry
-                    item, next_number = item_of(number), number_of(nth + 1)
+                    item, next_number = item_of(number, consumer), number_of(nth + 1)
                     if config.bridge:
                         return next_number, bridge(nth, number, next_number, walk(nth, number, item, carry))
-                    return next_number, end(number, walk(nth, number, item, begin(nth, item, carry)))
+                    slot = carry
+                    if skips_blocks:
+                        slot = skip(item_of(number).end_block - item.end_block, slot)
+                    slot = end(number, walk(nth, number, item, begin(nth, item, slot)))
+                    if skips_blocks and look_back is not None:
+                        first_block = item_of(lax.optimization_barrier(number), consumer).first_block
+                        slot = skip(first_block - item_of(lax.optimization_barrier(number)).first_block, slot)
+                    return next_number, slot
 
                 count, number, slot = num_items(), number_of(0), jnp.int32(0)
                 first = begin(jnp.int32(0), item_of(number), slot) if config.bridge else slot

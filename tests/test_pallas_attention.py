@@ -435,6 +435,7 @@ def test_everything_at_once(dims: tuple[int, int], causal: bool, offset: int | N
         dict(block_kv=128),
         dict(num_stages=3, num_q_slots=2),
         dict(num_consumers=3),
+        dict(num_consumers=3, bridge=False),
     ],
     ids=str,
 )
@@ -476,6 +477,49 @@ def test_blocks_that_no_query_sees_are_not_visited(
     extras = [np.int32(integers[name]) for name in spec.extra_names]
     out, _ = forward(spec, *_poisoned(spec, poisoned), *extras)
     assert np.isfinite(out[:, clean].astype(np.float32)).all()
+
+
+@pytest.mark.one_version
+@pytest.mark.parametrize(
+    ("rules", "poisoned", "clean"),
+    [
+        (dict(causal=True), slice(128, 264), slice(0, 128)),
+        (dict(window=(60, None)), slice(0, 64), slice(128, 264)),
+        (dict(window=(10, 60)), slice(192, 264), slice(0, 128)),
+    ],
+    ids=["causal", "window", "both sides"],
+)
+def test_consumers_do_not_visit_blocks_that_only_others_queries_see(
+    rules: dict[str, Any], poisoned: slice, clean: slice
+) -> None:
+    config = dataclasses.replace(FORWARD, num_consumers=3, bridge=False)
+    spec = make_spec(264, 264, **rules)
+    out, _ = forward(spec, *_poisoned(spec, poisoned), config=config)
+    assert np.isfinite(out[:, clean].astype(np.float32)).all()
+
+
+@pytest.mark.one_version
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize("schedule", [dict(), dict(num_stages=3), dict(num_consumers=3), dict(block_kv=128)], ids=str)
+@pytest.mark.parametrize(
+    "rules",
+    [
+        dict(window=(70, None)),
+        dict(window=(70, 40), segments=True),
+        dict(causal=True, query_lengths=True, key_lengths=True),
+        dict(causal=True, query_offset=True, window=(3, None)),
+        dict(window=(40, 30), key_lengths=True),
+    ],
+    ids=str,
+)
+def test_masks_with_consumers_that_pass_over_blocks(rules: dict[str, Any], schedule: dict[str, Any]) -> None:
+    """Several items of a CTA, each consumer with blocks of its own, some queries without any key."""
+    given = dict(query_lengths=[300, 70], key_lengths=[270, 0], query_offset=60)
+    ids = documents(2, 328, 90)
+    given |= dict(query_segments=ids, key_segments=ids)
+    spec = make_spec(328, 328, batch=2, **rules)
+    config = dataclasses.replace(FORWARD, bridge=False, **schedule)
+    check(spec, config, None, **{name: given[name] for name in spec.extra_names})
 
 
 def _sees(spec: AttentionSpec, i: np.ndarray, j: np.ndarray) -> np.ndarray:
@@ -611,6 +655,23 @@ def test_a_missing_wait_beside_masks_is_noticed(missing: int, monkeypatch: pytes
     with pytest.raises((RaceError, TimeoutError, ValueError)):
         run_forward(spec, FORWARD, np.int32([264]))
     assert next(waits) == len(_WAITS_WITH_EDGES)
+
+
+_WAITS_WITHOUT_BRIDGE = [*_WAITS[:6], "skipped keys", "skipped values", *_WAITS_WITH_EDGES[8:-3]]
+_WAITS_WITHOUT_BRIDGE += ["last skipped keys", "last skipped values"]
+
+
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.one_version
+@pytest.mark.parametrize("missing", range(len(_WAITS_WITHOUT_BRIDGE)), ids=_WAITS_WITHOUT_BRIDGE)
+def test_a_missing_wait_without_a_bridge_is_noticed(missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = itertools.count()
+    wait = plgpu.barrier_wait
+    monkeypatch.setattr(plgpu, "barrier_wait", lambda barrier: None if next(waits) == missing else wait(barrier))
+    config = dataclasses.replace(FORWARD, bridge=False, num_consumers=2)
+    with pytest.raises((RaceError, TimeoutError, ValueError)):
+        run_forward(make_spec(456, 456, heads=(6, 1), window=(130, 120)), config)
+    assert next(waits) == len(_WAITS_WITHOUT_BRIDGE)
 
 
 @pytest.mark.parametrize("missing", ["commit_smem", "wait_smem_to_gmem"])
