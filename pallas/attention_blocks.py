@@ -15,8 +15,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.mosaic.gpu.utils import memref_ptr
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, nvvm, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, scf, vector
 from jaxtyping import Array, Bool, Int32
 
 from jaxkernels.specs import AttentionSpec
@@ -40,6 +41,7 @@ __all__ = [
     "cap",
     "cap_and_slope",
     "cluster_end",
+    "count_up",
     "ends_of",
     "features",
     "hide_other_segments",
@@ -57,8 +59,6 @@ __all__ = [
     "may_see_nothing",
     "pad_heads",
     "padded_head_dims",
-    "plan_of_equal_work",
-    "planned_item",
     "planned_offset",
     "queries_inside",
     "queries_that_see_all",
@@ -293,6 +293,23 @@ def _scale_rows(ctx: Any, tile: Any, factors: Any) -> Any:
     return mgpu.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=tile.is_signed)
 
 
+def count_up(counter: Any, before: Any) -> None:
+    """Adds 1 to a counter in global memory; writes to shared memory what it was."""
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    inline(_count_up)(counter, before)
+
+
+def _count_up(ctx: Any, counter: Any, before: Any) -> None:
+    """`count_up` in MLIR: one thread counts, and the warpgroup waits for it."""
+    del ctx
+    one = mgpu.c(1, ir.IntegerType.get_signless(32))
+    with mgpu.single_thread(mgpu.ThreadSubset.WARPGROUP):
+        # Nothing else is told by it: no order with other accesses.
+        relaxed: Any = dict(ordering=llvm.AtomicOrdering.monotonic, syncscope="device")
+        memref.store(llvm.atomicrmw(llvm.AtomicBinOp.add, memref_ptr(counter), one, **relaxed), before, [])
+    mgpu.warpgroup_barrier()
+
+
 def balanced_plan(items: Sequence[tuple[int, float]], num_ctas: int) -> tuple[np.ndarray, float]:
     """A row for each CTA of a grid: how many items it has, their numbers, and one that stands for none; and how long
     the last CTA takes.
@@ -323,65 +340,6 @@ def balanced_plan(items: Sequence[tuple[int, float]], num_ctas: int) -> tuple[np
 def is_known_at_run_time(spec: AttentionSpec) -> bool:
     """Whether arrays tell which blocks are visited."""
     return spec.query_lengths or spec.key_lengths or spec.segments
-
-
-def plan_of_equal_work(work: jax.Array, num_ctas: int, num_columns: int) -> jax.Array:
-    """A row for each CTA of a persistent grid, from which `planned_item` tells the numbers of its items.
-
-    Items lie in the rows of a table, and follow on each other column by column. Each CTA takes some that follow on each
-    other and are its share of the work, and begins with the uppermost. With as many columns as CTAs that is a column,
-    more or less, and at any time all are near the same row, whose heads' keys and values L2 then holds once; with one
-    column these are consecutive items, most of a CTA's own.
-
-    Args:
-      work: duration of each item, in their order.
-      num_ctas: how many there are at most.
-      num_columns: of the table, at most as many as items.
-
-    Returns:
-      How many items there are, the place of the first one, and after how many of them the uppermost comes.
-    """
-    size = work.size
-    num_ctas = min(num_ctas, size)
-    place = jnp.arange(size, dtype=jnp.int32)
-    number = _item_at(place, size, num_columns)
-    ends = jnp.cumsum(work.ravel().astype(jnp.float32)[number])
-    cta = jnp.minimum((ends - jnp.diff(ends, prepend=0) / 2) * (num_ctas / ends[-1]), num_ctas - 1).astype(jnp.int32)
-    edge = jnp.arange(num_ctas + 1, dtype=jnp.int32)
-    first = jnp.searchsorted(cta, edge, method="compare_all").astype(jnp.int32)
-    # At least one item each.
-    first = jnp.minimum(lax.cummax(first - edge), size - num_ctas) + edge
-    first, count = first[:-1], first[1:] - first[:-1]
-    num_rows, num_long = _columns(size, num_columns)
-    row, column = jnp.divmod(_item_at(first, size, num_columns), num_columns)
-    rest_of_column = num_rows - (column >= num_long) - row
-    turn = jnp.where((row > 0) & (rest_of_column < count), rest_of_column, 0)
-    return jnp.stack([count, first, turn], axis=1)
-
-
-def planned_item(count: Any, first: Any, turn: Any, nth: Any, size: int, num_columns: int) -> Any:
-    """The number of a CTA's nth item, of `plan_of_equal_work`; of the item behind the last one, some item's."""
-    after = nth + turn
-    return _item_at(first + jnp.where(after < count, after, after - count), size, num_columns)
-
-
-def _columns(size: int, num_columns: int) -> tuple[int, int]:
-    """Of a table of items: how many rows it has, and how many columns have one in the last row."""
-    num_rows = -(-size // num_columns)
-    return num_rows, size - (num_rows - 1) * num_columns
-
-
-def _item_at(place: Any, size: int, num_columns: int) -> Any:
-    """The number, counted along rows, of the item that is at a place, counted along columns."""
-    num_rows, num_long = _columns(size, num_columns)
-    divide = lambda x, y: (lax.div(x, jnp.int32(y)), lax.rem(x, jnp.int32(y)))
-    column, row = divide(place, num_rows)
-    number = row * num_columns + column
-    if num_long == num_columns:
-        return number
-    behind = place - num_long * num_rows
-    column, row = divide(behind, num_rows - 1)
-    return jnp.where(behind < 0, number, row * num_columns + num_long + column)
 
 
 def hides_by_causality_alone(spec: AttentionSpec) -> bool:
@@ -444,14 +402,20 @@ def _pairs_of_blocks(
 
 
 def _spans_of_blocks(meets: Bool[Array, "B X Y"], is_one: Bool[Array, "B X Y"]) -> list[Int32[Array, "B X"]]:
-    """Along Y: the first block that meets and the end of these, the first of a run that is one, and the run's end."""
+    """Along Y: the first block that meets and the end of these, the first of a run that is one, and the run's end.
+
+    Of several runs, as there are of ids in no order, it is the first block of the first. All reductions are of the same
+    arrays, which XLA makes one kernel.
+    """
     num_blocks = meets.shape[2]
     block = jnp.arange(num_blocks, dtype=jnp.int32)
-    first = jnp.min(jnp.where(meets, block, num_blocks), axis=2)
-    end = jnp.max(jnp.where(meets, block + 1, 0), axis=2)
-    first_of_one = jnp.min(jnp.where(is_one, block, num_blocks), axis=2)
-    ends_run = ~is_one & (block > first_of_one[:, :, None])
-    return [first, end, first_of_one, jnp.min(jnp.where(ends_run, block, num_blocks), axis=2)]
+    span = lambda marked: (
+        jnp.where(marked, block, num_blocks).min(axis=2),
+        jnp.where(marked, block + 1, 0).max(axis=2),
+    )
+    first_of_one, end_of_one = span(is_one)
+    is_run = is_one.sum(axis=2, dtype=jnp.int32) == end_of_one - first_of_one
+    return [*span(meets), first_of_one, jnp.where(is_run, end_of_one, jnp.minimum(first_of_one + 1, num_blocks))]
 
 
 def segment_blocks(

@@ -31,8 +31,8 @@ walked from the last one back: those at either end that a mask touches have loop
 masked. Lengths and offsets are read in the kernel; what segments leave of the keys XLA tells before, a range of blocks
 for each item. A query that sees no key averages all values (`jaxkernels.xla.attention`): its item visits all blocks,
 and its masked logits are finite. Items come head by head, so that all CTAs read the same keys and values, the longest
-of a head first; which CTA does which is planned before the launch, so that all end together: by XLA, where arrays of
-lengths or segments tell how long they are.
+of a head first; which CTA does which is planned before the launch, so that all end together. Where arrays of lengths
+or segments tell how long they are, CTAs ask for one after the other, by a counter in global memory.
 Head dimensions are padded to multiples of 64 by XLA, or of 32, lengths to multiples of 8; beyond these TMA reads zeros
 and drops what it would write.
 
@@ -68,6 +68,7 @@ from jaxkernels.pallas.attention_blocks import (
     blocks_within,
     cap,
     cluster_end,
+    count_up,
     ends_of,
     features,
     hide_other_segments,
@@ -83,8 +84,6 @@ from jaxkernels.pallas.attention_blocks import (
     may_see_nothing,
     pad_heads,
     padded_head_dims,
-    plan_of_equal_work,
-    planned_item,
     planned_offset,
     query_offset,
     scale_rows,
@@ -268,7 +267,11 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
     q, k, v = pad_heads(q, padded_head_dim), pad_heads(k, padded_head_dim), pad_heads(v, padded_value_dim)
     batch, _, num_heads, _ = q.shape
     inputs = _inputs(spec, config, v, dict(zip(spec.extra_names, extras)))
-    plan = _plan_by_arrays(spec, config, inputs) if is_known_at_run_time(spec) else jnp.asarray(_plan(spec, config))
+    if is_known_at_run_time(spec):
+        num_workers, plan = min(spec.target.num_sms, _num_items(spec, config)), jax.new_ref(jnp.zeros(1, jnp.int32))
+    else:
+        plan = jnp.asarray(_plan(spec, config))
+        num_workers = len(plan)
     kernel = plgpu.kernel(
         functools.partial(_kernel, spec=spec, config=config),
         out_type=[
@@ -276,7 +279,7 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
             # Whole blocks: Mosaic clips a store of contiguous bytes at the end of the array, not of the row.
             jax.ShapeDtypeStruct((batch, num_heads, num_queries + -num_queries % _rows(config)), jnp.float32),
         ],
-        grid=(len(plan),),
+        grid=(num_workers,),
         grid_names=("worker",),
         cluster=(_num_ctas(config),) if config.multicast else (),
         cluster_names=("cluster",) if config.multicast else (),
@@ -324,30 +327,8 @@ def _plan(spec: AttentionSpec, config: Config) -> np.ndarray:
     return balanced_plan(numbered, spec.target.num_sms // _num_ctas(config))[0]
 
 
-def _plan_by_arrays(spec: AttentionSpec, config: Config, inputs: dict[str, jax.Array]) -> jax.Array:
-    """The items of each CTA (`plan_of_equal_work`)."""
-    batch, num_queries, num_heads, _ = spec.q.shape
-    rows = _rows(config)
-    offset = query_offset(inputs)
-    query_end, key_end = ends_of(spec, inputs, jnp.arange(batch)[:, None], offset)
-    start = offset + jnp.arange(0, num_queries, rows)
-    seen = keys_seen_by_any(spec, start, jnp.minimum(start + rows, query_end), key_end)
-    first, end = blocks_of(jnp.asarray(seen[0]), jnp.asarray(seen[1]), config.block_kv)
-    if spec.segments:
-        first = jnp.maximum(first, inputs["segment_blocks"][:, :, 0])
-        end = jnp.minimum(end, inputs["segment_blocks"][:, :, 1])
-    work = jnp.broadcast_to(jnp.maximum(end - first, 1) + _ITEM_STEPS, (batch, start.size))
-    work = jnp.repeat(work, num_heads, axis=0)
-    return plan_of_equal_work(work, spec.target.num_sms, _num_columns(spec, config, work.size))
-
-
-def _num_columns(spec: AttentionSpec, config: Config, num_items: int) -> int:
-    """Of the table from which `plan_of_equal_work` deals items: whether CTAs work on the same heads at a time, or each
-    on heads of its own, which at head dimension 64 is 1.1 times as fast with two consumers. Above it is the other way
-    round: 8 documents in 8192 tokens 1.10 to 1.30, lengths 1.02 to 1.08.
-    """
-    is_narrow = max(spec.q.shape[3], spec.v.shape[3]) <= 64 and config.num_consumers == 2
-    return 1 if is_narrow else min(num_items, spec.target.num_sms)
+def _num_items(spec: AttentionSpec, config: Config) -> int:
+    return spec.q.shape[0] * spec.q.shape[2] * pl.cdiv(spec.q.shape[1], _rows(config))
 
 
 def _num_ctas(config: Config) -> int:
@@ -414,6 +395,9 @@ def _kernel(
     look_back = None if spec.window is None else spec.window[0]
     hidden = UNSEEN_LOGIT if may_see_nothing(spec) else -math.inf
     shared = ("cluster",) if config.multicast else None
+    # Only arrays tell how long items take: the first is the worker's own, the others come in the order in which workers
+    # ask for them.
+    is_dealt = is_known_at_run_time(spec)
     # Whether a consumer passes over blocks at either end of an item's that only other consumers' queries see. A bridge
     # leads from an item's very last block to the first of the next.
     skips_blocks = not config.bridge and (spec.causal or spec.window is not None)
@@ -431,25 +415,32 @@ def _kernel(
         k_empty: Any,
         v_empty: Any,
         cluster_done: Any,
+        number_smem: Any,
+        number_full: Any,
+        number_empty: Any,
     ) -> None:
         warpgroup = lax.axis_index("warpgroup")
         offset = query_offset(extras)
         worker = lax.axis_index("worker")
-        num_items = lambda: plan_gmem[worker, 0]
-        num_q_blocks = pl.cdiv(spec.q.shape[1], _rows(config))
-        num_all = spec.q.shape[0] * spec.q.shape[2] * num_q_blocks
+        num_q_blocks, num_items = pl.cdiv(spec.q.shape[1], _rows(config)), _num_items(spec, config)
+        # Of the item behind the last one, some item's.
+        planned_number = lambda nth: plan_gmem[worker, nth + 1]
 
-        def number_of(nth: Any) -> Any:
-            """Of the item behind the last one, some item's."""
-            if is_known_at_run_time(spec):
-                count, first, turn = (plan_gmem[worker, i] for i in range(3))
-                return planned_item(count, first, turn, nth, num_all, _num_columns(spec, config, num_all))
-            return plan_gmem[worker, nth + 1]
+        def for_each_item(first: Any, count: Any, body: Any, carry: Any) -> None:
+            """Calls `body(nth, (number, carry))`, which returns the next item's number and carry."""
+            if is_dealt:
+                # That the number is in range costs 60 bytes of spills at head dimension 128, if LLVM knows it.
+                more = lambda state: lax.optimization_barrier(state[1][0]) < num_items
+                lax.while_loop(more, lambda state: (state[0] + 1, body(*state)), (jnp.int32(0), (first, carry)))
+            else:
+                lax.fori_loop(0, count, body, (first, carry))
 
         def item_of(number: Any, consumer: Any = None) -> _Item:
             """An item; for a consumer that skips blocks, with those that its own queries see."""
             num_heads = jnp.int32(spec.q.shape[2])
             head, q_block = lax.div(number, jnp.int32(num_q_blocks)), lax.rem(number, jnp.int32(num_q_blocks))
+            if is_dealt and spec.causal:
+                q_block = num_q_blocks - 1 - q_block
             q_base = q_block * _rows(config)
             if config.multicast:
                 q_base += lax.axis_index("cluster") * _cta_rows(config)
@@ -506,9 +497,15 @@ def _kernel(
 
                 pl.when(~is_edge)(lambda: load_whole(block, slot))
 
+            def take_number() -> Any:
+                plgpu.barrier_wait(number_empty)
+                count_up(plan_gmem.at[0], number_smem.at[0])
+                plgpu.barrier_arrive(number_full)
+                return number_smem[0] + lax.axis_size("worker")
+
             def load_item(nth: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
                 number, slot = carry
-                item, next_number = item_of(number), number_of(nth + 1)
+                item, next_number = item_of(number), None if is_dealt else planned_number(nth + 1)
                 kv_head = lax.div(item.head, jnp.int32(spec.group_size))
                 # JAX refuses slices that it sees end beyond the array, as the last block may: hide where they start.
                 origin = worker * 0
@@ -530,6 +527,8 @@ def _kernel(
                     rows = (item.batch, pl.ds(item.q_base + consumer * block_q, block_q), item.head)
                     plgpu.barrier_wait(q_empty.at[q_slot])
                     plgpu.copy_gmem_to_smem(q_gmem.at[rows], q_smem.at[q_slot], q_full.at[q_slot])
+                if is_dealt:
+                    next_number = take_number()
 
                 def load_step(i: Any, slot: Any) -> Any:
                     load_keys(last - i, following(slot))
@@ -540,7 +539,8 @@ def _kernel(
                 load_values(item.first_block, slot)
                 return next_number, following(slot)
 
-            lax.fori_loop(0, num_items(), load_item, (number_of(0), jnp.int32(0)))
+            count, number = (None, worker) if is_dealt else (plan_gmem[worker, 0], planned_number(0))
+            for_each_item(number, count, load_item, jnp.int32(0))
 
         @pl.when(warpgroup < num_consumers)
         def _consume() -> None:
@@ -559,6 +559,14 @@ def _kernel(
                 plgpu.barrier_arrive(v_empty.at[slot])
             for slot in range(num_q_slots):
                 plgpu.barrier_arrive(q_empty.at[slot * num_consumers + consumer])
+            if is_dealt:
+                plgpu.barrier_arrive(number_empty)
+
+            def taken_number() -> Any:
+                plgpu.barrier_wait(number_full)
+                number = number_smem[0] + lax.axis_size("worker")
+                plgpu.barrier_arrive(number_empty)
+                return number
 
             def multiply_keys(s_ref: Any, nth: Any, slot: Any) -> None:
                 plgpu.wgmma(s_ref, q_smem.at[q_slot_of(nth, consumer)], k_smem.at[slot].transpose((1, 0)))
@@ -728,9 +736,9 @@ def _kernel(
                     """
                     slot, p, row_max, row_sum = carry
                     next_slot = following(slot)
-                    item = item_of(next_number)
+                    item = item_of(jnp.minimum(next_number, num_items - 1) if is_dealt else next_number)
                     block = item.last_block
-                    if_any = pl.when(nth + 1 < count)
+                    if_any = pl.when(next_number < num_items if is_dealt else nth + 1 < count)
                     normalizer = stage_lse(number, row_max, row_sum)
 
                     @functools.partial(pl.run_scoped, s_ref=plgpu.ACC((block_q, block_kv), jnp.float32))
@@ -804,27 +812,31 @@ def _kernel(
 
                 def run_item(nth: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
                     number, carry = carry
-                    item, next_number = item_of(number, consumer), number_of(nth + 1)
+                    item = item_of(number, consumer)
+                    next_number = taken_number() if is_dealt else planned_number(nth + 1)
+                    if not config.bridge:
+                        carry = skip(item_of(number).end_block - item.end_block, carry) if skips_blocks else carry
+                        carry = begin(nth, item, carry)
+                    carry = walk(nth, number, item, carry)
                     if config.bridge:
-                        return next_number, bridge(nth, number, next_number, walk(nth, number, item, carry))
-                    slot = carry
-                    if skips_blocks:
-                        slot = skip(item_of(number).end_block - item.end_block, slot)
-                    slot = end(number, walk(nth, number, item, begin(nth, item, slot)))
+                        return next_number, bridge(nth, number, next_number, carry)
+                    slot = end(number, carry)
                     if skips_blocks and look_back is not None:
-                        first_block = item_of(lax.optimization_barrier(number), consumer).first_block
-                        slot = skip(first_block - item_of(lax.optimization_barrier(number)).first_block, slot)
+                        again = lambda *args: item_of(lax.optimization_barrier(number), *args)
+                        slot = skip(again(consumer).first_block - again().first_block, slot)
                     return next_number, slot
 
-                count, number, slot = num_items(), number_of(0), jnp.int32(0)
+                count, number = (None, worker) if is_dealt else (plan_gmem[worker, 0], planned_number(0))
+                slot = jnp.int32(0)
                 first = begin(jnp.int32(0), item_of(number), slot) if config.bridge else slot
-                lax.fori_loop(0, count, run_item, (number, first))
+                for_each_item(number, count, run_item, first)
 
             pl.run_scoped(attend, plgpu.ACC((block_q, value_dim), jnp.float32))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         leave_cluster(cluster_done)
 
+    numbers = [plgpu.SMEM((1,), jnp.int32), plgpu.Barrier(), plgpu.Barrier(num_arrivals=num_consumers)]
     pl.run_scoped(
         _attend,
         tile(num_q_slots * num_consumers, block_q, head_dim),
@@ -840,5 +852,6 @@ def _kernel(
         slot_releases(num_stages, num_consumers, multicast=config.multicast),
         slot_releases(num_stages, num_consumers, multicast=config.multicast),
         cluster_end(num_consumers, multicast=config.multicast),
+        *(numbers if is_dealt else [None] * len(numbers)),
         collective_axes="warpgroup",
     )

@@ -55,7 +55,10 @@ LENGTHS = [0, 1, 64, 130, 200]
 
 def interpret(**settings: Any) -> contextlib.AbstractContextManager[None]:
     """As `interpret.interpret`, with what these kernels write in MLIR."""
-    return interpret_kernels(emulations={"_scale_rows": lambda tile, factors: tile * factors[:, None]}, **settings)
+    emulations = dict(
+        _scale_rows=lambda tile, factors: tile * factors[:, None], _count_up=lambda counter, _: (counter + 1, counter)
+    )
+    return interpret_kernels(emulations=emulations, **settings)
 
 
 def make_spec(

@@ -301,28 +301,6 @@ def test_items_as_long_as_each_other_are_for_as_few_ctas_as_end_in_that_time(num
     assert len(uneven) == min(num_items, 132)
 
 
-@pytest.mark.one_version
-@pytest.mark.parametrize(
-    "work", [np.arange(2048) % 17 + 1.0, np.ones(5), np.ones(132), [1000.0, *[1.0] * 200], [*[1.0] * 200, 1000.0]]
-)
-@pytest.mark.parametrize("num_columns", [132, 1])
-def test_items_of_equal_work(work: Any, num_columns: int) -> None:
-    """All are done once, and each CTA goes down the rows of the table; none has more than its share and an item."""
-    work = np.asarray(work)
-    num_columns = min(num_columns, len(work))
-    plan = np.asarray(attention_blocks.plan_of_equal_work(jnp.asarray(work), 132, num_columns))
-    assert len(plan) == min(132, len(work))
-    assert min(plan[:, 0]) >= 1
-    nth_of = lambda row, nth: attention_blocks.planned_item(*row, nth, len(work), num_columns)
-    numbers = [np.asarray(nth_of(row, np.arange(row[0], dtype=np.int32))) for row in plan]
-    assert sorted(itertools.chain(*numbers)) == list(range(len(work)))
-    assert max(work[some].sum() for some in numbers) <= work.sum() / len(plan) + work.max()
-    num_rows = len(work) // num_columns
-    rows = [np.array(some) // num_columns for some in numbers if len(some) <= num_rows]
-    assert rows
-    assert all((np.diff(row) > 0).all() for row in rows)
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize(("lengths", "causal"), [((264, 264), True), ((136, 328), False), ((328, 136), False)], ids=str)
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
@@ -638,9 +616,9 @@ def test_a_missing_wait_of_the_forward_kernel_is_noticed(missing: int, monkeypat
     assert next(waits) == len(_WAITS)
 
 
-_WAITS_WITH_EDGES = [*_WAITS[:4], "edge values free", "values free", "last edge values free", *_WAITS[5:9]]
-_WAITS_WITH_EDGES += [f"{loop} {what}" for loop in ("masked", "middle", "last masked") for what in ("keys", "values")]
-_WAITS_WITH_EDGES += _WAITS[-3:]
+_WALK = [f"{loop} {what}" for loop in ("masked", "middle", "last masked") for what in ("keys", "values")]
+_WAITS_WITH_EDGES = [*_WAITS[:3], "number free", "next keys free", "edge values free", "values free"]
+_WAITS_WITH_EDGES += ["last edge values free", *_WAITS[5:9], "number", *_WALK, *_WAITS[-3:]]
 
 
 @pytest.mark.sampled(one_in=3)
@@ -657,7 +635,7 @@ def test_a_missing_wait_beside_masks_is_noticed(missing: int, monkeypatch: pytes
     assert next(waits) == len(_WAITS_WITH_EDGES)
 
 
-_WAITS_WITHOUT_BRIDGE = [*_WAITS[:6], "skipped keys", "skipped values", *_WAITS_WITH_EDGES[8:-3]]
+_WAITS_WITHOUT_BRIDGE = [*_WAITS[:6], "skipped keys", "skipped values", *_WAITS[6:9], *_WALK]
 _WAITS_WITHOUT_BRIDGE += ["last skipped keys", "last skipped values"]
 
 

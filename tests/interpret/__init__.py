@@ -55,7 +55,8 @@ def interpret(
 
     Args:
       emulations: for each `plgpu.inline_mgpu` function, by its name: a function of the same arrays that returns the
-        same results with JAX operations.
+        same results with JAX operations; or, if it takes references alone, one of NumPy arrays that returns what they
+        then hold.
       deadlock_after: seconds that a thread may wait at a barrier.
 
     Raises:

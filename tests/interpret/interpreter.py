@@ -32,6 +32,7 @@ _MAX_THREADS = 31
 
 _REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum}
 _reducing = threading.Lock()
+_GMEM = shared_memory.get_memory_space_idx(gpu_core.MemorySpace.GMEM)
 _Key = shared_memory.HostAllocationKey
 
 
@@ -355,10 +356,29 @@ def _inline_mgpu_rule(self, eqn, token, invals):
     emulate = dict(self.interpret_params.emulations).get(name)
     if emulate is None:
         raise NotImplementedError(f"interpret: inline_mgpu of {name}; pass emulations={{{name!r}: function}}.")
-    if any(isinstance(v.aval, state_types.AbstractRef) for v in eqn.invars[: tree.num_leaves]):
-        raise NotImplementedError(f"interpret: inline_mgpu of {name} takes references, which cannot be emulated.")
-    outs = jax.tree.leaves(emulate(*tree.unflatten(invals[: tree.num_leaves])))
-    return token, [out.astype(v.aval.dtype) for out, v in zip(outs, eqn.outvars, strict=True)]
+    args, leaves = invals[: tree.num_leaves], invals[tree.num_leaves :]
+    are_refs = [isinstance(v.aval, state_types.AbstractRef) for v in eqn.invars[: tree.num_leaves]]
+    if not any(are_refs):
+        outs = jax.tree.leaves(emulate(*tree.unflatten(args)))
+        return token, [out.astype(v.aval.dtype) for out, v in zip(outs, eqn.outvars, strict=True)]
+    if not all(are_refs) or eqn.outvars:
+        raise NotImplementedError(f"interpret: inline_mgpu of {name} takes references beside arrays, or returns any.")
+    transforms = eqn.params["pytree_ref_transforms"].unflatten(leaves)
+    refs = [jaxpr_interpret.resolve_ref(v.aval, arg, t) for v, arg, t in zip(eqn.invars, args, transforms)]
+    return self.call(functools.partial(_update, emulate=emulate), eqn, token, refs)
+
+
+@_host
+def _update(memory, thread, info, refs, *, emulate):
+    """Replaces what references hold by what `emulate` makes of it; in global memory atomically."""
+    races, clock = gpu_callbacks.get_races(), memory.incr_clock(thread).generic_clock
+    views = [_view(memory, ref) for ref in refs]
+    with _reducing:
+        values = emulate(*(_read(memory, key, access) for key, access in views))
+        for (key, access), value in zip(views, values, strict=True):
+            is_atomic = key.memory_space_id == _GMEM
+            races.check_write(thread, clock, key, access, source_info=info.source_info, reduction=is_atomic)
+            _write(memory, thread, key, access, np.asarray(value))
 
 
 # Semaphores in global memory: counters that the blocks of a launch share. Clusters run one after the other here, so
