@@ -38,7 +38,16 @@ def test_deterministic_gradients_have_the_same_bits(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [dict(is_causal=True), dict(local_window_size=(255, 0))], ids=["causal", "window"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(is_causal=True),
+        dict(local_window_size=(255, 0)),
+        # Blocks ask for items of the forward pass, and get others each time.
+        dict(is_causal=True, key_value_seq_lengths=np.array([1000, 700, 30, 999], np.int32)),
+    ],
+    ids=["causal", "window", "lengths"],
+)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_200_runs_have_the_same_bits(head_dim, options):
     """Of a chip full of blocks, which begin and end in another order each time."""

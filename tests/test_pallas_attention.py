@@ -857,25 +857,33 @@ import functools
 from interpreted_attention import make_spec
 from jaxkernels.pallas import attention_backward, attention_forward
 
-def operands(dim):
-    spec = make_spec(200, 136, heads=(4, 2), dims=(dim, dim), batch=2, causal=True)
+def operands(dim, **rules):
+    spec = make_spec(200, 136, heads=(4, 2), dims=(dim, dim), batch=2, causal=True, **rules)
     return spec, *(jnp.ones(x.shape, x.dtype) for x in (spec.q, spec.k, spec.v))
 
 def forward(dim):
     spec, q, k, v = operands(dim)
     return attention_forward.run(spec, attention_forward.shortlist(spec)[0], q, k, v)
 
+def documents(dim):
+    spec, q, k, v = operands(dim, window=(90, None), query_lengths=True, key_lengths=True, segments=True)
+    extras = [jnp.array(lengths, jnp.int32) for lengths in ([200, 90], [136, 70])]
+    extras += [jnp.arange(2 * n, dtype=jnp.int32).reshape(2, n) // 50 for n in (200, 136)]
+    return attention_forward.run(spec, attention_forward.shortlist(spec)[0], q, k, v, *extras)
+
 def backward(dim):
     spec, q, k, v = operands(dim)
     lse = jnp.ones(q.shape[:3], jnp.float32)
     return attention_backward.run(spec, attention_backward.shortlist(spec)[0], q, k, v, q, lse, q, lse)
 
-steps = {f"{run.__name__} {dim}": functools.partial(run, dim) for run in (forward, backward) for dim in (64, 128, 256)}
+runs = (forward, documents, backward)
+steps = {f"{run.__name__} {dim}": functools.partial(run, dim) for run in runs for dim in (64, 128, 256)}
 """
+_STEPS = [f"{run} {dim}" for run in ("forward", "documents", "backward") for dim in (64, 128, 256)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("step", [f"{which} {dim}" for which in ("forward", "backward") for dim in (64, 128, 256)])
+@pytest.mark.parametrize("step", _STEPS)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_compute_sanitizer_finds_nothing(tool: str, step: str) -> None:
     names = (step,) if tool == "memcheck" else ("planted", step)
