@@ -444,19 +444,23 @@ def _kernel(
             q_base = q_block * _rows(config)
             if config.multicast:
                 q_base += lax.axis_index("cluster") * _cta_rows(config)
-            start, end = q_base + offset, q_base + _rows(config) + offset
-            if skips_blocks and consumer is not None:
-                start += consumer * block_q
-                end = start + block_q
+            if not skips_blocks:
+                consumer = None
             if is_plain:
-                num_blocks = key_iters(spec, end, block_kv)
+                last_rows = _rows(config) if consumer is None else (consumer + 1) * block_q
+                num_blocks = key_iters(spec, q_base + last_rows + offset, block_kv)
                 return _Item(lax.div(head, num_heads), lax.rem(head, num_heads), q_base, num_blocks)
-            return visible_item(lax.div(head, num_heads), lax.rem(head, num_heads), q_base, start, end)
+            return visible_item(lax.div(head, num_heads), lax.rem(head, num_heads), q_base, consumer)
 
-        def visible_item(batch: Any, head: Any, q_base: Any, start: Any, end: Any) -> _Item:
-            """The item at this place, whatever masks there are, with the blocks that queries between these places see:
+        def visible_item(batch: Any, head: Any, q_base: Any, consumer: Any) -> _Item:
+            """The item at this place, whatever masks there are, with the blocks that its queries see, or a consumer's:
             at least one."""
             query_end, key_end = ends_of(spec, extras, batch, offset)
+            start, end = q_base + offset, q_base + _rows(config) + offset
+            if consumer is not None:
+                own = start + consumer * block_q
+                # Without queries of its own, for all are padding, it has the item's last one: blocks among the item's.
+                start, end = jnp.minimum(own, jnp.maximum(query_end - 1, start)), own + block_q
             end = jnp.minimum(end, query_end)
             first_block, end_block = blocks_of(*keys_seen_by_any(spec, start, end, key_end), block_kv)
             same_segment, visits_all = None, key_end <= 0

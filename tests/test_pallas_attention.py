@@ -477,6 +477,14 @@ def test_consumers_do_not_visit_blocks_that_only_others_queries_see(
 
 
 @pytest.mark.one_version
+@pytest.mark.parametrize("queries", [128, 130, 200])
+def test_consumers_without_queries_have_blocks_among_the_items(queries: int) -> None:
+    """Else they would wait for what nobody loads."""
+    config = dataclasses.replace(FORWARD, num_consumers=3, bridge=False)
+    check(make_spec(queries, 328, window=(0, 0)), config, None)
+
+
+@pytest.mark.one_version
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("schedule", [dict(), dict(num_stages=3), dict(num_consumers=3), dict(block_kv=128)], ids=str)
 @pytest.mark.parametrize(
@@ -487,6 +495,7 @@ def test_consumers_do_not_visit_blocks_that_only_others_queries_see(
         dict(causal=True, query_lengths=True, key_lengths=True),
         dict(causal=True, query_offset=True, window=(3, None)),
         dict(window=(40, 30), key_lengths=True),
+        dict(window=(3, 0), query_lengths=True),
     ],
     ids=str,
 )
