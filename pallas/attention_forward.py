@@ -268,7 +268,9 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
     batch, _, num_heads, _ = q.shape
     inputs = _inputs(spec, config, v, dict(zip(spec.extra_names, extras)))
     if is_known_at_run_time(spec):
-        num_workers, plan = min(spec.target.num_sms, _num_items(spec, config)), jax.new_ref(jnp.zeros(1, jnp.int32))
+        # The number of the first item that is no worker's own.
+        num_workers = min(spec.target.num_sms, _num_items(spec, config))
+        plan = jax.new_ref(jnp.full(1, num_workers, jnp.int32))
     else:
         plan = jnp.asarray(_plan(spec, config))
         num_workers = len(plan)
@@ -505,7 +507,7 @@ def _kernel(
                 plgpu.barrier_wait(number_empty)
                 count_up(plan_gmem.at[0], number_smem.at[0])
                 plgpu.barrier_arrive(number_full)
-                return number_smem[0] + lax.axis_size("worker")
+                return number_smem[0]
 
             def load_item(nth: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
                 number, slot = carry
@@ -568,7 +570,7 @@ def _kernel(
 
             def taken_number() -> Any:
                 plgpu.barrier_wait(number_full)
-                number = number_smem[0] + lax.axis_size("worker")
+                number = number_smem[0]
                 plgpu.barrier_arrive(number_empty)
                 return number
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from cases import random_array
+from interpret import RaceError
 from interpret import interpret as interpret_kernels
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from numerics import assert_accurate
 
 from jaxkernels import hardware
@@ -37,6 +42,7 @@ __all__ = [
     "forward",
     "interpret",
     "make_spec",
+    "missing_wait",
     "random_cotangents",
     "random_operands",
     "run_backward",
@@ -59,6 +65,18 @@ def interpret(**settings: Any) -> contextlib.AbstractContextManager[None]:
         _scale_rows=lambda tile, factors: tile * factors[:, None], _count_up=lambda counter, _: (counter + 1, counter)
     )
     return interpret_kernels(emulations=emulations, **settings)
+
+
+@contextlib.contextmanager
+def missing_wait(missing: int, waits: Sequence[str]) -> Iterator[None]:
+    """Leaves out one of all waits, which are in the order in which they are traced; fails unless that is noticed."""
+    number, wait = itertools.count(), plgpu.barrier_wait
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plgpu, "barrier_wait", lambda barrier: None if next(number) == missing else wait(barrier))
+        # ValueError: a barrier went round before anyone had looked at it.
+        with pytest.raises((RaceError, TimeoutError, ValueError)):
+            yield
+    assert next(number) == len(waits)
 
 
 def make_spec(
