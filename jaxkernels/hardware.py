@@ -144,7 +144,10 @@ def host(platform: str = "cpu") -> Chip:
 
 
 def chip_of(device: Any) -> Chip:
-    """Describes a JAX device: the table's row where there is one, and always what the driver reports."""
+    """Describes a JAX device: the table's row where there is one, and always what the driver reports.
+
+    Of a chip that is not in the table, the rates are not known.
+    """
     if device.platform not in ("gpu", "cuda"):
         return host(device.platform)
     capability = getattr(device, "compute_capability", None)
@@ -153,10 +156,13 @@ def chip_of(device: Any) -> Chip:
     major, minor = (int(part) for part in str(capability).split("."))
     known = next((chip for chip in _TABLE if chip.name == device.device_kind), None)
     base = known or Chip(name=device.device_kind, platform="cuda", source="reported by the driver")
+    # Devices of a topology, for which programs are compiled without a GPU, do not tell all.
+    alike = next((chip for chip in _TABLE if chip.compute_capability == (major, minor)), base)
     return dataclasses.replace(
         base,
         compute_capability=(major, minor),
-        num_sms=int(getattr(device, "core_count", 0) or base.num_sms),
+        num_sms=int(getattr(device, "core_count", 0) or base.num_sms or alike.num_sms),
+        smem_bytes=int(getattr(device, "shared_memory_per_block_optin", 0) or alike.smem_bytes),
     )
 
 

@@ -294,6 +294,7 @@ def test_target_of_cuda_is_what_the_program_will_run_on(monkeypatch):
     unknown = hardware.cuda_target([Device(device_kind="NVIDIA L4", compute_capability="8.9")])
     assert (unknown.compute_capability, unknown.is_hopper) == ((8, 9), False)
     assert str(unknown) == "NVIDIA L4 (compute capability 8.9)"
+    assert hardware.cuda_target([Device(device_kind="NVIDIA GH200 480GB")]).smem_bytes == 232448
     on_cpu = jax.devices("cpu")[:1]
     monkeypatch.setenv("JAXKERNELS_TARGET", "NVIDIA A100-SXM4-80GB")
     assert hardware.cuda_target(on_cpu).compute_capability == (8, 0)
