@@ -107,6 +107,9 @@ def compile_kernel(
 ) -> CompiledKernel:
     """Compiles one kernel of a CUDA C++ source, or takes it from the cache.
 
+    What includes files that are not given here, of the current directory or of an include path among the options, is
+    compiled anew by every call: they may have changed.
+
     Args:
       source: CUDA C++17. CUDA's own headers (cuda_bf16.h ...) are found where they are installed, as
         they are with JAX's CUDA packages.
@@ -136,11 +139,12 @@ def compile_kernel(
     )
     headers = _with_own_headers(source, headers or {})
     request = _Request(source, kernel, filename, tuple(sorted(headers.items())), options)
-    path = cache_root() / "cubins" / f"{request.key()}.zip"
-    compiled = _read(path)
+    path = cache_root() / "cubins" / f"{request.key()}.zip" if request.tells_all() else None
+    compiled = None if path is None else _read(path)
     if compiled is None:
         compiled = request.compile()
-        _write(path, compiled)
+        if path is not None:
+            _write(path, compiled)
     if strict:
         _refuse_slow(filename, compiled)
     return compiled
@@ -193,6 +197,9 @@ def _toolkit_headers() -> pathlib.Path | None:
     return None if folder is None else pathlib.Path(folder)
 
 
+# Options of NVRTC that have it read files.
+_INCLUDING = ("-I", "--include-path", "-include-path", "--pre-include", "-include")
+
 # The first group of a line that includes: #include "tma.cuh".
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
@@ -226,6 +233,15 @@ class _Request:
     filename: str
     headers: tuple[tuple[str, str], ...]
     options: tuple[str, ...]
+
+    def tells_all(self) -> bool:
+        """Whether the compiler reads no files but CUDA's own."""
+        if any(option.startswith(_INCLUDING) for option in self.options):
+            return False
+        given, toolkit = dict(self.headers), _toolkit_headers() if nvrtc_version() else None
+        included = {name for text in (self.source, *given.values()) for name in _INCLUDE.findall(text)} - set(given)
+        is_toolkits = lambda name: toolkit is not None and (toolkit / name).exists()
+        return all(is_toolkits(name) and not pathlib.Path(name).exists() for name in included)
 
     def key(self) -> str:
         folder = _toolkit_headers() if nvrtc_version() else None

@@ -212,6 +212,28 @@ def test_cache_key_covers_all_that_decides_the_code(cache, monkeypatch):
     assert len(list(cache.iterdir())) == len(variants) + 2
 
 
+@pytest.mark.parametrize("from_path", [False, True], ids=["current directory", "include path"])
+def test_files_that_nvrtc_finds_by_itself_may_change(from_path, cache, tmp_path, monkeypatch):
+    (tmp_path / "factor.cuh").write_text("#define FACTOR 2\n")
+    source = '#include "factor.cuh"\n__global__ void scale(float* x) { x[0] *= FACTOR; }'
+    if from_path:
+        source, options = source.replace('"factor.cuh"', "<factor.cuh>"), [f"--include-path={tmp_path}"]
+    else:
+        monkeypatch.chdir(tmp_path)
+        options = []
+    before = ffi.compile_kernel(source, "scale", options=options)
+    (tmp_path / "factor.cuh").write_text("#define FACTOR 3\n")
+    assert ffi.compile_kernel(source, "scale", options=options).cubin != before.cubin
+    given = ffi.compile_kernel(source, "scale", headers={"factor.cuh": "#define FACTOR 2\n"})
+    assert given.cubin == before.cubin
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_toolkit_headers_in_quotes_are_cached(cache):
+    ffi.compile_kernel('#include "cuda_bf16.h"\n' + TWO_KERNELS, "staged")
+    assert len(list(cache.iterdir())) == 1
+
+
 def damages(entry: bytes):
     for kept in (0, 1, len(entry) // 3, len(entry) - 1):
         yield f"first {kept} bytes", entry[:kept]
