@@ -202,6 +202,13 @@ class _Problem:
         if not condition:
             raise ValueError(f"{self._kernel}[cuda]: {self._place}{what}; got {got}. {way_out}")
 
+    def unless_whole(self, **values: Any) -> None:
+        """Each a number or a sequence of them."""
+        for what, value in values.items():
+            numbers = value if isinstance(value, Sequence) else [value]
+            is_whole = all(isinstance(n, (int, np.integer)) for n in numbers)
+            self.unless(is_whole, f"{what} must be whole", f"{what}={value}", "Divide with //.")
+
     def unless_hopper(self, target: hardware.Chip, what: str) -> None:
         capability = target.compute_capability
         if capability is not None and capability < _HOPPER:
@@ -227,6 +234,7 @@ def _launch_attributes(
         "cluster": "Use fewer blocks.",
     }
     for what, given in {"grid": grid, "block": block, "cluster": cluster}.items():
+        problem.unless_whole(**{what: tuple(given)})
         xyz = tuple(int(n) for n in given)
         problem.unless(
             1 <= len(xyz) <= 3, f"{what} must have one to three dimensions", f"{what}={xyz}", "Fold the rest into x."
@@ -260,6 +268,7 @@ def _launch_attributes(
     )
     if math.prod(extents["cluster"]) > 1:
         problem.unless_hopper(target, "clusters")
+    problem.unless_whole(smem_bytes=smem_bytes)
     problem.unless(smem_bytes >= 0, "smem_bytes must not be negative", f"smem_bytes={smem_bytes}", "Use 0 for none.")
     problem.unless(
         not target.smem_bytes or smem_bytes <= target.smem_bytes,
@@ -303,6 +312,7 @@ def _parameter_attributes(
         "Bitcast to uint8.",
     )
     num_bytes = math.prod(buffer.shape) * buffer.dtype.itemsize
+    problem.unless_whole(offset=parameter.offset)
     problem.unless(
         0 <= parameter.offset <= num_bytes,
         f"offset must lie in the buffer of {num_bytes} bytes",
@@ -347,6 +357,7 @@ def _tensor_map_attributes(
     box = tuple(tensor_map.box)
     element_strides = tuple(tensor_map.element_strides or (1,) * rank)
     strides = tuple(_dense_strides(shape, itemsize) if tensor_map.strides is None else tensor_map.strides)
+    problem.unless_whole(shape=shape, box=box, element_strides=element_strides, strides=strides)
     for what, values, count in [
         ("box", box, rank),
         ("element_strides", element_strides, rank),

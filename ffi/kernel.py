@@ -194,7 +194,7 @@ class CudaKernel:
             )
         if arrays:
             arrays = _jax.match_varying_axes(*arrays)
-        parameters = dict(kernel=self, constants=tuple(sorted(constants.items())))
+        parameters = dict(kernel=self, constants=_frozen(constants))
 
         def primal(*xs: jax.Array) -> Any:
             outs = _cuda_kernel_p.bind(*xs, **parameters)
@@ -339,7 +339,17 @@ class _Call:
     arguments: dict[str, Any]
 
 
-_Constants = tuple[tuple[str, Hashable], ...]
+#: Names, how they are written, and values: 2 and 2.0 are equal, and make different programs, as 0.0 and -0.0 do.
+_Constants = tuple[tuple[str, str, Hashable], ...]
+
+
+def _frozen(constants: Mapping[str, Hashable]) -> _Constants:
+    return tuple((name, repr(value), value) for name, value in sorted(constants.items()))
+
+
+def _thawed(constants: _Constants) -> dict[str, Hashable]:
+    return {name: value for name, _, value in constants}
+
 
 _cuda_kernel_p = jax.extend.core.Primitive("cuda_kernel")
 _cuda_kernel_p.multiple_results = True
@@ -348,7 +358,7 @@ _jax.evaluate_eagerly(_cuda_kernel_p)
 
 @_cuda_kernel_p.def_abstract_eval
 def _abstract_eval(*avals: Any, kernel: CudaKernel, constants: _Constants) -> list[Any]:
-    results = kernel._call(avals, dict(constants), hardware.cuda_target()).results
+    results = kernel._call(avals, _thawed(constants), hardware.cuda_target()).results
     if not avals:
         return [jax.core.ShapedArray(result.shape, result.dtype) for result in results]
     return [_jax.abstract_output(kernel.name, avals, result.shape, result.dtype) for result in results]
@@ -361,7 +371,7 @@ def _lower(
         way_out = "Choose by platform with jax.lax.platform_dependent, or lower for CUDA."
         raise NotImplementedError(kernel._message("runs on CUDA devices", f"platform {platform!r}", way_out))
     target = hardware.cuda_target(_jax.devices_during_lowering(ctx))
-    run = functools.partial(kernel._run, dict(constants), target)
+    run = functools.partial(kernel._run, _thawed(constants), target)
     return _jax.lower_traced(ctx, run, values, multiple_results=True)
 
 
@@ -393,7 +403,7 @@ def _batch(
     else:
         count = 1 if method == "expand_dims" else size
         args = [x if m else jnp.broadcast_to(x, (count, *x.shape)) for x, m in zip(args, is_mapped)]
-        for i, result in enumerate(kernel._call(args, dict(constants), hardware.cuda_target()).results):
+        for i, result in enumerate(kernel._call(args, _thawed(constants), hardware.cuda_target()).results):
             if result.shape[:1] != (size,):
                 what = f"under vmap_method={method!r} results must have the mapped dimension of size {size} first"
                 way_out = 'Have the plan add it, or use vmap_method="sequential".'

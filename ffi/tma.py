@@ -235,6 +235,12 @@ def _checked(
         f"{num_tiles} tiles of {tile}",
         "Move them in several calls.",
     )
+    # As far outside as a tile can be: what is beyond 32 bits would wrap round.
+    least, most = (np.asarray(ends, np.int64) for ends in ([-n for n in tile], x.shape))
+    if starts.dtype in (jnp.uint32, jnp.uint64):
+        starts = jnp.minimum(starts, most.astype(starts.dtype))
+    elif starts.dtype == jnp.int64:
+        starts = jnp.clip(starts, least, most)
     return x, starts.astype(jnp.int32), tile, num_tiles
 
 

@@ -132,6 +132,16 @@ def test_jit_takes_constants_as_static_arguments():
     assert "scaled_sumILi2E" in text.as_text()
 
 
+def test_constants_that_are_equal_but_written_otherwise_make_programs_of_their_own():
+    """Of calls outside of jit, too, which JAX keeps by the primitive's parameters."""
+    source = "__global__ void half(float* out) { out[0] = 1 / DIV; }"
+    made = CudaKernel(
+        source, "half", lambda x, *, div: LaunchPlan({"out": x}, [Pointer("out")], (1,), (1,), defines={"DIV": div})
+    )
+    equations = [jax.make_jaxpr(functools.partial(made, div=div))(X).eqns[0] for div in (1, 1.0, True, -0.0, 0.0)]
+    assert len({equation.params["constants"] for equation in equations}) == len(equations)
+
+
 def test_source_may_be_a_file_with_headers(tmp_path):
     path = tmp_path / "scaled.cu"
     path.write_text('#include "offset.cuh"\n' + SOURCE)
@@ -204,6 +214,10 @@ def identity(**changed: Any) -> CudaKernel:
 
 
 REFUSED_PLANS = [
+    ({"grid": (1000 / 128,)}, "grid must be whole; got grid=(7.8125,). Divide with //."),
+    ({"smem_bytes": 1e3}, "smem_bytes must be whole; got smem_bytes=1000.0. Divide with //."),
+    ({"parameters": [TensorMap("x", box=(8, 32.0))]}, "parameter 0: box must be whole; got box=(8, 32.0). Divide "),
+    ({"parameters": [Pointer("x", offset=8.0)]}, "parameter 0: offset must be whole; got offset=8.0. Divide with //."),
     ({"smem_bytes": 232449}, "a block has at most 232448 bytes of shared memory on NVIDIA H200; got smem_bytes=232449. "
      "Use smaller tiles or fewer stages."),
     ({"parameters": [TensorMap("x", box=(257, 64))]},
@@ -344,7 +358,7 @@ def on_cpu():
     """Has the CPU compute `scaled_sum` by its reference; the rules of the primitive stay as they are."""
 
     def compute(ctx, *values, kernel, constants):
-        run = lambda x, y: [reference(x, y, **dict(constants))]
+        run = lambda x, y: [reference(x, y, **{name: value for name, _, value in constants})]
         return _jax.lower_traced(ctx, run, values, multiple_results=True)
 
     jax.clear_caches()

@@ -147,6 +147,14 @@ def test_pads_only_rows_that_need_it():
     assert "parameter0.byte_strides = dense<256>" in lower(np.zeros((24, 61), np.float32))
 
 
+def test_starts_beyond_32_bits_stay_outside():
+    x = np.zeros((24, 64), np.float32)
+    starts_of = lambda starts: tma._checked("load", x, starts, (8, 16))[1]
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(starts_of(np.int64([[2**32, -(2**40)], [3, -5]])), [[24, -16], [3, -5]])
+    np.testing.assert_array_equal(starts_of(np.uint32([[2**32 - 1, 3]])), [[24, 3]])
+
+
 # What is refused.
 
 X = np.zeros((24, 64), np.float32)
