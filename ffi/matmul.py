@@ -92,7 +92,7 @@ class Config:
     def __post_init__(self) -> None:
         consumer_m = self.block_m // self.num_consumers_of_tile
         way_out = f"got {self}."
-        if consumer_m % _WGMMA_M or self.block_m % self.num_consumers_of_tile:
+        if consumer_m <= 0 or consumer_m % _WGMMA_M or self.block_m % self.num_consumers_of_tile:
             raise ValueError(f"matmul[cuda]: block_m must be a multiple of {_WGMMA_M} for each consumer; {way_out}")
         if self.block_n % 32 or not 0 < self.block_n <= 256:
             raise ValueError(f"matmul[cuda]: block_n must be a multiple of 32 up to 256; {way_out}")
@@ -102,6 +102,8 @@ class Config:
             raise ValueError(
                 f"matmul[cuda]: a consumer's tile must leave each thread {_MAX_ACCUMULATORS} accumulators; {way_out}"
             )
+        if self.minor not in ("m", "n"):
+            raise ValueError(f'matmul[cuda]: minor must be "m" or "n"; {way_out}')
         if self.num_stages < 1 or self.strip < 1 or self.split_k < 1:
             raise ValueError(f"matmul[cuda]: num_stages, strip and split_k must be positive; {way_out}")
         if self.num_staging not in (2, 4):

@@ -19,6 +19,9 @@ _BFLOAT16, _FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 INPUTS = (_BFLOAT16, jnp.dtype(jnp.float16))
 _OUTPUTS = (*INPUTS, _FLOAT32)
 
+#: So many elements of 4 bytes are more than a signed 32-bit number counts.
+_MOST = 2**29
+
 #: What accumulates 16-bit products in float32, by any of its names.
 _PRESETS = (
     lax.DotAlgorithmPreset.DEFAULT,
@@ -51,6 +54,8 @@ def unsupported(spec: MatmulSpec) -> str | None:
         return "needs static shapes"
     if 0 in sizes:
         return "has no work in an empty product"
+    if (most := max(sizes[1:])) >= _MOST:
+        return f"counts the bytes of a row in 32 bits, which {most} elements exceed"
     return None
 
 

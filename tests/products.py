@@ -113,6 +113,7 @@ REFUSALS: dict[str, tuple[MatmulSpec, str]] = {
         "returns bfloat16, float16 or float32, not float64",
     ),
     "empty": (make_spec(8, 0, 8), "has no work in an empty product"),
+    "large": (make_spec(1, 2**29 + 5, 8), "counts the bytes of a row in 32 bits, which 536870917 elements exceed"),
     "precision": (
         dataclasses.replace(make_spec(8, 8, 8), precision=jax.lax.DotAlgorithmPreset.F32_F32_F32),
         "accumulates 16-bit products in float32, the precision asked for is F32_F32_F32",

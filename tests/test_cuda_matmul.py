@@ -175,6 +175,9 @@ def test_defaults_that_were_measured_fastest_where_k_is_odd() -> None:
     ("knobs", "message"),
     [
         (dict(block_m=96), "block_m must be a multiple of 64 for each consumer"),
+        (dict(block_m=0), "block_m must be a multiple of 64 for each consumer"),
+        (dict(block_m=-128), "block_m must be a multiple of 64 for each consumer"),
+        (dict(minor="x"), 'minor must be "m" or "n"'),
         (dict(block_n=176), "block_n must be a multiple of 32 up to 256"),
         (dict(block_k=32), "block_k must be a multiple of 64"),
         (dict(block_m=256), "a consumer's tile must leave each thread 192 accumulators"),
