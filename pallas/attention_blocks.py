@@ -101,6 +101,10 @@ COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 UNSEEN_LOGIT = -(2.0**100)
 
 
+#: Logits under a soft cap are off by 2^-21 of it (`cap`): by 5e-4.
+_LARGEST_CAP = 1000.0
+
+
 def features(spec: AttentionSpec) -> list[str]:
     """What the spec asks for that not every kernel handles, by name."""
     asked = {
@@ -122,6 +126,8 @@ def unsupported(spec: AttentionSpec) -> str | None:
         return f"does not handle {', '.join(missing)} yet"
     if spec.scale <= 0:
         return f"needs a positive scale, got {spec.scale}"
+    if spec.soft_cap is not None and spec.soft_cap > _LARGEST_CAP:
+        return f"tells logits by 2^-21 of the soft cap, up to {_LARGEST_CAP:g}, got {spec.soft_cap:g}"
     if max(spec.q.shape[3], spec.v.shape[3]) > 256:
         return f"handles head dimensions up to 256, got {spec.q.shape[3]} and {spec.v.shape[3]}"
     if not all(isinstance(size, int) for size in (*spec.q.shape, *spec.k.shape, *spec.v.shape)):

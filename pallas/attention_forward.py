@@ -97,7 +97,7 @@ from jaxkernels.specs import MASKED_LOGIT, AttentionSpec
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
-VERSION = 5
+VERSION = 6
 
 #: For so many consumers: registers of the producer's threads, of a consumer's, and of these for accumulators, logits
 #: and probabilities.
@@ -476,6 +476,8 @@ def _kernel(
                 same_segment = tuple(same_segment)
                 if may_see_nothing(spec):
                     visits_all = blocks_gmem[batch, q_block, 4] != 0
+            if spec.query_lengths:  # Padding has the one block that all items have.
+                end_block = jnp.where(end > start, end_block, first_block)
             num_blocks = pl.cdiv(spec.k.shape[1], block_kv)
             first_block = jnp.minimum(first_block, num_blocks - 1)
             end_block = jnp.maximum(end_block, first_block + 1)

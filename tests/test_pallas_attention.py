@@ -35,6 +35,7 @@ from interpreted_attention import (
     random_operands,
     run_backward,
 )
+from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -458,6 +459,26 @@ def test_blocks_that_no_query_sees_are_not_visited(
 
 
 @pytest.mark.one_version
+@pytest.mark.parametrize("causal", [False, True])
+def test_items_of_padding_visit_one_block(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what they read nothing shows: outputs of padding are 0."""
+    shapes = collections.Counter()
+    read = shared_memory.GPUSharedMemory.get_buffer_content
+
+    def count_and_read(self: Any, key: Any, access: Any, *args: Any, **kwargs: Any) -> Any:
+        content = read(self, key, access, *args, **kwargs)
+        shapes[tuple(content[1].shape)] += 1
+        return content
+
+    monkeypatch.setattr(shared_memory.GPUSharedMemory, "get_buffer_content", count_and_read)
+    spec = make_spec(520, 520, causal=causal, query_lengths=True)
+    forward(spec, *random_operands(spec), np.int32([200]))
+    # Of each of two heads five items of 128 queries, the last three of padding; blocks of 64 keys and values.
+    num_blocks = (2 + 4 if causal else 2 * 9) + 3
+    assert shapes[spec.k.shape] == 2 * 2 * num_blocks
+
+
+@pytest.mark.one_version
 @pytest.mark.parametrize(
     ("rules", "poisoned", "clean"),
     [
@@ -753,6 +774,9 @@ def test_all_sms_have_something_to_do_in_the_backward_pass(dim: int) -> None:
 def test_refuses_what_has_no_kernel_shape() -> None:
     spec = make_spec(8, 8)
     assert attention_forward.unsupported(dataclasses.replace(spec, scale=-1.0)) == "needs a positive scale, got -1.0"
+    assert attention_forward.unsupported(make_spec(8, 8, soft_cap=1e5)) == (
+        "tells logits by 2^-21 of the soft cap, up to 1000, got 100000"
+    )
     assert attention_forward.unsupported(make_spec(0, 8)) == "has no work in an empty attention"
     ampere = dataclasses.replace(spec, target=hardware.lookup("NVIDIA A100-SXM4-80GB"))
     assert attention_forward.unsupported(ampere) == (

@@ -491,7 +491,7 @@ def dot_product_attention(
 
     if alignment not in ("top_left", "bottom_right"):
         raise ValueError(f'{op}: alignment must be "top_left" or "bottom_right"; got {alignment!r}.')
-    window = _window(op, local_window_size)
+    window = _window(op, local_window_size, (num_queries, num_keys))
     if alignment == "bottom_right" and num_queries != num_keys and (is_causal or window is not None):
         if num_queries > num_keys:
             raise ValueError(
@@ -500,7 +500,8 @@ def dot_product_attention(
             )
         offset = jnp.int32(num_keys - num_queries)
         # Their places in the sequence are told apart from their index, which the lengths are about.
-        lengths = None if extras.query_lengths is None else extras.query_lengths + offset
+        lengths = extras.query_lengths
+        lengths = None if lengths is None else jnp.minimum(lengths, num_queries) + offset
         extras = dataclasses.replace(extras, query_offset=offset, query_lengths=lengths)
 
     static = Attention(
@@ -561,7 +562,8 @@ def _integers(op: str, name: str, x: Any, shape: tuple[int, ...], batched: bool 
     return x.reshape(shape)
 
 
-def _window(op: str, window: Any) -> tuple[int | None, int | None] | None:
+def _window(op: str, window: Any, lengths: Sequence[Any]) -> tuple[int | None, int | None] | None:
+    """Both sides, None where they hide nothing in sequences of these lengths."""
     if window is None:
         return None
     sides = (window, window) if isinstance(window, (int, np.integer)) else window
@@ -570,5 +572,6 @@ def _window(op: str, window: Any) -> tuple[int | None, int | None] | None:
         raise ValueError(
             f"{op}: local_window_size must be an int or a pair (left, right) of ints >= 0 or None; got {window!r}."
         )
-    left, right = (None if s is None else int(s) for s in sides)
+    longest = max(lengths) if all(isinstance(n, int) for n in lengths) else math.inf
+    left, right = (None if s is None or s >= longest - 1 else int(s) for s in sides)
     return None if left is None and right is None else (left, right)
