@@ -301,15 +301,16 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
     if config.fused and attention_backward_fused.is_zeroed(spec):
         head_dim, value_dim = padded_head_dims(spec, config.head_multiple)
         sums, zeros = row_sums_and_zeros(pad_heads(out, value_dim), pad_heads(dout, value_dim), head_dim)
-        delta = jnp.swapaxes(sums[:, :, : q.shape[1]], 1, 2) - dlse
+        sums = sums[:, :, : q.shape[1]]
     else:
-        delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1) - dlse
+        sums = jnp.swapaxes(jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1), 1, 2)
+    delta = sums - dlse
     mean_gradient = None
     if spec.query_lengths or may_see_nothing(spec):
         # Whoever sees nothing has no gradients but dV's, P is 0 and so must dS be, whatever was averaged.
         is_blind = lse <= MASKED_LOGIT / 2
         if is_query is not None:
-            is_blind |= ~is_query[:, :, None]
+            is_blind |= ~is_query[:, None]
         if may_see_nothing(spec):
             mean_gradient = _mean_gradient(spec, dout, is_blind)
         lse, delta = jnp.where(is_blind, jnp.inf, lse), jnp.where(is_blind, 0, delta)
@@ -331,9 +332,10 @@ def _mean_gradient(spec: AttentionSpec, dout: jax.Array, is_blind: jax.Array) ->
 
     Args:
       dout: zero in padding.
+      is_blind: (B, N, T).
     """
     batch, num_keys, num_kv_heads, value_dim = spec.v.shape
-    summed = jnp.where(is_blind[..., None], dout.astype(jnp.float32), 0).sum(1)
+    summed = jnp.where(jnp.swapaxes(is_blind, 1, 2)[..., None], dout.astype(jnp.float32), 0).sum(1)
     return summed.reshape(batch, 1, num_kv_heads, spec.group_size, value_dim).sum(3) / num_keys
 
 
@@ -348,7 +350,7 @@ def _gradients(
       zeros: for dQ's sum, where the fused kernel begins with them.
     """
     padded_rows = (0, -q.shape[1] % 8)
-    rows = lambda x: jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), padded_rows))
+    rows = lambda x: jnp.pad(x, ((0, 0), (0, 0), padded_rows))
     head_dim, value_dim = padded_head_dims(spec, config.head_multiple)
     tiles = [pad_heads(x, dim) for x, dim in ((q, head_dim), (k, head_dim), (v, value_dim), (dout, value_dim))]
     operands = (*tiles, rows(lse * LOG2E), rows(delta))

@@ -294,7 +294,7 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
         ),
     )
     out, lse = kernel(q, k, v, plan, inputs)
-    return [out[:, :num_queries, :, :head_dim], jnp.swapaxes(lse[:, :, :num_queries], 1, 2)]
+    return [out[:, :num_queries, :, :head_dim], lse[:, :, :num_queries]]
 
 
 def _inputs(spec: AttentionSpec, config: Config, v: jax.Array, extras: dict[str, jax.Array]) -> dict[str, jax.Array]:

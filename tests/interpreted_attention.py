@@ -112,8 +112,9 @@ def random_operands(spec: AttentionSpec) -> list[np.ndarray]:
 
 def random_cotangents(spec: AttentionSpec) -> list[np.ndarray]:
     """Of out and lse."""
-    rng, rows = np.random.default_rng(1), spec.q.shape[:3]
-    return [random_array(rng, (*rows, spec.v.shape[3]), spec.v.dtype), random_array(rng, rows, "float32")]
+    rng, (batch, num_queries, num_heads, _) = np.random.default_rng(1), spec.q.shape
+    dout = random_array(rng, (*spec.q.shape[:3], spec.v.shape[3]), spec.v.dtype)
+    return [dout, random_array(rng, (batch, num_heads, num_queries), "float32")]
 
 
 def check(

@@ -254,7 +254,7 @@ def test_padding_reaches_no_gradient(rules: dict[str, Any]) -> None:
     for name, x in poisoned.items():
         for b, length in enumerate(key_lengths if name in "kv" else query_lengths):
             if name != "lse":
-                x[b, length:] = np.nan
+                x[np.s_[b, :, length:] if name == "dlse" else np.s_[b, length:]] = np.nan
     expected = backward(spec, clean, query_lengths, key_lengths)
     for x, y in zip(backward(spec, poisoned, query_lengths, key_lengths), expected, strict=True):
         assert np.isfinite(y.astype(np.float32)).all()

@@ -233,7 +233,8 @@ def test_layers_share_the_plan_of_their_documents() -> None:
 
 def _backward(spec: AttentionSpec, config: attention_backward.Config) -> tuple[Any, ...]:
     """What runs, and on what."""
-    rows = ArrayType(spec.q.shape[:3], jnp.dtype(jnp.float32))
+    batch, num_queries, num_heads, _ = spec.q.shape
+    rows = ArrayType((batch, num_heads, num_queries), jnp.dtype(jnp.float32))
     out = ArrayType((*spec.q.shape[:3], spec.v.shape[3]), spec.q.dtype)
     run = functools.partial(attention_backward.run, spec, config)
     return run, spec.q, spec.k, spec.v, *extra_types(spec), out, rows, out, rows

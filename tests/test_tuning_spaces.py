@@ -113,7 +113,7 @@ def test_matmul_space_lowers(sizes):
 def test_attention_spaces_lower(head_dims):
     """The members with the largest blocks and the deepest rings; at 192 and 256 the usual two slots do not fit."""
     spec = attention_spec(*head_dims)
-    out, rows = array(2, 2040, 8, head_dims[1]), array(2, 2040, 8, dtype=jnp.float32)
+    out, rows = array(2, 2040, 8, head_dims[1]), array(2, 8, 2040, dtype=jnp.float32)
     forward = max(attention_forward.search_space(spec), key=functools.partial(attention_forward._smem_bytes, spec))
     lower(functools.partial(attention_forward.run, spec, forward), spec.q, spec.k, spec.v)
     space = attention_backward.search_space(spec)

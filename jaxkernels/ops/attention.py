@@ -1,9 +1,9 @@
 """Scaled dot-product attention: `dot_product_attention` and the three primitives behind it.
 
-The forward primitive returns (out, lse). Its derivative binds the tangent primitive, linear in the
-tangents of q, k, v and bias, whose transpose is the backward primitive: a gradient costs one forward
-and one backward kernel, and forward mode is there too. Derivatives of those two, for every higher
-order, are those of the reference in plain JAX.
+The forward primitive returns (out, lse), lse as (B, N, T): so kernels write and read it. Its derivative
+binds the tangent primitive, linear in the tangents of q, k, v and bias, whose transpose is the backward
+primitive: a gradient costs one forward and one backward kernel, and forward mode is there too. Derivatives
+of those two, for every higher order, are those of the reference in plain JAX.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class _AttentionOp(KernelOp):
 
     def out_and_lse(self, operands: Sequence[ArrayType]) -> list[ArrayType]:
         q, _, v, *_ = operands
-        return [ArrayType((*q.shape[:3], v.shape[3]), v.dtype), ArrayType(q.shape[:3], jnp.dtype(jnp.float32))]
+        batch, num_queries, num_heads, _ = q.shape
+        lse = ArrayType((batch, num_heads, num_queries), jnp.dtype(jnp.float32))
+        return [ArrayType((*q.shape[:3], v.shape[3]), v.dtype), lse]
 
     def labels(self, static: Attention, operands: Sequence[ArrayType]) -> dict[str, tuple[str | None, ...]]:
         """Labels of every array an attention reads or writes, by name."""
@@ -96,7 +98,8 @@ class _AttentionOp(KernelOp):
             None if size == 1 else label for size, label in zip(array.shape, ("b", q_heads, "t", None))
         )
         rest = list(rest)
-        named: dict[str, tuple[str | None, ...]] = dict(q=(*rows, None), k=kv, v=kv, out=(*rows, None), lse=rows)
+        named: dict[str, tuple[str | None, ...]] = dict(q=(*rows, None), k=kv, v=kv, out=(*rows, None))
+        named["lse"] = ("b", q_heads, "t")
         if static.bias:
             named["bias"] = broadcastable(rest.pop(0))
         if static.mask:
@@ -519,6 +522,7 @@ def dot_product_attention(
         deterministic=bool(deterministic),
     )
     out, lse = forward_op(q, k, v, *extras.pack(), static=static, backend=backend)
+    lse = jnp.swapaxes(lse, 1, 2)
     if not batched:
         out, lse = out[0], lse[0]
     if return_lse:

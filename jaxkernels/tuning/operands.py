@@ -58,7 +58,7 @@ def first_heads(op: str, spec: Any) -> tuple[Any, Cut, Cut]:
     def cut(name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
         if name in ("k", "v"):
             return slice(1), slice(None), slice(1)
-        if name in ("bias", "mask"):
+        if name in ("bias", "mask", "lse", "dlse"):
             return slice(1), slice(spec.group_size)
         return (slice(1), slice(None), slice(spec.group_size))[: len(shape)]
 

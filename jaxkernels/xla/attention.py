@@ -64,7 +64,7 @@ class Extras:
 
 def attend(
     spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras
-) -> tuple[Float[Array, "B T N D"], Float[Array, "B T N"]]:
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Returns attention's output, in v's dtype, and the natural logsumexp of the logits, in float32."""
     logits = _logits(spec, q, k, extras)
     lse = jax.nn.logsumexp(logits, axis=-1)
@@ -73,7 +73,7 @@ def attend(
     out = out.reshape(*q.shape[:3], v.shape[-1])
     if extras.query_lengths is not None:
         out = jnp.where(_live_queries(q.shape[1], extras)[:, :, None, None], out, 0)
-    return out, _ungroup(lse)
+    return out, lse.reshape(lse.shape[0], q.shape[2], q.shape[1])
 
 
 def backward(
@@ -99,7 +99,7 @@ def backward(
     f32: dict[str, Any] = dict(preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
     dp = jnp.einsum("btkgd,bskd->bkgts", group(dout), v, **f32)
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
-    row = _group(dlse - delta, k.shape[2])[..., None]
+    row = (dlse - jnp.swapaxes(delta, 1, 2)).reshape(*p.shape[:4], 1)
     (ds,) = pull_mask_and_cap((p * (dp + row)).astype(logits.dtype))
     dv = jnp.einsum("bkgts,btkgd->bskd", p.astype(v.dtype), group(dout), **f32)
     scaled = (ds * spec.scale).astype(q.dtype)
@@ -176,14 +176,6 @@ def _live_queries(num_queries: int, extras: Extras) -> jax.Array:
     assert extras.query_lengths is not None
     offset = 0 if extras.query_offset is None else extras.query_offset
     return (jnp.arange(num_queries) + offset)[None, :] < extras.query_lengths[:, None]
-
-
-def _group(x: Float[Array, "B T N"], num_groups: int) -> Float[Array, "B K G T"]:
-    return jnp.moveaxis(x.reshape(*x.shape[:2], num_groups, x.shape[2] // num_groups), 1, 3)
-
-
-def _ungroup(x: Float[Array, "B K G T"]) -> Float[Array, "B T N"]:
-    return jnp.moveaxis(x, 3, 1).reshape(x.shape[0], x.shape[3], x.shape[1] * x.shape[2])
 
 
 def _group_heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
