@@ -85,6 +85,7 @@ def test_defaults_pad_head_dimensions_to_multiples_of_32_where_that_is_less(dete
     assert set(multiples.values()) == {32, 64}
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("growth", [-3.0, 3.0, 20.0])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_logits_that_grow_from_block_to_block(growth: float, causal: bool) -> None:
@@ -357,7 +358,7 @@ def test_segments(name: str) -> None:
 _OF_ITSELF = ["packed", "one", "alternating", "extreme"]
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.one_version
 @pytest.mark.parametrize("name", _OF_ITSELF)
 def test_segments_of_one_sequence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,7 +507,7 @@ def test_consumers_without_queries_have_blocks_among_the_items(queries: int) -> 
 
 
 @pytest.mark.one_version
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("schedule", [dict(), dict(num_stages=3), dict(num_consumers=3), dict(block_kv=128)], ids=str)
 @pytest.mark.parametrize(
     "rules",
@@ -633,6 +634,7 @@ def run_forward(spec: AttentionSpec, config: attention_forward.Config, *extras: 
         attention_forward.run(spec, config, *map(jnp.asarray, (*random_operands(spec), *extras)))
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.one_version
 @pytest.mark.parametrize("missing", range(len(_WAITS)), ids=_WAITS)
 def test_a_missing_wait_of_the_forward_kernel_is_noticed(missing: int) -> None:
@@ -645,7 +647,7 @@ _WAITS_WITH_EDGES = [*_WAITS[:3], "number free", "next keys free", "edge values 
 _WAITS_WITH_EDGES += ["last edge values free", *_WAITS[5:9], "number", *_WALK, *_WAITS[-3:]]
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.one_version
 @pytest.mark.parametrize("missing", range(len(_WAITS_WITH_EDGES)), ids=_WAITS_WITH_EDGES)
 def test_a_missing_wait_beside_masks_is_noticed(missing: int) -> None:
@@ -659,7 +661,7 @@ _WAITS_WITHOUT_BRIDGE = [*_WAITS[:6], "skipped keys", "skipped values", *_WAITS[
 _WAITS_WITHOUT_BRIDGE += ["last skipped keys", "last skipped values"]
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.one_version
 @pytest.mark.parametrize("missing", range(len(_WAITS_WITHOUT_BRIDGE)), ids=_WAITS_WITHOUT_BRIDGE)
 def test_a_missing_wait_without_a_bridge_is_noticed(missing: int) -> None:
@@ -675,6 +677,7 @@ def test_a_missing_fence_of_the_forward_kernel_is_noticed(missing: str, monkeypa
         run_forward(make_spec(264, 264, causal=True), FORWARD)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.one_version
 @pytest.mark.parametrize(
     ("missing", "config"),
@@ -738,6 +741,7 @@ def test_the_two_kernels_refuse_features() -> None:
         assert all(config.fused for config in attention_backward.search_space(wider))
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("backward", [BACKWARD, SPLIT, FUSED[64]], ids=["two kernels", "split", "fused"])
 @pytest.mark.parametrize("num_parts", [2, 4])
 def test_groups_in_parts(num_parts: int, backward: attention_backward.Config) -> None:
