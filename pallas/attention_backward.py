@@ -50,6 +50,7 @@ from jaxkernels.pallas.attention_blocks import (
     ROWS,
     TILE,
     features,
+    gradient_scale,
     kernel_inputs,
     key_iters,
     keys_inside,
@@ -60,6 +61,7 @@ from jaxkernels.pallas.attention_blocks import (
     padded_head_dims,
     queries_inside,
     query_offset,
+    round_logit_gradients,
     transforms_of,
     unsupported,
     visible_pairs,
@@ -368,7 +370,7 @@ def _gradients(
         dq, dk, dv = attention_backward_fused.gradients(
             spec, config.dkv_block_q, config.dkv_num_stages, operands, extras, zeros
         )
-        dq = (dq * spec.scale).astype(q.dtype)
+        dq = (dq * gradient_scale(spec)).astype(q.dtype)
         return [padded[:, : x.shape[1], :, : x.shape[3]] for padded, x in zip((dq, dk, dv), (q, k, v))]
     inputs = kernel_inputs(extras, config.dkv_block_q, config.dq_block_kv)
     dq = plgpu.kernel(
@@ -421,7 +423,7 @@ def _dq_kernel(
             delta = plgpu.load(delta_smem, layout=ROWS)
             dq = plgpu.layout_cast(jnp.zeros((block_q, head_dim), jnp.float32), TILE)
             dq, _, _ = walk_keys((dq, lse, delta))
-            q_smem[...] = (dq * spec.scale).astype(dtype)
+            q_smem[...] = (dq * gradient_scale(spec)).astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_smem, dq_gmem.at[batch, queries, head])
             plgpu.wait_smem_to_gmem(0)
@@ -434,7 +436,7 @@ def _dq_kernel(
             p = jnp.exp2(s * (spec.scale * LOG2E) - lax.broadcast_in_dim(lse, s.shape, [0]))
             dp = _product((block_q, block_kv), dout_smem, v_smem.transpose((1, 0)))
             plgpu.barrier_arrive(v_empty)
-            ds = (p * (dp - lax.broadcast_in_dim(delta, dp.shape, [0]))).astype(dtype)
+            ds = round_logit_gradients(p * (dp - lax.broadcast_in_dim(delta, dp.shape, [0])), spec)
             dq = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, ds, k_smem))(plgpu.ACC.init(dq))
             plgpu.barrier_arrive(k_empty)
             return dq, lse, delta
@@ -494,7 +496,7 @@ def _dkv_kernel(
             plgpu.barrier_wait(kv_full)
             zeros = lambda columns: plgpu.layout_cast(jnp.zeros((block_kv, columns), jnp.float32), TILE)
             dk, dv = walk_queries((zeros(head_dim), zeros(value_dim)))
-            store(dk * spec.scale, k_smem, dk_gmem)
+            store(dk * gradient_scale(spec), k_smem, dk_gmem)
             store(dv, v_smem, dv_gmem)
             plgpu.wait_smem_to_gmem(0)
 
@@ -514,7 +516,7 @@ def _dkv_kernel(
             dk, dv = carry
             dv = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p16, dout_smem))(plgpu.ACC.init(dv))
             dp = _product(shape, v_smem, dout_smem.transpose((1, 0)))
-            ds = (p * (dp - lax.broadcast_in_dim(delta, shape, [1]))).astype(dtype)
+            ds = round_logit_gradients(p * (dp - lax.broadcast_in_dim(delta, shape, [1])), spec)
             dk = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, ds, q_smem))(plgpu.ACC.init(dk))
             return dk, dv
 

@@ -75,6 +75,7 @@ from jaxkernels.pallas.attention_blocks import (
     blocks_within,
     cap_and_slope,
     ends_of,
+    gradient_scale,
     hide_other_segments,
     hide_unseen,
     hides_by_causality_alone,
@@ -85,6 +86,7 @@ from jaxkernels.pallas.attention_blocks import (
     queries_that_see_all,
     queries_that_see_any,
     query_offset,
+    round_logit_gradients,
     segment_query_blocks,
     swizzle_span,
     transforms_of,
@@ -139,7 +141,7 @@ def gradients(
     extras: dict[str, jax.Array],
     zeros: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns dq / scale in float32, dk and dv of padded operands.
+    """Returns dq / `gradient_scale` in float32, dk and dv of padded operands.
 
     Args:
       operands: q, k, v, dout, lse in base 2, infinite where a query adds nothing, and delta.
@@ -561,7 +563,7 @@ def _kernel(
                     plgpu.barrier_wait(ds_empty.at[slot])
                     if not begins_with_delta:
                         dp = dp + minus_delta()
-                    ds = (weights.astype(jnp.float32) * dp).astype(dtype)
+                    ds = round_logit_gradients(weights.astype(jnp.float32) * dp, spec)
                     plgpu.barrier_arrive(dout_empty.at[slot])
                     ds_smem.at[slot, my_keys][...] = ds
                     plgpu.commit_smem()
@@ -575,7 +577,7 @@ def _kernel(
                 # Computed anew: no register holds it all the while.
                 item = item_of(lax.optimization_barrier(nth))
                 keys = pl.ds(item.kv_base + consumer * _KEYS_PER_CONSUMER, _KEYS_PER_CONSUMER)
-                outputs = (dv_ref[...], dv_gmem), (dk_ref[...] * spec.scale, dk_gmem)
+                outputs = (dv_ref[...], dv_gmem), (dk_ref[...] * gradient_scale(spec), dk_gmem)
                 pieces = [
                     (acc[:, first : first + span], out_gmem.at[item.batch, keys, item.kv_head, pl.ds(first, span)])
                     for acc, out_gmem in outputs

@@ -64,6 +64,7 @@ from jaxkernels.pallas.attention_blocks import (
     cap_and_slope,
     cluster_end,
     ends_of,
+    gradient_scale,
     hide_other_segments,
     hide_unseen,
     hides_by_causality_alone,
@@ -77,6 +78,7 @@ from jaxkernels.pallas.attention_blocks import (
     queries_that_see_all,
     queries_that_see_any,
     query_offset,
+    round_logit_gradients,
     segment_key_blocks,
     segment_query_blocks,
     slot_releases,
@@ -558,7 +560,7 @@ def _dkv_kernel(
                     p = jnp.where(row + kv_base < spec.k.shape[1], p, jnp.zeros_like(p))
                 dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
                 plgpu.barrier_arrive(dout_empty.at[slot])
-                return (p.astype(jnp.float32) * (dp - spread(delta))).astype(dtype)
+                return round_logit_gradients(p.astype(jnp.float32) * (dp - spread(delta)), spec)
 
             def accumulate(dk_ref: Any) -> None:
                 def multiply(ds: jax.Array, slot: Any) -> None:
@@ -600,7 +602,7 @@ def _dkv_kernel(
                 dk = plgpu.wgmma_accumulator_load(dk_ref, wait_n=0)
                 plgpu.barrier_arrive(q_empty.at[slot])
                 # That of keys has been read: consumer 0 had its last logits before the last P.
-                store(dk * spec.scale, k_smem, dk_gmem)
+                store(dk * gradient_scale(spec), k_smem, dk_gmem)
 
             pl.run_scoped(accumulate, plgpu.ACC((block_kv, head_dim), jnp.float32))
 
@@ -729,7 +731,7 @@ def _dq_kernel(
                 s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
                 dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=None)
                 _, weights = _probabilities(hide(s, block), lse, spec, spread)
-                return (weights * (dp - spread(delta))).astype(dtype)
+                return round_logit_gradients(weights * (dp - spread(delta)), spec)
 
             def accumulate(dq_ref: Any) -> None:
                 def first_step(dp_ref: Any, s_ref: Any) -> jax.Array:
@@ -761,7 +763,7 @@ def _dq_kernel(
                 dq = plgpu.wgmma_accumulator_load(dq_ref, wait_n=0)
                 plgpu.barrier_arrive(k_empty.at[keys_of(v_slot)])
                 staging = q_smem.at[consumer]
-                staging[...] = (dq * spec.scale).astype(dtype)
+                staging[...] = (dq * gradient_scale(spec)).astype(dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(staging, dq_gmem.at[batch, pl.ds(my_q, block_q), head])
                 plgpu.wait_smem_to_gmem(0)
@@ -863,7 +865,7 @@ def _product_kernel(
                 staging = k_smem.at[warpgroup]
                 for dq_ref, piece in zip(dq_refs, pieces):
                     dq = plgpu.wgmma_accumulator_load(dq_ref, wait_n=None)
-                    staging.at[:, piece][...] = (dq * spec.scale).astype(dtype)
+                    staging.at[:, piece][...] = (dq * gradient_scale(spec)).astype(dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(staging, dq_gmem.at[batch, pl.ds(my_q, block_q), head])
                 plgpu.wait_smem_to_gmem(0)

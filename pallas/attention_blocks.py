@@ -44,6 +44,7 @@ __all__ = [
     "count_up",
     "ends_of",
     "features",
+    "gradient_scale",
     "hide_other_segments",
     "hide_unseen",
     "hides_by_causality_alone",
@@ -64,6 +65,7 @@ __all__ = [
     "queries_that_see_all",
     "queries_that_see_any",
     "query_offset",
+    "round_logit_gradients",
     "scale_rows",
     "segment_blocks",
     "segment_key_blocks",
@@ -620,6 +622,16 @@ def hide_other_segments(s: jax.Array, row_ids: Any, column_ids: Any, hidden: flo
         return jnp.where(of_rows == of_columns, s[:, first : first + columns], hidden)
 
     return jnp.concatenate([show(first) for first in range(0, s.shape[1], columns)], axis=1)
+
+
+def round_logit_gradients(ds: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """dS in 16 bits. In float16, which ends at 65504, it is scaled before; else what is computed of it, afterwards."""
+    return (ds * spec.scale if spec.q.dtype == jnp.float16 else ds).astype(spec.q.dtype)
+
+
+def gradient_scale(spec: AttentionSpec) -> float:
+    """What dS K and dS^T Q of rounded dS lack."""
+    return 1.0 if spec.q.dtype == jnp.float16 else spec.scale
 
 
 def cap(s: jax.Array, spec: AttentionSpec) -> jax.Array:

@@ -47,6 +47,8 @@ from jaxkernels.pallas import (
     attention_forward,
 )
 from jaxkernels.specs import ArrayType, AttentionSpec
+from jaxkernels.xla import attention_backward as xla_backward
+from jaxkernels.xla import attention_forward as xla_forward
 
 
 @pytest.mark.sampled
@@ -844,6 +846,28 @@ def test_refuses_what_has_no_kernel_shape() -> None:
 def test_configs_refuse_what_cannot_run(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make()
+
+
+@pytest.mark.one_version
+@pytest.mark.parametrize(
+    ("dim", "config"),
+    [(64, BACKWARD), (64, FUSED[64]), (128, FUSED[128]), (256, SPLIT)],
+    ids=["two kernels", "fused", "fused 128", "split"],
+)
+def test_float16_gradients_overflow_no_earlier_than_the_reference(dim: int, config: attention_backward.Config) -> None:
+    """As losses that are scaled for float16 have them; dS itself is beyond 65504."""
+    spec = make_spec(72, 72, dims=(dim, dim), dtype="float16", causal=True)
+    q, k, v = map(jnp.asarray, random_operands(spec))
+    dout, dlse = map(jnp.asarray, random_cotangents(spec))
+    dout *= 30000 / jnp.abs(dout).max()
+    out, lse = xla_forward.run(spec, xla_forward.Config(), q, k, v)
+    expected = xla_backward.run(spec, xla_backward.Config(), q, k, v, out, lse, dout, dlse)
+    with interpret():
+        actual = attention_backward.run(spec, config, q, k, v, out, lse, dout, dlse)
+        actual = [np.asarray(x, np.float32) for x in actual]
+    for x, y in zip(actual, expected, strict=True):
+        assert np.isfinite(y).all()
+        assert np.isfinite(x).all()
 
 
 @pytest.mark.gpu
