@@ -1,1 +1,1 @@
-"""Backend "pallas": Mosaic GPU kernels with explicitly pipelined BlockSpecs, for Hopper GPUs."""
+"""Backend "pallas": Mosaic GPU kernels whose pipelines are written out, for Hopper GPUs."""

@@ -523,7 +523,7 @@ def _kernel(
                     if spec.segments:
                         key_ids = inputs["key_segments"].at[visited.batch, pl.ds(key_start, _KEYS_PER_CONSUMER)]
                         query_ids = inputs["query_segments"].at[visited.batch, pl.ds(q_start, block_q)]
-                        s = hide_other_segments(s, key_ids, query_ids, -math.inf)
+                        s = hide_other_segments(s, key_ids, query_ids)
                     if not masks_places:
                         return s
                     last = visited.key_end if is_cut else None

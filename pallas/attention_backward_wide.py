@@ -459,7 +459,7 @@ def _dkv_kernel(
                     if spec.segments:
                         key_ids = inputs["key_segments"].at[batch, pl.ds(kv_base, block_kv)]
                         query_ids = inputs["query_segments"].at[batch, pl.ds(block * block_q, block_q)]
-                        s = hide_other_segments(s, key_ids, query_ids, -math.inf)
+                        s = hide_other_segments(s, key_ids, query_ids)
                     return hide_unseen(s, spec, query_start, kv_base, keys_in_rows=True)
 
                 return visited.hide(s, block, hide_any)
@@ -719,7 +719,7 @@ def _dq_kernel(
                     if spec.segments:
                         query_ids = inputs["query_segments"].at[batch, pl.ds(my_q, block_q)]
                         key_ids = inputs["key_segments"].at[batch, pl.ds(block * block_kv, block_kv)]
-                        s = hide_other_segments(s, query_ids, key_ids, -math.inf)
+                        s = hide_other_segments(s, query_ids, key_ids)
                     key_end = ends_of(spec, inputs, batch, offset)[1] if spec.key_lengths else None
                     return hide_unseen(s, spec, my_q + offset, block * block_kv, key_end=key_end)
 

@@ -34,7 +34,6 @@ __all__ = [
     "ROWS",
     "TILE",
     "TRANSFORMS_FLOAT32",
-    "UNSEEN_LOGIT",
     "balanced_plan",
     "blocks_of",
     "blocks_within",
@@ -44,6 +43,7 @@ __all__ = [
     "count_up",
     "ends_of",
     "features",
+    "first_blind",
     "gradient_scale",
     "hide_other_segments",
     "hide_unseen",
@@ -67,7 +67,6 @@ __all__ = [
     "query_offset",
     "round_logit_gradients",
     "scale_rows",
-    "segment_blocks",
     "segment_key_blocks",
     "segment_query_blocks",
     "slot_releases",
@@ -98,11 +97,6 @@ TRANSFORMS_FLOAT32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128
 TILE = plgpu.Layout.WGMMA
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
-#: What the logit of an unseen key becomes where a query may see none, and must then average all values: finite, so
-#: that all its keys weigh the same, and a power of two, so that no rounding of `scale * logit` tells them apart.
-UNSEEN_LOGIT = -(2.0**100)
-
-
 #: Logits under a soft cap are off by 2^-21 of it (`cap`): by 5e-4.
 _LARGEST_CAP = 1000.0
 
@@ -363,6 +357,13 @@ def may_see_nothing(spec: AttentionSpec) -> bool:
     return spec.key_lengths or is_left_behind or (spec.segments and not sees_itself)
 
 
+def first_blind(spec: AttentionSpec, key_end: jax.Array) -> jax.Array:
+    """From which place on queries see no key, for the window and the lengths: segments aside."""
+    left, _ = _window(spec)
+    beyond_keys = jnp.iinfo(jnp.int32).max if left is None else key_end + left
+    return jnp.where(key_end <= 0, 0, beyond_keys)
+
+
 def queries_inside(spec: AttentionSpec, extras: dict[str, jax.Array]) -> Bool[Array, "B T"]:
     """Which queries are not padding."""
     batch, num_queries = spec.q.shape[:2]
@@ -426,9 +427,9 @@ def _spans_of_blocks(meets: Bool[Array, "B X Y"], is_one: Bool[Array, "B X Y"]) 
     return [*span(meets), first_of_one, jnp.where(is_run, end_of_one, jnp.minimum(first_of_one + 1, num_blocks))]
 
 
-def segment_blocks(
+def segment_key_blocks(
     spec: AttentionSpec, block_q: int, block_kv: int, extras: dict[str, jax.Array]
-) -> Int32[Array, "B Q 4"] | Int32[Array, "B Q 5"]:
+) -> Int32[Array, "B Q 4"]:
     """What the segments leave of the keys, for each block of queries; computed by XLA before the kernel.
 
     Args:
@@ -436,40 +437,15 @@ def segment_blocks(
 
     Returns:
       For each block of queries: the first block of keys that may be seen and the end of these; the first of a run of
-      blocks in which all ids are those of the queries, and the run's end; where there may be such, whether some query,
-      not padding, may see no key at all. Whether it sees itself decides that where there are as many keys as queries.
+      blocks in which all ids are those of the queries, and the run's end.
     """
-    spans = segment_key_blocks(spec, block_q, block_kv, extras)
-    if not may_see_nothing(spec):
-        return spans
-    query_ids, key_ids = extras["query_segments"], extras["key_segments"]
-    (batch, num_queries), num_keys = query_ids.shape, key_ids.shape[1]
-    place = jnp.arange(num_queries, dtype=jnp.int32) + extras.get("query_offset", 0)
-    is_query, is_key = queries_inside(spec, extras), keys_inside(spec, extras)
-    if spec.query_offset or num_queries == num_keys:
-        own = jnp.clip(place, 0, num_keys - 1)
-        sees = (place < num_keys) & is_key[:, own] & (query_ids == key_ids[:, own])
-    else:
-        key = jnp.arange(num_keys, dtype=jnp.int32)
-        start, stop = keys_seen_by_any(spec, place[:, None], place[:, None] + 1, num_keys)
-        sees = jnp.any(
-            (key >= start) & (key < stop) & is_key[:, None] & (query_ids[:, :, None] == key_ids[:, None]), axis=2
-        )
-    is_lost = jnp.pad(is_query & ~sees, ((0, 0), (0, -num_queries % block_q))).reshape(batch, -1, block_q).any(2)
-    return jnp.concatenate([spans, is_lost[:, :, None].astype(jnp.int32)], axis=2)
-
-
-def segment_key_blocks(
-    spec: AttentionSpec, block_q: int, block_kv: int, extras: dict[str, jax.Array]
-) -> Int32[Array, "B Q 4"]:
-    """The first four numbers of `segment_blocks`."""
     return jnp.stack(_spans_of_blocks(*_pairs_of_blocks(spec, block_q, block_kv, extras)), axis=2).astype(jnp.int32)
 
 
 def segment_query_blocks(
     spec: AttentionSpec, block_q: int, block_kv: int, extras: dict[str, jax.Array]
 ) -> Int32[Array, "B K 4"]:
-    """What the segments leave of the queries, for each block of keys: the first four numbers of `segment_blocks`."""
+    """What the segments leave of the queries, for each block of keys: as `segment_key_blocks`."""
     pairs = (jnp.swapaxes(x, 1, 2) for x in _pairs_of_blocks(spec, block_q, block_kv, extras))
     return jnp.stack(_spans_of_blocks(*pairs), axis=2).astype(jnp.int32)
 
@@ -550,14 +526,12 @@ def hide_unseen(
     *,
     keys_in_rows: bool = False,
     key_end: jax.Array | int | None = None,
-    hidden: float = -math.inf,
 ) -> jax.Array:
     """As `mask`, in any block, and with the window and the lengths too: compares every place.
 
     Args:
       key_end: how many keys there are, where lengths are given. With keys in rows those beyond it are hidden, too, and
         none if it is None.
-      hidden: what hidden logits become. Those beyond the array, which are no keys, become -inf in any case.
     """
     num_keys, columns = spec.k.shape[1], 8
     rows = plgpu.broadcasted_iota(jnp.int32, (s.shape[0], columns), 0, layout=TILE)
@@ -565,7 +539,6 @@ def hide_unseen(
     left, right = _window(spec)
     # From and up to which of eight columns, counted from the block's first ones, places are seen.
     seen_from = seen_until = None
-    is_ragged = not keys_in_rows and num_keys % s.shape[1] != 0
     if keys_in_rows:
         rows += key_start
         ahead = rows - query_start - column
@@ -578,29 +551,21 @@ def hide_unseen(
         last_seen = None
         if right is not None:
             last_seen = rows + (query_start + right if right else query_start)
+        if key_end is None and num_keys % s.shape[1]:
+            key_end = num_keys
         if key_end is not None:
             last_seen = jnp.full_like(rows, key_end - 1) if last_seen is None else jnp.minimum(last_seen, key_end - 1)
-        elif is_ragged:
-            last_seen = jnp.full_like(rows, num_keys - 1) if last_seen is None else jnp.minimum(last_seen, num_keys - 1)
         if last_seen is not None:
             seen_until = last_seen - key_start - column
         if left is not None:
             seen_from = rows + (query_start - left - key_start) - column
 
-    # Keys that do not exist do not count, not even where a query sees none.
-    exists_until = num_keys - 1 - key_start - column if is_ragged and hidden != -math.inf else None
-
     def show(first: int) -> jax.Array:
-        rules = []
-        if seen_from is not None:
-            rules.append((seen_from <= first, hidden))
-        if seen_until is not None:
-            rules.append((first <= seen_until, hidden))
-        if exists_until is not None:
-            rules.append((first <= exists_until, -math.inf))
         part = s[:, first : first + columns]
-        for is_seen, otherwise in rules:
-            part = jnp.where(is_seen, part, otherwise)
+        if seen_from is not None:
+            part = jnp.where(seen_from <= first, part, -math.inf)
+        if seen_until is not None:
+            part = jnp.where(first <= seen_until, part, -math.inf)
         return part
 
     # Of eight columns a thread has the same two, whichever eight these are: it compares four numbers with constants.
@@ -608,7 +573,7 @@ def hide_unseen(
     return jnp.concatenate([show(first) for first in range(0, s.shape[1], columns)], axis=1)
 
 
-def hide_other_segments(s: jax.Array, row_ids: Any, column_ids: Any, hidden: float) -> jax.Array:
+def hide_other_segments(s: jax.Array, row_ids: Any, column_ids: Any) -> jax.Array:
     """Hides the logits of rows and columns, queries and keys or the other way round, whose ids differ.
 
     Takes references to the block's ids.
@@ -619,7 +584,7 @@ def hide_other_segments(s: jax.Array, row_ids: Any, column_ids: Any, hidden: flo
     def show(first: int) -> jax.Array:
         ids = plgpu.load(column_ids.at[pl.ds(first, columns)], layout=COLUMNS, optimized=False)
         of_columns = lax.broadcast_in_dim(ids, (s.shape[0], columns), [1])
-        return jnp.where(of_rows == of_columns, s[:, first : first + columns], hidden)
+        return jnp.where(of_rows == of_columns, s[:, first : first + columns], -math.inf)
 
     return jnp.concatenate([show(first) for first in range(0, s.shape[1], columns)], axis=1)
 

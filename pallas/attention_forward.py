@@ -29,10 +29,10 @@ With a causal mask, a window, lengths or segments, blocks that none of an item's
 visited, and those that only other consumers' queries see a consumer passes over, unless there is a bridge. Blocks are
 walked from the last one back: those at either end that a mask touches have loops of their own, and only these are
 masked. Lengths and offsets are read in the kernel; what segments leave of the keys XLA tells before, a range of blocks
-for each item. A query that sees no key averages all values (`jaxkernels.xla.attention`): its item visits all blocks,
-and its masked logits are finite. Items come head by head, so that all CTAs read the same keys and values, the longest
-of a head first; which CTA does which is planned before the launch, so that all end together. Where arrays of lengths
-or segments tell how long they are, CTAs ask for one after the other, by a counter in global memory.
+for each item. A query that sees no key has a sum of 0; it averages all values (`jaxkernels.xla.attention`), which a
+kernel of its own fills in (`attention_mean`). Items come head by head, so that all CTAs read the same keys and values,
+the longest of a head first; which CTA does which is planned before the launch, so that all end together. Where arrays
+of lengths or segments tell how long they are, CTAs ask for one after the other, by a counter in global memory.
 Head dimensions are padded to multiples of 64 by XLA, or of 32, lengths to multiples of 8; beyond these TMA reads zeros
 and drops what it would write.
 
@@ -62,7 +62,6 @@ from jaxkernels.pallas.attention_blocks import (
     RING_BARRIER_BYTES,
     ROWS,
     TILE,
-    UNSEEN_LOGIT,
     balanced_plan,
     blocks_of,
     blocks_within,
@@ -85,19 +84,21 @@ from jaxkernels.pallas.attention_blocks import (
     pad_heads,
     padded_head_dims,
     planned_offset,
+    queries_inside,
     query_offset,
     scale_rows,
-    segment_blocks,
+    segment_key_blocks,
     slot_releases,
     swizzle_span,
     transforms_of,
     unsupported,
 )
+from jaxkernels.pallas.attention_mean import fill_in_means
 from jaxkernels.specs import MASKED_LOGIT, AttentionSpec
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
-VERSION = 6
+VERSION = 7
 
 #: For so many consumers: registers of the producer's threads, of a consumer's, and of these for accumulators, logits
 #: and probabilities.
@@ -171,10 +172,11 @@ def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
         if is_short:
             return (Config(**common),)
         return (Config(num_stages=3, bridge=False, num_consumers=3, **common),)
-    if head_dim <= 128:
-        return (Config(num_stages=3 if max(padded_head_dims(spec, multiple)) < 128 else 2, head_multiple=multiple),)
-    # Two stages of 128 keys fill shared memory at head dimension 128; at 256 the blocks must halve. Beside a mask the
-    # products would wait for each other without the bridge (ptxas serialises them).
+    whole = Config(num_stages=3 if max(padded_head_dims(spec, multiple)) < 128 else 2, head_multiple=multiple)
+    if spec.v.shape[3] <= 128 and _num_store_slots(spec, whole) > 0:
+        return (whole,)
+    # Two stages of 128 keys fill shared memory at head dimension 192 with values of 128; at 256 the blocks must halve.
+    # Beside a mask the products would wait for each other without the bridge (ptxas serialises them).
     return (Config(block_kv=64, bridge=spec.causal or not hides_by_causality_alone(spec)),)
 
 
@@ -294,6 +296,11 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
         ),
     )
     out, lse = kernel(q, k, v, plan, inputs)
+    if may_see_nothing(spec):
+        if spec.segments:  # All heads see the same.
+            is_blind = (lse[:, 0, :num_queries] <= MASKED_LOGIT / 2) & queries_inside(spec, inputs)
+            inputs["blind"] = is_blind.any(axis=1).astype(jnp.int32)
+        out = fill_in_means(spec, out, lse, v, inputs)
     return [out[:, :num_queries, :, :head_dim], lse[:, :, :num_queries]]
 
 
@@ -301,7 +308,7 @@ def _inputs(spec: AttentionSpec, config: Config, v: jax.Array, extras: dict[str,
     """What the kernel reads beside q, k, v and the plan, by name."""
     inputs = kernel_inputs(extras, _rows(config), config.block_kv)
     if spec.segments:
-        inputs["segment_blocks"] = segment_blocks(spec, _rows(config), config.block_kv, extras)
+        inputs["segment_blocks"] = segment_key_blocks(spec, _rows(config), config.block_kv, extras)
     if spec.key_lengths:
         # The values of the block in which the keys end, zero from there on: 0 P is not 0 where padding is NaN.
         key_end = jnp.clip(extras["key_lengths"], 0, spec.k.shape[1])[:, None]
@@ -357,7 +364,6 @@ class _Item:
       q_base: the first query.
       end_block, first_block: one behind the last block, which is the first one visited, and the last one visited.
       key_end, query_end: how many keys there are, and where the queries end, places in the sequence both.
-      visits_all: whether some query sees no key: it averages all values, and all blocks are visited.
       same_segment: the first, and one behind the last, of blocks in which all ids are those of the queries.
     """
 
@@ -368,7 +374,6 @@ class _Item:
     first_block: Any = 0
     key_end: Any = None
     query_end: Any = None
-    visits_all: Any = False
     same_segment: tuple[Any, Any] | None = None
 
     @property
@@ -395,7 +400,6 @@ def _kernel(
     # Without these an item's blocks are all those up to its last one.
     is_plain = hides_by_causality_alone(spec)
     look_back = None if spec.window is None else spec.window[0]
-    hidden = UNSEEN_LOGIT if may_see_nothing(spec) else -math.inf
     shared = ("cluster",) if config.multicast else None
     # Only arrays tell how long items take: the first is the worker's own, the others come in the order in which workers
     # ask for them.
@@ -455,36 +459,35 @@ def _kernel(
             return visible_item(lax.div(head, num_heads), lax.rem(head, num_heads), q_base, consumer)
 
         def visible_item(batch: Any, head: Any, q_base: Any, consumer: Any) -> _Item:
-            """The item at this place, whatever masks there are, with the blocks that its queries see, or a consumer's:
-            at least one."""
+            """The item at this place, whatever masks there are, with the blocks that its queries see, at least one; or
+            a consumer's, at least one of these."""
             query_end, key_end = ends_of(spec, extras, batch, offset)
-            start, end = q_base + offset, q_base + _rows(config) + offset
-            if consumer is not None:
-                own = start + consumer * block_q
-                # Without queries of its own, for all are padding, it has the item's last one: blocks among the item's.
-                start, end = jnp.minimum(own, jnp.maximum(query_end - 1, start)), own + block_q
-            end = jnp.minimum(end, query_end)
-            first_block, end_block = blocks_of(*keys_seen_by_any(spec, start, end, key_end), block_kv)
-            same_segment, visits_all = None, key_end <= 0
-            if look_back is not None:  # The last query sees least far back.
-                visits_all |= end - 1 - look_back >= key_end
-            visits_all &= end > start
+            start, some_segment, same_segment = q_base + offset, None, None
             if spec.segments:
                 blocks_gmem, q_block = extras["segment_blocks"], lax.div(q_base, jnp.int32(_rows(config)))
-                first, last, *same_segment = (blocks_gmem[batch, q_block, i] for i in range(4))
-                first_block, end_block = jnp.maximum(first_block, first), jnp.minimum(end_block, last)
-                same_segment = tuple(same_segment)
-                if may_see_nothing(spec):
-                    visits_all = blocks_gmem[batch, q_block, 4] != 0
-            if spec.query_lengths:  # Padding has the one block that all items have.
-                end_block = jnp.where(end > start, end_block, first_block)
-            num_blocks = pl.cdiv(spec.k.shape[1], block_kv)
-            first_block = jnp.minimum(first_block, num_blocks - 1)
-            end_block = jnp.maximum(end_block, first_block + 1)
-            if may_see_nothing(spec):
-                first_block = jnp.where(visits_all, 0, first_block)
-                end_block = jnp.where(visits_all, num_blocks, end_block)
-            return _Item(batch, head, q_base, end_block, first_block, key_end, query_end, visits_all, same_segment)
+                numbers = tuple(blocks_gmem[batch, q_block, i] for i in range(4))
+                some_segment, same_segment = numbers[:2], numbers[2:]
+            last_block = pl.cdiv(spec.k.shape[1], block_kv) - 1
+            if spec.key_lengths:  # That of the last key: in blocks behind it values may be NaN.
+                last_block = lax.div(jnp.maximum(key_end - 1, 0), jnp.int32(block_kv))
+
+            def blocks_seen_from(start: Any, num_queries: int) -> tuple[Any, Any]:
+                end = jnp.minimum(start + num_queries, query_end)
+                first_block, end_block = blocks_of(*keys_seen_by_any(spec, start, end, key_end), block_kv)
+                if some_segment is not None:
+                    first_block = jnp.maximum(first_block, some_segment[0])
+                    end_block = jnp.minimum(end_block, some_segment[1])
+                if spec.query_lengths:  # Padding has the one block that all have.
+                    end_block = jnp.where(end > start, end_block, first_block)
+                first_block = jnp.minimum(first_block, last_block)
+                return first_block, jnp.maximum(end_block, first_block + 1)
+
+            first_block, end_block = blocks_seen_from(start, _rows(config))
+            if consumer is not None:
+                own_first, own_end = blocks_seen_from(start + consumer * block_q, block_q)
+                first_block = jnp.clip(own_first, first_block, end_block - 1)
+                end_block = jnp.clip(own_end, first_block + 1, end_block)
+            return _Item(batch, head, q_base, end_block, first_block, key_end, query_end, same_segment)
 
         following = lambda slot: jnp.where(slot == num_stages - 1, 0, slot + 1)
         q_slot_of = lambda nth, consumer: lax.rem(nth, jnp.int32(num_q_slots)) * num_consumers + consumer
@@ -494,8 +497,8 @@ def _kernel(
             plgpu.set_max_registers(_REGISTERS[num_consumers][0], action="decrease")
 
             def load_cut_values(item: _Item, kv_head: Any, load_whole: Any, block: Any, slot: Any) -> None:
-                """Loads values, none of them from beyond the last key, unless all count."""
-                is_edge = (block == lax.div(item.key_end, jnp.int32(block_kv))) & ~item.visits_all
+                """Loads values, none of them from beyond the last key."""
+                is_edge = block == lax.div(item.key_end, jnp.int32(block_kv))
 
                 @pl.when(is_edge)
                 def _load_edge() -> None:
@@ -603,14 +606,14 @@ def _kernel(
                     return s
                 key_end = item.key_end if spec.key_lengths else None
                 first_query = item.q_base + consumer * block_q + offset
-                return hide_unseen(s, spec, first_query, block * block_kv, key_end=key_end, hidden=hidden)
+                return hide_unseen(s, spec, first_query, block * block_kv, key_end=key_end)
 
             def hide_segments(s: jax.Array, item: _Item, block: Any) -> jax.Array:
                 assert item.same_segment is not None
                 first, end = item.same_segment
                 query_ids = extras["query_segments"].at[item.batch, pl.ds(item.q_base + consumer * block_q, block_q)]
                 key_ids = extras["key_segments"].at[item.batch, pl.ds(block * block_kv, block_kv)]
-                differ = functools.partial(hide_other_segments, row_ids=query_ids, column_ids=key_ids, hidden=hidden)
+                differ = functools.partial(hide_other_segments, row_ids=query_ids, column_ids=key_ids)
                 return lax.cond((block >= first) & (block < end), lambda s: s, differ, s)
 
             # The last block is masked whenever it may have to be, the others behind a test.
@@ -771,14 +774,16 @@ def _kernel(
                 def stage_lse(number: Any, row_max: jax.Array, row_sum: jax.Array) -> jax.Array:
                     """Writes logsumexps to shared memory, which frees their registers; returns 1 / row_sum.
 
-                    Of padding, 0.
+                    Of padding and of queries that see no key, 0.
                     """
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     if keeps_eighths:
                         row_sum = row_sum.sum(axis=1)
                     lse = (row_max + jnp.log2(row_sum)) * math.log(2)
-                    if hidden == UNSEEN_LOGIT:
-                        lse = jnp.where(row_max <= UNSEEN_LOGIT * c, MASKED_LOGIT, lse)
+                    normalizer = 1 / row_sum
+                    if may_see_nothing(spec):
+                        is_blind = row_sum == 0
+                        lse, normalizer = jnp.where(is_blind, MASKED_LOGIT, lse), jnp.where(is_blind, 0.0, normalizer)
                     is_query = None
                     if spec.query_lengths:
                         item = item_of(number)
@@ -786,7 +791,6 @@ def _kernel(
                         is_query = row < item.query_end - (item.q_base + consumer * block_q + offset)
                         lse = jnp.where(is_query, lse, MASKED_LOGIT)
                     lse_smem.at[consumer][...] = lse
-                    normalizer = 1 / row_sum
                     if is_query is not None:
                         normalizer = jnp.where(is_query, normalizer, 0.0)
                     return lax.optimization_barrier(normalizer)

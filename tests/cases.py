@@ -155,7 +155,10 @@ def _attention_cases() -> tuple[AttentionCase, ...]:
         case(2, 2048, 2048, 16, 8, 128, window=(255, 0), causal=True),
         case(2, 1024, 1088, 8, 4, 64, mask="B1TS", masked_rows=True),
         case(4, 1024, 1024, 8, 4, 64, query_lengths=True, key_lengths=True, causal=True),
+        case(3, 1024, 1024, 8, 4, 128, key_lengths=True, window=(200, 0)),  # The last queries see no key.
+        case(3, 1024, 1024, 8, 4, 256, query_lengths=True, key_lengths=True, window=(200, 100)),
         case(4, 2048, 2048, 8, 4, 128, segments=True, causal=True),
+        case(2, 1024, 1024, 8, 4, 256, segments=True, key_lengths=True, soft_cap=30.0, causal=True),
         case(2, 1024, 1024, 8, 4, 128, bias="1NTS", causal=True),
         case(2, 1024, 1024, 8, 4, 64, bias="B11S", bias_dtype="float32"),
         case(2, 1024, 1024, 8, 4, 128, soft_cap=30.0, causal=True),

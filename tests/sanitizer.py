@@ -50,8 +50,11 @@ def assert_finds_nothing_else(tool: str, steps: str, names: tuple[str, ...]) -> 
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if sanitizer is None:
         pytest.skip("needs compute-sanitizer, of the CUDA toolkit")
-    # Without the allocator's pool, whose neighbours' memory an access may reach unnoticed.
-    env = {"PYTHONPATH": os.pathsep.join(map(str, [ROOT, *sys.path])), "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+    # Without XLA's autotuning, whose dozens of modules the tool patches one by one: 100 s a step, and once a crash of
+    # the tool; and without the allocator's pool, whose neighbours' memory an access may reach unnoticed.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
+    env = {"PYTHONPATH": os.pathsep.join(map(str, [ROOT, *sys.path])), "XLA_FLAGS": flags}
+    env["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
     script = _SCRIPT.replace("OUTSIDE", str(_OUTSIDE[tool])).replace("STEPS", steps).replace("NAMES", repr(names))
     # The launcher asks the driver for a kernel's parameters until there are no more, which is an error of the API.
     command = [sanitizer, "--tool", tool, "--report-api-errors", "no", sys.executable, "-c", script]

@@ -45,10 +45,12 @@ from jaxkernels.pallas import (
     attention_backward_fused,
     attention_blocks,
     attention_forward,
+    attention_mean,
 )
-from jaxkernels.specs import ArrayType, AttentionSpec
+from jaxkernels.specs import MASKED_LOGIT, ArrayType, AttentionSpec
 from jaxkernels.xla import attention_backward as xla_backward
 from jaxkernels.xla import attention_forward as xla_forward
+from jaxkernels.xla.attention import Extras, visibility
 
 
 @pytest.mark.sampled
@@ -63,6 +65,7 @@ def test_one_key_and_one_query() -> None:
     check(make_spec(130, 1, causal=True))
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("heads", [(2, 2), (3, 1), (4, 2)], ids=str)
 def test_grouped_heads(heads: tuple[int, int]) -> None:
     check(make_spec(72, 72, heads=heads, batch=2, causal=True))
@@ -112,6 +115,7 @@ def test_wide_heads_split_the_outputs_between_the_consumers(dims: tuple[int, int
     check(spec, backward=config)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dtypes(dtype: str) -> None:
     check(make_spec(136, 136, dtype=dtype, causal=True))
@@ -434,6 +438,7 @@ def _poisoned(spec: AttentionSpec, keys: slice) -> list[np.ndarray]:
     return [q, k, v]
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.one_version
 @pytest.mark.parametrize(
     ("rules", "integers", "poisoned", "clean"),
@@ -442,6 +447,8 @@ def _poisoned(spec: AttentionSpec, keys: slice) -> list[np.ndarray]:
         (dict(window=(None, 60)), {}, slice(192, 264), slice(0, 128)),
         (dict(window=(10, 60)), {}, slice(192, 264), slice(0, 128)),
         (dict(key_lengths=True), dict(key_lengths=[120]), slice(128, 264), slice(0, 264)),
+        # Queries from 160 on see no key, those before do: both of one item.
+        (dict(window=(40, None), key_lengths=True), dict(key_lengths=[120]), slice(120, 264), slice(0, 160)),
         (dict(query_lengths=True, causal=True), dict(query_lengths=[30]), slice(64, 264), slice(0, 264)),
         (
             dict(segments=True),
@@ -449,8 +456,14 @@ def _poisoned(spec: AttentionSpec, keys: slice) -> list[np.ndarray]:
             slice(0, 128),
             slice(128, 264),
         ),
+        (
+            dict(segments=True, key_lengths=True),
+            dict(query_segments=np.arange(264)[None] // 90, key_segments=np.arange(264)[None] // 90, key_lengths=[120]),
+            slice(120, 264),
+            slice(0, 180),
+        ),
     ],
-    ids=["window", "right", "both sides", "key lengths", "query lengths", "segments"],
+    ids=["window", "right", "both", "key lengths", "nothing seen", "query lengths", "segments", "segments and lengths"],
 )
 def test_blocks_that_no_query_sees_are_not_visited(
     rules: dict[str, Any], integers: dict[str, Any], poisoned: slice, clean: slice
@@ -461,10 +474,8 @@ def test_blocks_that_no_query_sees_are_not_visited(
     assert np.isfinite(out[:, clean].astype(np.float32)).all()
 
 
-@pytest.mark.one_version
-@pytest.mark.parametrize("causal", [False, True])
-def test_items_of_padding_visit_one_block(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what they read nothing shows: outputs of padding are 0."""
+def _loads(spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch, *extras: Any) -> int:
+    """How many blocks of keys and of values the kernels load."""
     shapes = collections.Counter()
     read = shared_memory.GPUSharedMemory.get_buffer_content
 
@@ -474,11 +485,89 @@ def test_items_of_padding_visit_one_block(causal: bool, monkeypatch: pytest.Monk
         return content
 
     monkeypatch.setattr(shared_memory.GPUSharedMemory, "get_buffer_content", count_and_read)
+    forward(spec, *random_operands(spec), *extras)
+    return shapes[spec.k.shape]
+
+
+@pytest.mark.one_version
+@pytest.mark.parametrize("causal", [False, True])
+def test_items_of_padding_visit_one_block(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what they read nothing shows: outputs of padding are 0."""
     spec = make_spec(520, 520, causal=causal, query_lengths=True)
-    forward(spec, *random_operands(spec), np.int32([200]))
     # Of each of two heads five items of 128 queries, the last three of padding; blocks of 64 keys and values.
     num_blocks = (2 + 4 if causal else 2 * 9) + 3
-    assert shapes[spec.k.shape] == 2 * 2 * num_blocks
+    assert _loads(spec, monkeypatch, np.int32([200])) == 2 * 2 * num_blocks
+
+
+@pytest.mark.one_version
+@pytest.mark.parametrize(
+    ("length", "num_blocks", "num_values", "num_averaged"), [(520, 4 * 2 + 1, 4 * 2, 0), (130, 2 + 1 + 3, 2, 9)]
+)
+def test_items_that_see_nothing_visit_one_block(
+    length: int, num_blocks: int, num_values: int, num_averaged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a head's values are averaged once, if there are such. Those of the block in which keys end are a copy's."""
+    spec = make_spec(520, 520, window=(0, 0), key_lengths=True)
+    assert _loads(spec, monkeypatch, np.int32([length])) == 2 * (num_blocks + num_values + num_averaged)
+
+
+def filled_in(spec: AttentionSpec, extras: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """An output before and after means are filled in, and which queries see no key, by plain JAX."""
+    v = jnp.asarray(random_operands(spec)[2])
+    batch, num_queries, num_heads, _ = spec.q.shape
+    extras = {name: jnp.asarray(x, jnp.int32) for name, x in extras.items()}
+    visible = visibility(spec, Extras(**extras))
+    is_blind = ~np.broadcast_to(visible, (batch, 1, num_queries, spec.k.shape[1])).any(3)[:, 0]
+    is_blind &= np.asarray(attention_blocks.queries_inside(spec, extras))
+    lse = np.where(is_blind[:, None], MASKED_LOGIT, 1.0) * np.ones((1, num_heads, 1))
+    out = np.random.default_rng(1).normal(size=(*spec.q.shape[:3], spec.v.shape[3]))
+    out = jnp.asarray(out, spec.v.dtype)
+    with interpret():
+        padded = jnp.pad(jnp.float32(lse), ((0, 0), (0, 0), (0, -num_queries % 64)), constant_values=MASKED_LOGIT)
+        inputs = attention_blocks.kernel_inputs(extras, 64, 64)
+        blind = dict(blind=jnp.asarray(is_blind.any(1), jnp.int32)) if spec.segments else {}
+        actual = attention_mean.fill_in_means(spec, out, padded, v, inputs | blind)
+        return np.float32(out), np.float32(actual), is_blind
+
+
+@pytest.mark.sampled(one_in=5)
+@pytest.mark.one_version
+@pytest.mark.parametrize("value_dim", [64, 96])
+@pytest.mark.parametrize(
+    ("rules", "extras"),
+    [
+        (dict(key_lengths=True), dict(key_lengths=[0, 5, -1])),
+        (dict(key_lengths=True, window=(10, None)), dict(key_lengths=[600, 5, 100])),
+        (dict(key_lengths=True, query_lengths=True), dict(query_lengths=[200, 90, 130], key_lengths=[0, 0, 9])),
+        (dict(window=(3, None), query_offset=True), dict(query_offset=500)),
+        (
+            dict(segments=True),
+            dict(
+                query_segments=np.arange(600).reshape(3, 200) // 50, key_segments=np.arange(1800).reshape(3, 600) // 300
+            ),
+        ),
+    ],
+    ids=["lengths", "window", "padding", "shard", "segments"],
+)
+def test_queries_that_see_no_key_get_means(value_dim: int, rules: dict[str, Any], extras: dict[str, Any]) -> None:
+    """And nobody else."""
+    spec = make_spec(200, 600, heads=(4, 2), dims=(64, value_dim), batch=3, **rules)
+    out, actual, is_blind = filled_in(spec, extras)
+    assert is_blind.any()
+    assert not is_blind.all()
+    mean = np.repeat(np.float64(random_operands(spec)[2]).mean(1), 2, axis=1)
+    expected = np.where(is_blind[:, :, None, None], mean[:, None], out)
+    np.testing.assert_allclose(actual, expected, rtol=2**-8, atol=1e-6)
+    np.testing.assert_array_equal(actual[~is_blind], out[~is_blind])
+
+
+_MEAN_WAITS = ["values", "an output"]
+
+
+@pytest.mark.parametrize("missing", range(len(_MEAN_WAITS)), ids=_MEAN_WAITS)
+def test_a_missing_wait_of_the_mean_is_noticed(missing: int) -> None:
+    with missing_wait(missing, _MEAN_WAITS), interpret(deadlock_after=3.0):
+        filled_in(make_spec(200, 600, key_lengths=True, window=(10, None)), dict(key_lengths=[100]))
 
 
 @pytest.mark.one_version
@@ -500,12 +589,24 @@ def test_consumers_do_not_visit_blocks_that_only_others_queries_see(
     assert np.isfinite(out[:, clean].astype(np.float32)).all()
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.one_version
 @pytest.mark.parametrize("queries", [128, 130, 200])
 def test_consumers_without_queries_have_blocks_among_the_items(queries: int) -> None:
     """Else they would wait for what nobody loads."""
     config = dataclasses.replace(FORWARD, num_consumers=3, bridge=False)
     check(make_spec(queries, 328, window=(0, 0)), config, None)
+
+
+@pytest.mark.one_version
+@pytest.mark.parametrize("length", [64, 128, 100])
+def test_consumers_that_see_nothing_have_blocks_among_the_items(length: int) -> None:
+    """Those of queries beyond the keys, beside some that see the last ones; or of other segments than the item's."""
+    config = dataclasses.replace(FORWARD, num_consumers=3, bridge=False)
+    check(make_spec(400, 400, window=(70, None), key_lengths=True), config, None, key_lengths=[length])
+    ids = np.minimum(np.arange(400), length)[None] // 64
+    spec = make_spec(400, 400, window=(30, 30), segments=True)
+    check(spec, config, None, query_segments=ids[:, ::-1], key_segments=ids)
 
 
 @pytest.mark.one_version
@@ -577,27 +678,23 @@ def test_ranges_are_what_the_masks_say(window: tuple[int | None, int | None] | N
 
 @pytest.mark.sampled
 @pytest.mark.one_version
-@pytest.mark.parametrize("rules", [{}, dict(causal=True), dict(window=(40, 30))], ids=str)
 @pytest.mark.parametrize("name", SEGMENTS)
-def test_segment_blocks_leave_no_key_out(name: str, rules: dict[str, Any]) -> None:
+def test_segment_blocks_leave_no_key_out(name: str) -> None:
     query_ids, key_ids = (np.int32(ids) for ids in SEGMENTS[name])
     (batch, num_queries), num_keys = query_ids.shape, key_ids.shape[1]
-    spec = make_spec(num_queries, num_keys, batch=batch, segments=True, **rules)
+    spec = make_spec(num_queries, num_keys, batch=batch, segments=True)
     extras = dict(query_segments=jnp.asarray(query_ids), key_segments=jnp.asarray(key_ids))
-    table = np.asarray(attention_blocks.segment_blocks(spec, 128, 64, extras))
+    table = np.asarray(attention_blocks.segment_key_blocks(spec, 128, 64, extras))
     same = query_ids[:, :, None] == key_ids[:, None]
-    seen = same & _sees(spec, np.arange(num_queries)[:, None], np.arange(num_keys))
     for b, q in np.ndindex(table.shape[:2]):
-        first, end, first_of_one, end_of_one, is_lost = table[b, q]
+        first, end, first_of_one, end_of_one = table[b, q]
         rows = same[b, q * 128 : (q + 1) * 128]
         assert not rows[:, : first * 64].any()
         assert not rows[:, end * 64 :].any()
         assert rows[:, first_of_one * 64 : end_of_one * 64].all()
-        assert is_lost or seen[b, q * 128 : (q + 1) * 128].any(1).all()
-        if name in ("packed", "aligned", "one"):  # Nothing is visited in vain, and nobody is given up.
+        if name in ("packed", "aligned", "one"):  # Nothing is visited in vain.
             assert rows[:, first * 64 : first * 64 + 64].any()
             assert rows[:, end * 64 - 64 : end * 64].any()
-            assert not is_lost
         if name == "aligned":
             assert (first_of_one, end_of_one) == (first, end)
 
@@ -848,6 +945,7 @@ def test_configs_refuse_what_cannot_run(make: Any, message: str) -> None:
         make()
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.one_version
 @pytest.mark.parametrize(
     ("dim", "config"),
@@ -909,28 +1007,34 @@ def operands(dim, **rules):
     return spec, *(jnp.ones(x.shape, x.dtype) for x in (spec.q, spec.k, spec.v))
 
 def compiled(kernel, spec):
-    # One by one, the operations of XLA beside the kernel would be dozens of modules to patch.
+    # One by one, the operations of XLA beside the kernel would be more modules to patch.
     return jax.jit(functools.partial(kernel.run, spec, kernel.shortlist(spec)[0]))
 
 def forward(dim):
     spec, *arrays = operands(dim)
     return compiled(attention_forward, spec)(*arrays)
 
+rules = dict(window=(90, None), query_lengths=True, key_lengths=True, segments=True, soft_cap=20.0)
+extras = [jnp.array(lengths, jnp.int32) for lengths in ([200, 90], [136, 70])]
+extras += [jnp.array(np.arange(2 * n).reshape(2, n) // 50, jnp.int32) for n in (200, 136)]
+
 def documents(dim):
-    spec, *arrays = operands(dim, window=(90, None), query_lengths=True, key_lengths=True, segments=True)
-    extras = [jnp.array(lengths, jnp.int32) for lengths in ([200, 90], [136, 70])]
-    extras += [jnp.array(np.arange(2 * n).reshape(2, n) // 50, jnp.int32) for n in (200, 136)]
+    spec, *arrays = operands(dim, **rules)
     return compiled(attention_forward, spec)(*arrays, *extras)
 
-def backward(dim):
-    spec, q, k, v = operands(dim)
-    lse = jnp.ones((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
-    return compiled(attention_backward, spec)(q, k, v, q, lse, q, lse)
+def backward_documents(dim):
+    return backward(dim, extras, **rules)
 
-runs = (forward, documents, backward)
+def backward(dim, extras=(), **rules):
+    spec, q, k, v = operands(dim, **rules)
+    lse = jnp.ones((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
+    return compiled(attention_backward, spec)(q, k, v, *extras, q, lse, q, lse)
+
+runs = (forward, documents, backward, backward_documents)
 steps = {f"{run.__name__} {dim}": functools.partial(run, dim) for run in runs for dim in (64, 128, 256)}
 """
-_STEPS = [f"{run} {dim}" for run in ("forward", "documents", "backward") for dim in (64, 128, 256)]
+_RUNS = ("forward", "documents", "backward", "backward_documents")
+_STEPS = [f"{run} {dim}" for run in _RUNS for dim in (64, 128, 256)]
 
 
 @pytest.mark.gpu

@@ -147,18 +147,21 @@ def test_the_default_product_compiles_ahead_of_time() -> None:
     _compile(jk.matmul, x, x)
 
 
-def _attention_spec(head_dim: int, *, causal: bool, length: int = 4096, **rules: Any) -> AttentionSpec:
-    array = lambda heads: ArrayType((2, length, heads, head_dim), jnp.dtype(jnp.bfloat16))
+def _attention_spec(
+    head_dim: int, *, causal: bool, length: int = 4096, value_dim: int | None = None, **rules: Any
+) -> AttentionSpec:
+    array = lambda heads, dim=head_dim: ArrayType((2, length, heads, dim), jnp.dtype(jnp.bfloat16))
     return AttentionSpec(
-        q=array(16), k=array(4), v=array(4), scale=head_dim**-0.5, target=_H200, causal=causal, **rules
+        q=array(16), k=array(4), v=array(4, value_dim or head_dim), scale=head_dim**-0.5, target=_H200, causal=causal,
+        **rules,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 192), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("length", [4096, 4000])
-def test_attention_forward(head_dim: int, causal: bool, length: int, spills: Callable[..., list[int]]) -> None:
-    spec = _attention_spec(head_dim, causal=causal, length=length)
+def test_attention_forward(dims: tuple[int, int], causal: bool, length: int, spills: Callable[..., list[int]]) -> None:
+    spec = _attention_spec(dims[0], value_dim=dims[1], causal=causal, length=length)
     run = functools.partial(attention_forward.run, spec, dispatch.default_config("attention_forward", "pallas", spec))
     assert spills(run, spec.q, spec.k, spec.v) == [0]
 

@@ -420,8 +420,8 @@ def dot_product_attention(
       Output (B, T, N, D) or (T, N, D), in the value's dtype; with `return_residual` or `return_lse` also
       the logsumexp, (B, T, N) or (T, N).
 
-      A query that sees no key gets the mean of all S values, as in jax.nn (masked logits are a large
-      finite number), unless `query_seq_lengths` makes it padding.
+      A query that sees no key gets the mean of all S values, those behind `key_value_seq_lengths` too, as in
+      jax.nn (masked logits are a large finite number), unless `query_seq_lengths` makes it padding.
 
     Raises:
       ValueError: shapes, dtypes, window, soft cap or backend name are wrong.
