@@ -191,14 +191,16 @@ def _nvrtc() -> ModuleType:
 
 @functools.cache
 def _toolkit_headers() -> pathlib.Path | None:
-    """The folder of CUDA's own headers, where they are installed."""
+    """The folder of CUDA's own headers, where they and NVRTC are installed."""
+    if not nvrtc_version():
+        return None
     pathfinder = importlib.import_module("cuda.pathfinder")
     folder = pathfinder.find_nvidia_header_directory("cudart")
     return None if folder is None else pathlib.Path(folder)
 
 
 # Options of NVRTC that have it read files.
-_INCLUDING = ("-I", "--include-path", "-include-path", "--pre-include", "-include")
+_INCLUDING = ("-I", "--include-path", "--pre-include", "-include")
 
 # The first group of a line that includes: #include "tma.cuh".
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
@@ -238,13 +240,13 @@ class _Request:
         """Whether the compiler reads no files but CUDA's own."""
         if any(option.startswith(_INCLUDING) for option in self.options):
             return False
-        given, toolkit = dict(self.headers), _toolkit_headers() if nvrtc_version() else None
+        given, toolkit = dict(self.headers), _toolkit_headers()
         included = {name for text in (self.source, *given.values()) for name in _INCLUDE.findall(text)} - set(given)
         is_toolkits = lambda name: toolkit is not None and (toolkit / name).exists()
         return all(is_toolkits(name) and not pathlib.Path(name).exists() for name in included)
 
     def key(self) -> str:
-        folder = _toolkit_headers() if nvrtc_version() else None
+        folder = _toolkit_headers()
         toolkit = None if folder is None else (str(folder), (folder / "cuda_runtime_api.h").stat().st_mtime_ns)
         parts = [_CACHE_FORMAT, nvrtc_version(), toolkit, dataclasses.astuple(self)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
