@@ -145,6 +145,7 @@ def test_first_derivatives(backend, program):
     assert_same(derivatives, *program.both(backend))
 
 
+@pytest.mark.sampled(one_in=2)
 @every_program
 def test_second_derivatives(program):
     xs, dxs, ddxs = (program.operands(seed) for seed in range(3))
@@ -214,6 +215,7 @@ def stack(x: np.ndarray, seed: int, axis: int) -> np.ndarray:
     return np.stack([x, -x, x + random_array(rng, x.shape, "float32")], axis=axis)
 
 
+@pytest.mark.sampled(one_in=2)
 @every_program
 def test_vmap_of_every_combination_of_operands(opaque, program):
     """Values and gradients, with the mapped axis first, last, or in the middle."""
@@ -433,3 +435,54 @@ def test_eager_evaluation_equals_jit(backend, program):
     xs = program.operands()
     assert_close(f(*xs), jax.jit(f)(*xs))
     assert_close(jax.grad(loss(f))(*xs), jax.jit(jax.grad(loss(f)))(*xs))
+
+
+# On the kernels, which take 16 bits.
+
+_PRODUCTS = ("product", "batch of products", "alpha", "dot_general", "bias", "silu", "bias, residual")
+_PRODUCTS += ("bias, gelu, residual",)
+_ATTENTIONS = ("attention", "attention, masks", "attention, lse")
+_ON_KERNELS = {"cuda": _PRODUCTS, "pallas": (*_PRODUCTS, *_ATTENTIONS), "opaque": ("silu", "attention, masks")}
+
+
+def rounded(xs: Arrays) -> Arrays:
+    return tuple(np.float32(x.astype(jnp.bfloat16)) for x in xs)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    [
+        pytest.param(backend, name, id=f"{backend}-{name}", marks=() if backend == "opaque" else pytest.mark.gpu)
+        for backend, names in _ON_KERNELS.items()
+        for name in names
+    ],
+)
+def test_kernels_under_every_transform(opaque, kernel, name):
+    """Forward mode of attention, which no kernel computes, aside."""
+    program = PROGRAMS[name]
+    xs, dxs = rounded(program.operands(0)), rounded(program.operands(1))
+    stacks = rounded(tuple(stack(x, i, 0) for i, x in enumerate(xs)))
+    none = (None,) * (len(xs) - 1)
+
+    def transforms(f):
+        out, pull = jax.vjp(f, *xs)
+        gradient = jax.grad(loss(f), all_args(xs))
+        remade = jax.grad(loss(jax.checkpoint(f)), all_args(xs))
+        forward = [jax.jvp(f, xs, dxs), jax.jvp(gradient, xs, dxs)] if name in _PRODUCTS else None
+        return dict(
+            out=out,
+            pull=pull(out),
+            forward=forward,
+            remat=remade(*xs),
+            mapped=jax.vmap(gradient)(*stacks),
+            first_mapped=jax.vmap(gradient, (0, *none))(stacks[0], *xs[1:]),
+            last_mapped=jax.vmap(f, (*none, 0))(*xs[:-1], stacks[-1]),
+            scanned=jax.lax.scan(lambda carry, x: (carry, gradient(x, *xs[1:])), None, stacks[0])[1],
+            branch=jax.lax.cond(jnp.sum(xs[0]) > jnp.inf, lambda: out, lambda: f(*xs)),
+        )
+
+    f, reference = program.both(kernel)
+    in_16_bits = lambda *xs: jax.tree.map(jnp.float32, f(*(jnp.asarray(x, jnp.bfloat16) for x in xs)))
+    ours, expected = compile_quickly(lambda: (transforms(in_16_bits), transforms(reference)))()
+    for transform in expected:
+        assert_close(ours[transform], expected[transform], rtol=0.05)
