@@ -235,6 +235,7 @@ def check_rows_that_are_no_numbers(config: Config, m: int, k: int) -> None:
     np.testing.assert_array_equal(np.isfinite(np.asarray(out, np.float32)), np.isfinite(lhs @ rhs))
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("k", [67, 121, 124, 250])
 @pytest.mark.parametrize(
     "config", [Config(64, 64), Config(128, 64, num_stages=2), Config(64, 64, ping_pong=True)],
@@ -244,6 +245,7 @@ def test_what_is_no_number_stays_in_its_row(config: Config, k: int, emulator: Em
     check_rows_that_are_no_numbers(dataclasses.replace(config, in_place=True), 203, k)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     ("config", "shape", "options"),
     [

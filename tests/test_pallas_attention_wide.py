@@ -66,6 +66,7 @@ def test_split_with_grouped_heads(heads: tuple[int, int], dtype: str) -> None:
     check_backward(make_spec(200, 200, heads=heads, batch=2, dtype=dtype, causal=True), SPLIT)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.one_version
 @pytest.mark.parametrize("offset", [0, 70, 300])
 def test_split_with_a_shard_of_the_queries(offset: int) -> None:
@@ -91,6 +92,7 @@ def test_split_windows(
     check_backward(make_spec(*lengths, window=window), config)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.one_version
 @pytest.mark.parametrize("window", [(70, None), (0, 0)], ids=str)
 def test_split_causal_windows(window: tuple[int, int | None]) -> None:
@@ -169,6 +171,7 @@ def split_gradients(
 _HALVES = np.arange(264)[None] // 128
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.one_version
 @pytest.mark.parametrize(
     ("rules", "integers", "dout", "values", "clean_keys", "clean_queries"),
@@ -218,6 +221,7 @@ def test_split_kernels_mask_edges_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert grads["dk"][:, :256].any(axis=(2, 3)).all()
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.one_version
 @pytest.mark.parametrize("taken_for_clear", ["keys_seen_by_all", "queries_that_see_all"])
 def test_the_edges_that_the_split_kernels_mask_matter(taken_for_clear: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,6 +349,7 @@ def test_dlogits_of_whole_batches_or_parts_of_one_are_in_memory_together(fit: in
 _PRODUCT_WAITS = ["slots free", "dS and keys", "finished"]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.one_version
 @pytest.mark.parametrize("missing", _PRODUCT_WAITS)
 def test_a_missing_wait_of_the_product_is_noticed(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:

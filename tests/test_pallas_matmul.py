@@ -45,6 +45,7 @@ def test_layouts(layouts: str, split: str) -> None:
     check(make_spec(128, 192, 256, layouts=layouts), config)
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.one_version
 @pytest.mark.parametrize("layouts", ["mk.kn", "km.nk"])
 @pytest.mark.parametrize("cluster", [None, "m", "n"])
@@ -54,6 +55,7 @@ def test_schedules(layouts: str, cluster: Any, delay_release: int) -> None:
     check(make_spec(200, 264, 328, layouts=layouts), config)
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
 @pytest.mark.parametrize("split", ["n", None])
 def test_number_of_stages(num_stages: int, split: Any) -> None:
@@ -91,6 +93,7 @@ def test_ping_pong(m: int, layouts: str, cluster: Any, delay_release: int) -> No
     check(make_spec(m, 72, 200, layouts=layouts, bias=True, activation="silu", save_preactivation=True), config)
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.one_version
 @pytest.mark.parametrize("k", [40, 200])
 @pytest.mark.parametrize(
@@ -115,6 +118,7 @@ def test_tile_orders(minor: Any, strip: int) -> None:
     check(make_spec(200, 520, 64), dataclasses.replace(_SMALL_TILE, minor=minor, strip=strip))
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize(
     "sizes", [(1, 1, 1), (5, 7, 3), (63, 65, 129), (1, 300, 70), (300, 1, 70), (129, 257, 1)], ids=str
 )
@@ -129,12 +133,14 @@ def test_batches(layouts: str) -> None:
     check(make_spec(33, 9, 50, layouts=layouts, batch=2))
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dtypes(dtype: str, out_dtype: str) -> None:
     check(make_spec(72, 136, 136, dtypes=(dtype, dtype), out_dtype=out_dtype))
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")])
 @pytest.mark.parametrize("alpha", [1.0, 0.3])
 def test_float32_with_bfloat16(dtypes: tuple[str, str], alpha: float) -> None:
@@ -160,6 +166,7 @@ def test_infinities_of_a_float32_operand_stay_infinities() -> None:
     assert np.isfinite(np.delete(out, [3, 7], axis=0)).all()
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", "gelu_erf"])
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 def test_epilogues(activation: str | None, out_dtype: str) -> None:

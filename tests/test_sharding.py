@@ -237,6 +237,7 @@ ATTENTIONS: dict[str, tuple[int, int, P, P, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", ATTENTIONS)
 @every_kind
+@pytest.mark.sampled(one_in=3)
 def test_attention(opaque, meshes, kind, name):
     heads, kv_heads, q_spec, kv_spec, options = ATTENTIONS[name]
     xs = arrays((8, 16, heads, 8), *[(8, 24, kv_heads, 8)] * 2)
