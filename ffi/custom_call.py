@@ -24,6 +24,7 @@ import numpy as np
 
 from jaxkernels import hardware
 from jaxkernels.ffi import launcher
+from jaxkernels.ffi.cubin import parameter_bytes
 
 __all__ = ["Parameter", "Pointer", "TensorMap", "check", "launch"]
 
@@ -38,6 +39,9 @@ _SWIZZLE_BYTES = {"none": None, "32B": 32, "64B": 64, "128B": 128}
 _INTERLEAVES = ("none", "16B", "32B")
 _L2_PROMOTIONS = ("none", "64B", "128B", "256B")
 _FILLS = ("zeros", "nan")
+
+# What a kernel takes for them.
+_POINTER_BYTES, _TENSOR_MAP_BYTES = 8, 128
 
 # Limits of launches: CUDA C++ programming guide, table of technical specifications per compute
 # capability, and its section on thread block clusters (more than 8 blocks are not portable).
@@ -143,7 +147,8 @@ def launch(
       The results.
 
     Raises:
-      ValueError: a parameter or a launch dimension no device takes, or one outside its array.
+      ValueError: a parameter or a launch dimension no device takes, one outside its array, or one of another size than
+        the kernel's.
       NotImplementedError: clusters or tensor maps on a chip older than Hopper.
       RuntimeError: there are CUDA devices but no launcher, see `jaxkernels.ffi.status()`.
 
@@ -154,6 +159,14 @@ def launch(
         name, buffers, parameters=parameters, grid=grid, block=block, cluster=cluster, smem_bytes=smem_bytes,
         target=target,
     )  # fmt: skip
+    given, taken = tuple(map(_bytes_of, parameters)), parameter_bytes(cubin, name)
+    listed = lambda sizes: f"({', '.join(map(str, sizes))})"
+    _Problem(name).unless(
+        taken is None or given == taken,
+        f"the kernel takes parameters of {listed(taken or ())} bytes",
+        listed(given),
+        "Give them in the order of the kernel's signature.",
+    )
     if launcher.has_cuda():
         launcher.register()
     call = jax.ffi.ffi_call(launcher.TARGET, list(results), input_output_aliases=dict(input_output_aliases or {}))
@@ -186,6 +199,14 @@ def check(
         described = _parameter_attributes(problem.at(f"parameter {i}"), parameter, buffers, target)
         attributes |= {f"parameter{i}.{key}": value for key, value in described.items()}
     return attributes
+
+
+def _bytes_of(parameter: Parameter) -> int:
+    if isinstance(parameter, np.generic):
+        return parameter.nbytes
+    if isinstance(parameter, Pointer):
+        return _POINTER_BYTES
+    return _TENSOR_MAP_BYTES * (len(parameter) if isinstance(parameter, tuple) else 1)
 
 
 class _Problem:

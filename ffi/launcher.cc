@@ -48,7 +48,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -129,8 +128,6 @@ class Driver {
   decltype(&cuModuleLoadData) module_load_data;
   decltype(&cuStreamGetCtx) stream_get_ctx;
   decltype(&cuTensorMapEncodeTiled) tensor_map_encode_tiled;
-  // Null in drivers older than CUDA 12.4.
-  CUresult (*func_get_param_info)(CUfunction, size_t index, size_t* offset, size_t* size);
 
   // The driver, opened on first use. The outcome is final for the process.
   static ffi::ErrorOr<const Driver*> get(std::string_view kernel) {
@@ -174,8 +171,6 @@ class Driver {
     load(library, module_load_data, JAXKERNELS_SYMBOL(cuModuleLoadData));
     load(library, stream_get_ctx, JAXKERNELS_SYMBOL(cuStreamGetCtx));
     load(library, tensor_map_encode_tiled, JAXKERNELS_SYMBOL(cuTensorMapEncodeTiled));
-    func_get_param_info = reinterpret_cast<decltype(func_get_param_info)>(
-        dlsym(library, JAXKERNELS_SYMBOL(cuFuncGetParamInfo)));
   }
 
   template <typename Function>
@@ -318,14 +313,6 @@ using TensorMaps = std::vector<TensorMap>;
 
 using Parameter = std::variant<Value, Pointer, TensorMaps>;
 
-size_t parameter_bytes(const Parameter& parameter) {
-  if (const auto* value = std::get_if<Value>(&parameter)) return value->bytes.size();
-  if (const auto* maps = std::get_if<TensorMaps>(&parameter)) {
-    return maps->size() * sizeof(CUtensorMap);
-  }
-  return sizeof(void*);
-}
-
 class Cubin;
 
 // One custom call of a compiled program: what XLA keeps for it between the stages.
@@ -339,7 +326,6 @@ struct Launch {
   std::array<unsigned, 3> cluster;
   unsigned smem_bytes;
   std::vector<Parameter> parameters;
-  std::vector<size_t> parameter_bytes;
 
   uint64_t cluster_blocks() const { return uint64_t{cluster[0]} * cluster[1] * cluster[2]; }
 
@@ -397,7 +383,6 @@ class Cubin {
     if (kernel.function == nullptr) {
       if (auto error = load(driver, launch, &loaded.module, &kernel); error.failure()) return error;
     }
-    if (auto error = check_parameters(kernel, launch); error.failure()) return error;
     if (auto error = allow(driver, launch, &kernel); error.failure()) return error;
     *function = kernel.function;
     return ffi::Error::Success();
@@ -406,8 +391,7 @@ class Cubin {
  private:
   struct Kernel {
     CUfunction function = nullptr;
-    std::optional<std::vector<size_t>> parameter_bytes;  // Not known to older drivers.
-    int smem_bytes = -1;                                 // -1: no limit has been set yet.
+    int smem_bytes = -1;  // -1: no limit has been set yet.
     bool large_clusters = false;
   };
 
@@ -444,28 +428,8 @@ class Cubin {
       return launch.driver_error(driver, result, "the cubin has no kernel of this name",
                                  "C++ names are mangled: use the one compile_kernel returned.");
     }
-    if (driver.func_get_param_info != nullptr) {
-      std::vector<size_t> sizes;
-      size_t offset = 0;
-      size_t bytes = 0;
-      while (driver.func_get_param_info(function, sizes.size(), &offset, &bytes) == CUDA_SUCCESS) {
-        sizes.push_back(bytes);
-      }
-      kernel->parameter_bytes = std::move(sizes);
-    }
     kernel->function = function;
     return ffi::Error::Success();
-  }
-
-  // The driver copies each parameter by the kernel's own idea of its size.
-  static ffi::Error check_parameters(const Kernel& kernel, const Launch& launch) {
-    if (kernel.parameter_bytes.value_or(launch.parameter_bytes) == launch.parameter_bytes) {
-      return ffi::Error::Success();
-    }
-    return launch.error(ffi::ErrorCode::kInvalidArgument,
-                        concat("the kernel takes parameters of ", listed(*kernel.parameter_bytes),
-                               " bytes; got ", listed(launch.parameter_bytes),
-                               ". Give them in the order of the kernel's signature."));
   }
 
   // Raises the limits that a kernel has to opt in to. Setting an attribute also makes the driver
@@ -666,7 +630,6 @@ ffi::ErrorOr<std::unique_ptr<Launch>> instantiate(ffi::Dictionary dictionary) {
   const int64_t num_parameters = attributes.number("num_parameters", 0, kMaxParameterBytes);
   for (int64_t i = 0; i < num_parameters && attributes.error().success(); ++i) {
     launch->parameters.push_back(read_parameter(attributes, concat("parameter", i, ".")));
-    launch->parameter_bytes.push_back(parameter_bytes(launch->parameters.back()));
   }
   const auto cubin = attributes.get<ffi::Span<const uint8_t>>("cubin");
   const std::string_view image(reinterpret_cast<const char*>(cubin.begin()), cubin.size());

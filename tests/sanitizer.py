@@ -56,7 +56,7 @@ def assert_finds_nothing_else(tool: str, steps: str, names: tuple[str, ...]) -> 
     env = {"PYTHONPATH": os.pathsep.join(map(str, [ROOT, *sys.path])), "XLA_FLAGS": flags}
     env["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
     script = _SCRIPT.replace("OUTSIDE", str(_OUTSIDE[tool])).replace("STEPS", steps).replace("NAMES", repr(names))
-    # The launcher asks the driver for a kernel's parameters until there are no more, which is an error of the API.
+    # Of kernels, not of what XLA asks the driver for.
     command = [sanitizer, "--tool", tool, "--report-api-errors", "no", sys.executable, "-c", script]
     process = subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
     output = process.stdout + process.stderr

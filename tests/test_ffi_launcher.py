@@ -475,8 +475,6 @@ ON_DRIVER_FAILURE = [
      "cannot have 232448 bytes of dynamic shared memory beside 16 static ones, the device allows 232448 together; "
      "got CUDA_ERROR_INVALID_VALUE (says the stand-in)."),
     ({"name": "absent"}, None, "absent[cuda]: the cubin has no kernel of this name; got CUDA_ERROR_NOT_FOUND"),
-    ({"name": "kernel_128_4"}, None,
-     "the kernel takes parameters of (128, 4) bytes; got (4). Give them in the order of the kernel's signature."),
     ({}, ("cuModuleLoadData", 209),
      "the driver (CUDA 13.5) cannot load the cubin of {cubin_bytes} bytes on this device; "
      "got CUDA_ERROR_NO_BINARY_FOR_GPU (says the stand-in). Compile it for the device's architecture, "),

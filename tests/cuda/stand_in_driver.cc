@@ -151,14 +151,6 @@ CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
   return CUDA_SUCCESS;
 }
 
-CUresult cuFuncGetParamInfo(CUfunction function, size_t index, size_t* offset, size_t* size) {
-  const auto& bytes = reinterpret_cast<Kernel*>(function)->parameter_bytes;
-  if (index >= bytes.size()) return CUDA_ERROR_INVALID_VALUE;
-  *offset = 0;
-  *size = bytes[index];
-  return CUDA_SUCCESS;
-}
-
 CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, CUfunction) {
   if (attribute != CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES) std::abort();
   *value = kStaticSmemBytes;
