@@ -121,7 +121,10 @@ def _read(memory, key, access):
 
 
 def _write(memory, thread, key, access, value):
-    memory.store_buffer_content(key, access, value, thread, increment_clock=False)
+    try:
+        memory.store_buffer_content(key, access, value, thread, increment_clock=False)
+    except KeyError:  # It was there when it was looked for.
+        raise memory.has_left(key) from None
 
 
 # Matrix products: issued, then waited for.

@@ -298,11 +298,14 @@ class SharedMemory(shared_memory.GPUSharedMemory):
         while key not in self.mem:
             self.check_failed()
             if key in self._released:
-                raise ValueError(f"multicast into block {block}, which has left the scope of the buffer.")
+                raise self.has_left(key)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"deadlock: block {block} never allocates what a multicast writes to.")
             time.sleep(1e-3)
         return key
+
+    def has_left(self, key) -> ValueError:
+        return ValueError(f"multicast into block {key.block_id}, which has left the scope of the buffer.")
 
 
 class _Condition(threading.Condition):
