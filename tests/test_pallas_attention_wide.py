@@ -264,7 +264,7 @@ _SPLIT_WAITS += ["output gradients for dP", "P", "last queries for dK"]
 _SPLIT_IMPLIED = {"last queries for dK"}
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.one_version
 @pytest.mark.parametrize("missing", sorted(set(_SPLIT_WAITS) - _SPLIT_IMPLIED))
 def test_a_missing_wait_of_the_split_kernels_is_noticed(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def _cases(table: tuple[Any, ...]) -> list[Any]:
     return [pytest.param(case, id=case.id) for case in table]
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("case", _cases(MATMUL_CASES))
 def test_matmul_cases_lower(case: MatmulCase, monkeypatch: pytest.MonkeyPatch) -> None:
     without = {key: entry for key, entry in dispatch.REGISTRY.items() if key != ("matmul", "cuda")}  # Asked first.
@@ -73,7 +73,7 @@ def test_matmul_cases_lower(case: MatmulCase, monkeypatch: pytest.MonkeyPatch) -
     assert {backend for _, backend in chosen(gradients(case), case.operands(), case.cotangents())} == backends
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("case", _cases(ATTENTION_CASES))
 def test_attention_cases_lower(case: AttentionCase) -> None:
     backend = "xla" if any((case.bias, case.mask, case.dtype == "float32")) else "pallas"
@@ -138,7 +138,7 @@ def test_every_candidate_lowers_with_clusters(config: matmul.Config, schedule: d
     lower_matmul(dataclasses.replace(config, **schedule), "km.nk", out="bfloat16")
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.one_version
 @pytest.mark.parametrize(
     ("head_dims", "dtype"),
