@@ -159,14 +159,15 @@ def launch(
         name, buffers, parameters=parameters, grid=grid, block=block, cluster=cluster, smem_bytes=smem_bytes,
         target=target,
     )  # fmt: skip
-    given, taken = tuple(map(_bytes_of, parameters)), parameter_bytes(cubin, name)
-    listed = lambda sizes: f"({', '.join(map(str, sizes))})"
-    _Problem(name).unless(
-        taken is None or given == taken,
-        f"the kernel takes parameters of {listed(taken or ())} bytes",
-        listed(given),
-        "Give them in the order of the kernel's signature.",
-    )
+    if (taken := parameter_bytes(cubin, name)) is not None:
+        given = tuple(map(_bytes_of, parameters))
+        listed = lambda sizes: f"({', '.join(map(str, sizes))})"
+        _Problem(name).unless(
+            given == taken,
+            f"the kernel takes parameters of {listed(taken)} bytes",
+            listed(given),
+            "Give them in the order of the kernel's signature.",
+        )
     if launcher.has_cuda():
         launcher.register()
     call = jax.ffi.ffi_call(launcher.TARGET, list(results), input_output_aliases=dict(input_output_aliases or {}))

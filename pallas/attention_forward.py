@@ -84,7 +84,6 @@ from jaxkernels.pallas.attention_blocks import (
     pad_heads,
     padded_head_dims,
     planned_offset,
-    queries_inside,
     query_offset,
     scale_rows,
     segment_key_blocks,
@@ -297,9 +296,6 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
     )
     out, lse = kernel(q, k, v, plan, inputs)
     if may_see_nothing(spec):
-        if spec.segments:  # All heads see the same.
-            is_blind = (lse[:, 0, :num_queries] <= MASKED_LOGIT / 2) & queries_inside(spec, inputs)
-            inputs["blind"] = is_blind.any(axis=1).astype(jnp.int32)
         out = fill_in_means(spec, out, lse, v, inputs)
     return [out[:, :num_queries, :, :head_dim], lse[:, :, :num_queries]]
 

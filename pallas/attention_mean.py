@@ -21,6 +21,7 @@ from jaxkernels.pallas.attention_blocks import (
     TILE,
     ends_of,
     first_blind,
+    queries_inside,
     query_offset,
     swizzle_span,
     transforms_of,
@@ -45,10 +46,12 @@ def fill_in_means(
     Args:
       out, v: padded as TMA asks (`pad_heads`), v with zeros.
       lse: of whole blocks of 64 queries.
-      inputs: the optional operands as kernels read them; with segments also `blind`, (B,) int32, 0 where every query
-        sees some key.
+      inputs: the optional operands as kernels read them.
     """
     batch, _, num_heads, columns = out.shape
+    if spec.segments:  # All heads see the same.
+        is_blind = (lse[:, 0, : spec.q.shape[1]] <= MASKED_LOGIT / 2) & queries_inside(spec, inputs)
+        inputs = inputs | {"blind": is_blind.any(axis=1).astype(jnp.int32)}
     ref = jax.new_ref(out)
     plgpu.kernel(
         functools.partial(_kernel, spec=spec),

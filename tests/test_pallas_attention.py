@@ -525,8 +525,7 @@ def filled_in(spec: AttentionSpec, extras: dict[str, Any]) -> tuple[np.ndarray, 
     with interpret():
         padded = jnp.pad(jnp.float32(lse), ((0, 0), (0, 0), (0, -num_queries % 64)), constant_values=MASKED_LOGIT)
         inputs = attention_blocks.kernel_inputs(extras, 64, 64)
-        blind = dict(blind=jnp.asarray(is_blind.any(1), jnp.int32)) if spec.segments else {}
-        actual = attention_mean.fill_in_means(spec, out, padded, v, inputs | blind)
+        actual = attention_mean.fill_in_means(spec, out, padded, v, inputs)
         return np.float32(out), np.float32(actual), is_blind
 
 
