@@ -127,6 +127,7 @@ def launch(
     smem_bytes: int = 0,
     input_output_aliases: Mapping[int, int] | None = None,
     target: hardware.Chip | None = None,
+    label: str | None = None,
 ) -> list[jax.Array]:
     """Launches a kernel of a cubin; out = kernel<<<grid, block, smem_bytes>>>(parameters).
 
@@ -142,6 +143,7 @@ def launch(
       smem_bytes: dynamic shared memory per block.
       input_output_aliases: operand -> result that starts out as its copy (in place where XLA can).
       target: the chip, for its limit of shared memory; default: `hardware.cuda_target()`.
+      label: what messages call the kernel; default: name, which is mangled.
 
     Returns:
       The results.
@@ -154,15 +156,16 @@ def launch(
 
     Differentiability: none, and no batching rule; the primitives that call this have their own.
     """
+    label = name if label is None else label
     buffers = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*operands, *results)]
     attributes = check(
-        name, buffers, parameters=parameters, grid=grid, block=block, cluster=cluster, smem_bytes=smem_bytes,
+        label, buffers, parameters=parameters, grid=grid, block=block, cluster=cluster, smem_bytes=smem_bytes,
         target=target,
     )  # fmt: skip
     if (taken := parameter_bytes(cubin, name)) is not None:
         given = tuple(map(_bytes_of, parameters))
         listed = lambda sizes: f"({', '.join(map(str, sizes))})"
-        _Problem(name).unless(
+        _Problem(label).unless(
             given == taken,
             f"the kernel takes parameters of {listed(taken)} bytes",
             listed(given),
@@ -171,7 +174,7 @@ def launch(
     if launcher.has_cuda():
         launcher.register()
     call = jax.ffi.ffi_call(launcher.TARGET, list(results), input_output_aliases=dict(input_output_aliases or {}))
-    return list(call(*operands, cubin=np.frombuffer(cubin, np.uint8), kernel=name, **attributes))
+    return list(call(*operands, cubin=np.frombuffer(cubin, np.uint8), kernel=name, label=label, **attributes))
 
 
 def check(

@@ -319,7 +319,9 @@ class CudaKernel:
     def _run(self, constants: Mapping[str, Hashable], target: hardware.Chip, *xs: jax.Array) -> list[jax.Array]:
         call = self._call(xs, constants, target)
         compiled = self._compiled(call, target)
-        return custom_call.launch(compiled.cubin, compiled.name, xs, call.results, target=target, **call.arguments)
+        return custom_call.launch(
+            compiled.cubin, compiled.name, xs, call.results, target=target, label=self.name, **call.arguments
+        )
 
     def _message(self, what: str, got: str, way_out: str) -> str:
         return f"{self.name}[cuda]: {what}; got {got}. {way_out}".rstrip()

@@ -11,6 +11,7 @@
 //
 //   cubin                          u8[]    the code, an ELF image
 //   kernel                         string  the kernel's symbol in it
+//   label                          string  what messages call it; older programs have none
 //   grid, block, cluster           i64[3]  blocks, threads per block, blocks per cluster; x y z
 //   smem_bytes                     i64     dynamic shared memory per block
 //   num_parameters                 i64     how many parameters the kernel takes
@@ -98,9 +99,9 @@ std::string listed(const Sequence& values) {
   return out + ")";
 }
 
-// All messages have the form `kernel[cuda]: what is wrong; got value. way out.`
-ffi::Error error_for(std::string_view kernel, ffi::ErrorCode code, const std::string& what) {
-  return ffi::Error(code, concat(kernel.empty() ? "launch" : kernel, "[cuda]: ", what));
+// All messages have the form `label[cuda]: what is wrong; got value. way out.`
+ffi::Error error_for(std::string_view label, ffi::ErrorCode code, const std::string& what) {
+  return ffi::Error(code, concat(label.empty() ? "launch" : label, "[cuda]: ", what));
 }
 
 // ---- The driver ---------------------------------------------------------------------------------
@@ -130,10 +131,10 @@ class Driver {
   decltype(&cuTensorMapEncodeTiled) tensor_map_encode_tiled;
 
   // The driver, opened on first use. The outcome is final for the process.
-  static ffi::ErrorOr<const Driver*> get(std::string_view kernel) {
+  static ffi::ErrorOr<const Driver*> get(std::string_view label) {
     static const Driver driver;
     if (driver.problem_.empty()) return &driver;
-    return ffi::Unexpected(error_for(kernel, ffi::ErrorCode::kUnavailable, driver.problem_));
+    return ffi::Unexpected(error_for(label, ffi::ErrorCode::kUnavailable, driver.problem_));
   }
 
   // "CUDA_ERROR_INVALID_VALUE (invalid argument)"
@@ -320,6 +321,7 @@ struct Launch {
   static ffi::TypeId id;
 
   std::string kernel;
+  std::string label;
   Cubin* cubin;
   std::array<unsigned, 3> grid;
   std::array<unsigned, 3> block;
@@ -330,7 +332,7 @@ struct Launch {
   uint64_t cluster_blocks() const { return uint64_t{cluster[0]} * cluster[1] * cluster[2]; }
 
   ffi::Error error(ffi::ErrorCode code, const std::string& what) const {
-    return error_for(kernel, code, what);
+    return error_for(label, code, what);
   }
   ffi::Error driver_error(const Driver& driver, CUresult result, const std::string& what,
                           const char* way_out) const {
@@ -425,7 +427,7 @@ class Cubin {
     }
     CUfunction function = nullptr;
     if (CUresult result = driver.module_get_function(&function, *module, launch.kernel.c_str())) {
-      return launch.driver_error(driver, result, "the cubin has no kernel of this name",
+      return launch.driver_error(driver, result, concat("the cubin has no kernel ", launch.kernel),
                                  "C++ names are mangled: use the one compile_kernel returned.");
     }
     kernel->function = function;
@@ -493,9 +495,12 @@ class AttributeReader {
  public:
   explicit AttributeReader(const ffi::Dictionary& attributes) : attributes_(attributes) {
     kernel_ = std::string(get<std::string_view>("kernel"));
+    label_ = kernel_;
+    if (attributes.contains("label")) label_ = std::string(get<std::string_view>("label"));
   }
 
   const std::string& kernel() const { return kernel_; }
+  const std::string& label() const { return label_; }
   const ffi::Error& error() const { return error_; }
 
   template <typename T>
@@ -546,7 +551,7 @@ class AttributeReader {
 
   void refuse(const std::string& what) {
     if (error_.failure()) return;
-    error_ = error_for(kernel_, ffi::ErrorCode::kInvalidArgument,
+    error_ = error_for(label_, ffi::ErrorCode::kInvalidArgument,
                        what + " Have jaxkernels.ffi.launch write the attributes.");
   }
 
@@ -559,6 +564,7 @@ class AttributeReader {
 
   const ffi::Dictionary& attributes_;
   std::string kernel_;
+  std::string label_;
   ffi::Error error_;
 };
 
@@ -622,6 +628,7 @@ ffi::ErrorOr<std::unique_ptr<Launch>> instantiate(ffi::Dictionary dictionary) {
   AttributeReader attributes(dictionary);
   auto launch = std::make_unique<Launch>();
   launch->kernel = attributes.kernel();
+  launch->label = attributes.label();
   launch->grid = attributes.extents("grid");
   launch->block = attributes.extents("block");
   launch->cluster = attributes.extents("cluster");
@@ -649,7 +656,7 @@ constexpr const char* kNoContextWayOut =
     "An earlier kernel may have broken it: restart the process.";
 
 ffi::Error initialize(CUstream stream, Launch* launch) {
-  auto driver = Driver::get(launch->kernel);
+  auto driver = Driver::get(launch->label);
   if (driver.has_error()) return driver.error();
   CurrentContext context(**driver, stream);
   if (CUresult result = context.result()) {
@@ -779,7 +786,7 @@ class Arguments {
 
 ffi::Error execute(CUstream stream, Launch* launch, ffi::RemainingArgs operands,
                    ffi::RemainingRets results) {
-  auto found = Driver::get(launch->kernel);
+  auto found = Driver::get(launch->label);
   if (found.has_error()) return found.error();
   const Driver& driver = **found;
   CurrentContext context(driver, stream);

@@ -481,6 +481,7 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
         smem_bytes=config.smem_bytes,
         input_output_aliases=aliases,
         target=spec.target,
+        label="matmul",
     )
     outs = [spec.unfold(x) for x in outs]
     return outs if spec.fused else outs[0]
@@ -560,6 +561,7 @@ def _pad_rows(spec: MatmulSpec, x: jax.Array) -> jax.Array:
         grid=(min(-(-rows // _PAD_WARPS), _PAD_BLOCKS_PER_SM * spec.target.num_sms),),
         block=(32 * _PAD_WARPS,),
         target=spec.target,
+        label="matmul",
     )
     return padded
 

@@ -254,8 +254,8 @@ def test_plans_no_device_takes_are_refused_when_traced(changed, message):
     ("parameters", "got"), [([TensorMap("x", box=(8, 64))], "(128)"), ([Pointer("x"), Pointer("out")], "(8, 8)")]
 )
 def test_parameters_must_be_those_of_the_signature(parameters, got):
-    message = f"the kernel takes parameters of (128, 128) bytes; got {got}. Give them in the order of the kernel's "
-    with pytest.raises(ValueError, match=re.escape(message)):
+    message = f"identity[cuda]: the kernel takes parameters of (128, 128) bytes; got {got}. Give them in the order of "
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         lower(identity(parameters=parameters), X)
 
 

@@ -273,7 +273,7 @@ def test_wrong_launches_are_exceptions_and_leave_the_device_usable():
     maps = [ffi.TensorMap(i, box=(64, 64), swizzle="128B") for i in (0, 1)]
     right: dict[str, Any] = dict(parameters=maps, grid=(2,), block=(32,), cluster=(2,), smem_bytes=17408)
     wrong = [
-        (good, dict(name="absent"), "the cubin has no kernel of this name; got CUDA_ERROR_NOT_FOUND"),
+        (good, dict(name="absent"), "the cubin has no kernel absent; got CUDA_ERROR_NOT_FOUND"),
         (good, dict(smem_bytes=232448), "cannot have 232448 bytes of dynamic shared memory beside "),
         (good, dict(block=(1024,)), "the launch failed with grid=(2, 1, 1) block=(1024, 1, 1)"),
         (other_chip, {}, "cannot load the cubin of"),

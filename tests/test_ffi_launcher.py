@@ -474,7 +474,9 @@ ON_DRIVER_FAILURE = [
     ({"smem_bytes": 232448}, None,
      "cannot have 232448 bytes of dynamic shared memory beside 16 static ones, the device allows 232448 together; "
      "got CUDA_ERROR_INVALID_VALUE (says the stand-in)."),
-    ({"name": "absent"}, None, "absent[cuda]: the cubin has no kernel of this name; got CUDA_ERROR_NOT_FOUND"),
+    ({"smem_bytes": 232448, "label": "copy"}, None, "copy[cuda]: cannot have 232448 bytes of dynamic shared memory"),
+    ({"name": "absent"}, None, "absent[cuda]: the cubin has no kernel absent; got CUDA_ERROR_NOT_FOUND"),
+    ({"name": "absent", "label": "copy"}, None, "copy[cuda]: the cubin has no kernel absent; got CUDA_ERROR_NOT_FOUND"),
     ({}, ("cuModuleLoadData", 209),
      "the driver (CUDA 13.5) cannot load the cubin of {cubin_bytes} bytes on this device; "
      "got CUDA_ERROR_NO_BINARY_FOR_GPU (says the stand-in). Compile it for the device's architecture, "),
@@ -503,7 +505,8 @@ def test_what_the_driver_refuses_is_an_exception_and_no_more(stand_in, new_cubin
     assert any(event.startswith("launch") for event in stand_in.events())
 
 
-#: What the launcher reads, spelled out: programs that were exported carry it, so it may not change.
+#: What the launcher reads, spelled out: programs that were exported carry it, so it may not change. The oldest of them
+#: have no label.
 ATTRIBUTES: dict[str, Any] = {
     "kernel": "kernel_128_8_4",
     "grid": np.array([1, 1, 1]),
@@ -547,8 +550,9 @@ def test_launch_writes_these_attributes(stand_in, any_cubin, monkeypatch):
 
     monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
     parameters = [ffi.TensorMap(0, box=(8, 64)), ffi.Pointer(1, offset=16), np.int32(7)]
-    ffi.launch(any_cubin, "kernel_128_8_4", [X], [X], parameters=parameters, grid=(1,), block=(32,), target=H200)
-    expected = ATTRIBUTES | {"cubin": np.frombuffer(any_cubin, np.uint8)}
+    launch = dict(parameters=parameters, grid=(1,), block=(32,), target=H200, label="copy")
+    ffi.launch(any_cubin, "kernel_128_8_4", [X], [X], **launch)
+    expected = ATTRIBUTES | {"cubin": np.frombuffer(any_cubin, np.uint8), "label": "copy"}
     assert written.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(written[name], value, err_msg=name)
@@ -563,6 +567,7 @@ def test_launcher_takes_these_attributes(stand_in, new_cubin):
 WRONG_ATTRIBUTES = [
     ({"kernel": None}, "launch[cuda]: attribute kernel is missing or of another type; got: Unexpected attribute"),
     ({"kernel": np.int64(1)}, "launch[cuda]: attribute kernel is missing or of another type; got: "),
+    ({"label": np.int64(1)}, "kernel_128_8_4[cuda]: attribute label is missing or of another type; got: "),
     ({"grid": None}, "attribute grid is missing or of another type"),
     ({"grid": np.array([1, 1], np.int64)}, "attribute grid must have 3 elements; got 2."),
     ({"grid": np.array([1, 1, 1], np.int32)}, "attribute grid is missing or of another type"),
