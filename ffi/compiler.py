@@ -21,9 +21,11 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from jaxkernels.folders import cache_root, write_whole
 
-__all__ = ["CompileError", "CompiledKernel", "Report", "compile_kernel", "nvrtc_version"]
+__all__ = ["CompileError", "CompiledKernel", "Report", "compile_kernel", "literal", "nvrtc_version"]
 
 #: Cycles after which a wait for a barrier traps (tma.cuh), in kernels compiled while it is set: a kernel that waits for
 #: ever then fails. Watching the clock takes registers, so `strict` is not held to.
@@ -134,7 +136,7 @@ def compile_kernel(
         f"--gpu-architecture={arch}",
         "--std=c++17",
         "--ptxas-options=-v",
-        *(f"--define-macro={name}={_macro(value)}" for name, value in sorted(defines.items())),
+        *(f"--define-macro={name}={literal(value)}" for name, value in sorted(defines.items())),
         *options,
     )
     headers = _with_own_headers(source, headers or {})
@@ -222,8 +224,9 @@ def _with_own_headers(source: str, headers: Mapping[str, str]) -> dict[str, str]
     return found
 
 
-def _macro(value: int | float | str) -> str:
-    return str(int(value)) if isinstance(value, bool) else str(value)
+def literal(value: int | float | str) -> str:
+    """A constant as CUDA C++ has it. To the preprocessor, True and False would be names it does not know: zero."""
+    return str(int(value)) if isinstance(value, bool | np.bool_) else str(value)
 
 
 @dataclasses.dataclass(frozen=True)

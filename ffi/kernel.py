@@ -241,7 +241,7 @@ class CudaKernel:
                 raise ValueError(self._message(what, f"{types[i]} and {results[j]}", "Leave it out."))
             aliases[i] = j
         arguments["input_output_aliases"] = aliases
-        template = ", ".join(str(int(t)) if isinstance(t, bool) else str(t) for t in plan.template)
+        template = ", ".join(map(compiler.literal, plan.template))
         instance = f"{self.name}<{template}>" if plan.template else self.name
         return _Call(tuple(results), instance, self._defines | dict(plan.defines), arguments)
 

@@ -12,6 +12,7 @@ import textwrap
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxkernels import ffi
@@ -93,6 +94,12 @@ def test_compile_takes_headers_defines_and_options():
     assert compiled.report.registers <= 32
     with pytest.raises(ffi.CompileError, match="FACTOR"):
         ffi.compile_kernel(source, "k", headers=headers)
+
+
+@pytest.mark.parametrize("on", [True, np.True_])
+def test_booleans_are_numbers_to_the_preprocessor_too(on):
+    source = "#if ON && !OFF\n__global__ void k() {}\n#endif"
+    assert ffi.compile_kernel(source, "k", defines={"ON": on, "OFF": not on}).name == "_Z1kv"
 
 
 def test_compile_finds_cudas_own_headers():

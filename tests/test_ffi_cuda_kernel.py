@@ -119,10 +119,11 @@ def test_compile_tells_what_the_code_uses_and_fills_the_cache(monkeypatch):
     lower(functools.partial(scaled_sum(), factor=7), X, Y)
 
 
-def test_booleans_and_types_as_template_arguments():
+@pytest.mark.parametrize("square", [True, np.True_])
+def test_booleans_and_types_as_template_arguments(square):
     source = "template <bool kSquare, class T> __global__ void f(T* p) { p[0] = kSquare ? p[0] * p[0] : p[0]; }"
     made = CudaKernel(
-        source, "f", lambda x: LaunchPlan({"out": x}, [Pointer("out")], (1,), (1,), template=(True, "float"))
+        source, "f", lambda x: LaunchPlan({"out": x}, [Pointer("out")], (1,), (1,), template=(square, "float"))
     )
     assert made.compile(X).name == "_Z1fILb1EfEvPT0_"
 
