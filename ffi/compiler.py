@@ -110,7 +110,7 @@ def compile_kernel(
     """Compiles one kernel of a CUDA C++ source, or takes it from the cache.
 
     What includes files that are not given here, of the current directory or of an include path among the options, is
-    compiled anew by every call: they may have changed.
+    compiled anew by every call: they may have changed. So is what only the preprocessor could tell (#include NAME).
 
     Args:
       source: CUDA C++17. CUDA's own headers (cuda_bf16.h ...) are found where they are installed, as
@@ -207,6 +207,18 @@ _INCLUDING = ("-I", "--include-path", "--pre-include", "-include")
 # The first group of a line that includes: #include "tma.cuh".
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
+# What may name a file in other ways.
+_OBSCURE = re.compile(
+    "|".join(
+        [
+            r'^[ \t]*#[ \t]*include(?![ \t]*["<])',  # #include NAME
+            r"^[ \t]*#[ \t]*(?:/\*|\\)|\*/[ \t]*#",  # a directive beside a comment, or over two lines
+            r"\b__has_include\b(?!\s*\(\s*<)",
+        ]
+    ),
+    re.MULTILINE,
+)
+
 
 def _with_own_headers(source: str, headers: Mapping[str, str]) -> dict[str, str]:
     """Adds those of the engine's headers, beside this file, that the source or a header of it includes.
@@ -244,7 +256,10 @@ class _Request:
         if any(option.startswith(_INCLUDING) for option in self.options):
             return False
         given, toolkit = dict(self.headers), _toolkit_headers()
-        included = {name for text in (self.source, *given.values()) for name in _INCLUDE.findall(text)} - set(given)
+        texts = (self.source, *given.values())
+        if any(map(_OBSCURE.search, texts)):
+            return False
+        included = {name for text in texts for name in _INCLUDE.findall(text)} - set(given)
         is_toolkits = lambda name: toolkit is not None and (toolkit / name).exists()
         return all(is_toolkits(name) and not pathlib.Path(name).exists() for name in included)
 

@@ -236,6 +236,31 @@ def test_files_that_nvrtc_finds_by_itself_may_change(from_path, cache, tmp_path,
     assert len(list(cache.iterdir())) == 1
 
 
+@pytest.mark.parametrize(
+    "include",
+    [
+        '#define NAME "factor.cuh"\n#include NAME',
+        '#include /* of two */ "factor.cuh"',
+        '#include \\\n"factor.cuh"',
+        '# /* of two */ include "factor.cuh"',
+        '/* of two */ #include "factor.cuh"',
+        '#if __has_include("factor.cuh")\n#define FACTOR 2\n#else\n#define FACTOR 3\n#endif',
+        '#define HAS __has_include\n#if HAS("factor.cuh")\n#define FACTOR 2\n#else\n#define FACTOR 3\n#endif',
+    ],
+)
+def test_what_names_files_in_other_ways_is_not_cached(include, cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "factor.cuh").write_text("#define FACTOR 2\n")
+    ffi.compile_kernel(include + "\n__global__ void scale(float* x) { x[0] *= FACTOR; }", "scale")
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("line", ['// #include "absent.cuh"', "#if __has_include(<cuda_bf16.h>)\n#endif", "/* */"])
+def test_what_names_no_file_of_the_users_is_cached(line, cache):
+    ffi.compile_kernel(line + "\n" + TWO_KERNELS, "staged")
+    assert len(list(cache.iterdir())) == 1
+
+
 def test_toolkit_headers_in_quotes_are_cached(cache):
     ffi.compile_kernel('#include "cuda_bf16.h"\n' + TWO_KERNELS, "staged")
     assert len(list(cache.iterdir())) == 1
