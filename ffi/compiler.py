@@ -192,6 +192,16 @@ def _nvrtc() -> ModuleType:
 
 
 @functools.cache
+def _nvrtc_build() -> tuple[str, int, int] | None:
+    """Tells releases of NVRTC apart that are of one version: 12.9 is also that of 12.9 Update 1."""
+    path = importlib.import_module("cuda.pathfinder").load_nvidia_dynamic_lib("nvrtc").abs_path
+    if path is None or not os.path.exists(path):
+        return None
+    stat = os.stat(path)
+    return path, stat.st_size, stat.st_mtime_ns
+
+
+@functools.cache
 def _toolkit_headers() -> pathlib.Path | None:
     """The folder of CUDA's own headers, where they and NVRTC are installed."""
     if not nvrtc_version():
@@ -266,7 +276,7 @@ class _Request:
     def key(self) -> str:
         folder = _toolkit_headers()
         toolkit = None if folder is None else (str(folder), (folder / "cuda_runtime_api.h").stat().st_mtime_ns)
-        parts = [_CACHE_FORMAT, nvrtc_version(), toolkit, dataclasses.astuple(self)]
+        parts = [_CACHE_FORMAT, nvrtc_version(), _nvrtc_build(), toolkit, dataclasses.astuple(self)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def compile(self) -> CompiledKernel:

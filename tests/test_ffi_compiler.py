@@ -216,7 +216,18 @@ def test_cache_key_covers_all_that_decides_the_code(cache, monkeypatch):
     ffi.compile_kernel(TWO_KERNELS, "staged")
     monkeypatch.setattr(compiler, "_toolkit_headers", lambda: None)
     ffi.compile_kernel(TWO_KERNELS, "staged")
-    assert len(list(cache.iterdir())) == len(variants) + 2
+    monkeypatch.setattr(compiler, "_nvrtc_build", lambda: ("libnvrtc.so", 1, 2))
+    ffi.compile_kernel(TWO_KERNELS, "staged")
+    assert len(list(cache.iterdir())) == len(variants) + 3
+
+
+def test_cache_key_names_the_library_that_compiles():
+    build = compiler._nvrtc_build()
+    assert build is not None
+    path, size, changed = build
+    assert any(os.path.realpath(path) in line for line in pathlib.Path("/proc/self/maps").read_text().splitlines())
+    stat = pathlib.Path(path).stat()
+    assert (size, changed) == (stat.st_size, stat.st_mtime_ns)
 
 
 @pytest.mark.parametrize("from_path", [False, True], ids=["current directory", "include path"])
