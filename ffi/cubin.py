@@ -31,7 +31,7 @@ def parameter_bytes(cubin: bytes, kernel: str) -> tuple[int, ...] | None:
     try:
         info = _section(cubin, f".nv.info.{kernel}")
         return None if info is None else _sizes(info)
-    except (struct.error, KeyError):  # No image that we can read: the driver has its own opinion.
+    except (struct.error, KeyError, OverflowError):  # No image that we can read: the driver has its own opinion.
         return None
 
 

@@ -18,6 +18,7 @@ import pytest
 from jax import export
 
 from jaxkernels import ffi, hardware
+from jaxkernels.ffi.cubin import parameter_bytes
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -263,6 +264,15 @@ def test_parameters_are_those_of_the_signature(name, parameters, got):
     message = f"{compiled.name}[cuda]: the kernel takes parameters of {got} Give them in the order of the kernel's "
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         jax.eval_shape(launch, x)
+
+
+def test_a_damaged_image_tells_no_signature():
+    good = ffi.compile_kernel(SIGNATURES, "large")
+    damaged = lambda at, number: good.cubin[:at] + number.to_bytes(8, "little") + good.cubin[at + 8 :]
+    assert parameter_bytes(good.cubin, good.name) == (4, 20000, 8)
+    sections_at = 0x28
+    for cubin in (b"", good.cubin[:64], *(damaged(sections_at, n) for n in (len(good.cubin), 2**63 - 1, 2**64 - 1))):
+        assert parameter_bytes(cubin, good.name) is None
 
 
 @pytest.mark.gpu
