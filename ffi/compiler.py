@@ -306,7 +306,14 @@ class _Request:
                 )
             status, symbol = nvrtc.nvrtcGetLoweredName(program, self.kernel.encode())
             _check(nvrtc, status, "nvrtcGetLoweredName")
-            return CompiledKernel(_fetch(nvrtc, program, "CUBIN"), symbol.decode(), _report(log, symbol.decode()), log)
+            cubin = _fetch(nvrtc, program, "CUBIN")
+            if not cubin:
+                raise CompileError(
+                    f"{self.filename}[nvrtc]: the options must ask for machine code; got {' '.join(self.options)}. "
+                    "Name an architecture as sm_90a, and leave out -dlto.",
+                    log,
+                )
+            return CompiledKernel(cubin, symbol.decode(), _report(log, symbol.decode()), log)
         finally:
             nvrtc.nvrtcDestroyProgram(program)
 

@@ -102,6 +102,14 @@ def test_booleans_are_numbers_to_the_preprocessor_too(on):
     assert ffi.compile_kernel(source, "k", defines={"ON": on, "OFF": not on}).name == "_Z1kv"
 
 
+@pytest.mark.parametrize("asked", [dict(arch="compute_90"), dict(options=["-dlto"])])
+def test_compile_refuses_what_makes_no_machine_code(asked, cache):
+    message = r"^kernel\.cu\[nvrtc\]: the options must ask for machine code; got --gpu-architecture=.* Name an "
+    with pytest.raises(ffi.CompileError, match=message):
+        ffi.compile_kernel(TWO_KERNELS, "staged", **asked)
+    assert not cache.exists()
+
+
 def test_compile_finds_cudas_own_headers():
     source = "#include <cuda_bf16.h>\n__global__ void k(__nv_bfloat16* p) { p[0] = __float2bfloat16(2.f); }"
     ffi.compile_kernel(source, "k")
