@@ -227,12 +227,18 @@ class _Problem:
         if not condition:
             raise ValueError(f"{self._kernel}[cuda]: {self._place}{what}; got {got}. {way_out}")
 
-    def unless_whole(self, **values: Any) -> None:
-        """Each a number or a sequence of them."""
-        for what, value in values.items():
-            numbers = value if isinstance(value, Sequence) else [value]
-            is_whole = all(isinstance(n, (int, np.integer)) for n in numbers)
-            self.unless(is_whole, f"{what} must be whole", f"{what}={value}", "Divide with //.")
+    def whole(self, what: str, value: Any) -> int:
+        """A whole number, as one of Python's, which do not overflow."""
+        self.unless(isinstance(value, (int, np.integer)), f"{what} must be whole", f"{what}={value}", "Divide with //.")
+        return int(value)
+
+    def all_whole(self, what: str, values: Any) -> tuple[int, ...]:
+        """The same of a sequence of them."""
+        self.unless(np.iterable(values), f"{what} must be a tuple", f"{what}={values}", f"Write ({values},).")
+        numbers = tuple(values)
+        is_whole = all(isinstance(n, (int, np.integer)) for n in numbers)
+        self.unless(is_whole, f"{what} must be whole", f"{what}={numbers}", "Divide with //.")
+        return tuple(map(int, numbers))
 
     def unless_hopper(self, target: hardware.Chip, what: str) -> None:
         capability = target.compute_capability
@@ -259,8 +265,7 @@ def _launch_attributes(
         "cluster": "Use fewer blocks.",
     }
     for what, given in {"grid": grid, "block": block, "cluster": cluster}.items():
-        problem.unless_whole(**{what: tuple(given)})
-        xyz = tuple(int(n) for n in given)
+        xyz = problem.all_whole(what, given)
         problem.unless(
             1 <= len(xyz) <= 3, f"{what} must have one to three dimensions", f"{what}={xyz}", "Fold the rest into x."
         )
@@ -293,7 +298,7 @@ def _launch_attributes(
     )
     if math.prod(extents["cluster"]) > 1:
         problem.unless_hopper(target, "clusters")
-    problem.unless_whole(smem_bytes=smem_bytes)
+    smem_bytes = problem.whole("smem_bytes", smem_bytes)
     problem.unless(smem_bytes >= 0, "smem_bytes must not be negative", f"smem_bytes={smem_bytes}", "Use 0 for none.")
     problem.unless(
         not target.smem_bytes or smem_bytes <= target.smem_bytes,
@@ -331,20 +336,26 @@ def _parameter_attributes(
     )
     buffer = buffers[int(parameter.buffer)]
     problem.unless(
+        not jnp.issubdtype(buffer.dtype, jax.dtypes.extended),
+        "an array of keys has no memory of its own",
+        f"{buffer.dtype}",
+        "Use jax.random.key_data.",
+    )
+    problem.unless(
         jax.dtypes.itemsize_bits(buffer.dtype) == 8 * buffer.dtype.itemsize,
         "dtypes of less than a byte are not supported: XLA packs them",
         f"{buffer.dtype.name}",
         "Bitcast to uint8.",
     )
     num_bytes = math.prod(buffer.shape) * buffer.dtype.itemsize
-    problem.unless_whole(offset=parameter.offset)
+    offset = problem.whole("offset", parameter.offset)
     problem.unless(
-        0 <= parameter.offset <= num_bytes,
+        0 <= offset <= num_bytes,
         f"offset must lie in the buffer of {num_bytes} bytes",
-        f"offset={parameter.offset}",
+        f"offset={offset}",
         "Offsets count bytes.",
     )
-    place = {"buffer": np.int64(int(parameter.buffer)), "byte_offset": np.int64(parameter.offset)}
+    place = {"buffer": np.int64(int(parameter.buffer)), "byte_offset": np.int64(offset)}
     if isinstance(parameter, Pointer):
         return {"kind": "pointer", **place}
     problem.unless_hopper(target, "tensor maps")
@@ -370,7 +381,7 @@ def _tensor_map_attributes(
         tensor_map.fill == "zeros" or is_float, 'fill="nan" needs floating point', f"dtype={dtype!r}", "Use zeros."
     )
 
-    shape = tuple(buffer.shape if tensor_map.shape is None else tensor_map.shape)
+    shape = problem.all_whole("shape", buffer.shape if tensor_map.shape is None else tensor_map.shape)
     rank = len(shape)
     least_rank = 1 if tensor_map.interleave == "none" else 3
     problem.unless(
@@ -379,10 +390,10 @@ def _tensor_map_attributes(
         f"shape={shape}, interleave={tensor_map.interleave!r}",
         "Merge dimensions in shape.",
     )
-    box = tuple(tensor_map.box)
-    element_strides = tuple(tensor_map.element_strides or (1,) * rank)
-    strides = tuple(_dense_strides(shape, itemsize) if tensor_map.strides is None else tensor_map.strides)
-    problem.unless_whole(shape=shape, box=box, element_strides=element_strides, strides=strides)
+    given = tensor_map.strides, tensor_map.element_strides
+    box = problem.all_whole("box", tensor_map.box)
+    strides = _dense_strides(shape, itemsize) if given[0] is None else problem.all_whole("strides", given[0])
+    element_strides = (1,) * rank if given[1] is None else problem.all_whole("element_strides", given[1])
     for what, values, count in [
         ("box", box, rank),
         ("element_strides", element_strides, rank),
@@ -416,10 +427,11 @@ def _tensor_map_attributes(
         f"strides={strides} for shape={shape} of {dtype}",
         "Pad the last dimension.",
     )
+    offset = int(tensor_map.offset)
     problem.unless(
-        tensor_map.offset % alignment == 0,
+        offset % alignment == 0,
         f"offset must be a multiple of {alignment} bytes",
-        f"offset={tensor_map.offset}",
+        f"offset={offset}",
         "Copy the slice to an array of its own.",
     )
     row_bytes = box[-1] * itemsize
@@ -445,9 +457,9 @@ def _tensor_map_attributes(
     )
     last = (shape[-1] - 1) * itemsize + sum((n - 1) * s for n, s in zip(shape, strides))
     problem.unless(
-        tensor_map.offset + last + itemsize <= num_bytes,
+        offset + last + itemsize <= num_bytes,
         f"the tensor reaches outside its buffer of {num_bytes} bytes",
-        f"shape={shape}, strides={strides}, offset={tensor_map.offset} of {dtype}",
+        f"shape={shape}, strides={strides}, offset={offset} of {dtype}",
         "Check shape and strides, which count bytes.",
     )
     innermost_first = lambda values: np.array(values[::-1], np.int64)

@@ -232,6 +232,17 @@ def test_takes_what_is_just_within_the_limits(any_cubin):
     )
 
 
+def test_numpys_integers_do_not_overflow(any_cubin):
+    sizes = np.array([3, 2**16, 2**16], np.int32)
+    large = jax.ShapeDtypeStruct(tuple(map(int, sizes)), jnp.bfloat16)
+    maps = [ffi.TensorMap(0, box=np.array([1, 1, 128], np.uint8), shape=tuple(sizes), offset=np.int32(0))]
+    text = lower(any_cubin, operands=[large], parameters=maps)
+    assert "parameter0.byte_strides = dense<[131072, 8589934592]> : tensor<2xi64>" in text
+    wide = ffi.TensorMap(0, box=np.array([1, 1, 128], np.uint8), shape=tuple(sizes), swizzle="128B")
+    with pytest.raises(ValueError, match=r"must fit the swizzle of 128B; got box=\(1, 1, 128\) of bfloat16 \(256 b"):
+        lower(any_cubin, operands=[large], parameters=[wide])
+
+
 @pytest.mark.parametrize(
     ("dtype", "name"),
     [
