@@ -13,7 +13,7 @@ import functools
 import inspect
 import pathlib
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -116,7 +116,7 @@ class CudaKernel:
       strict: refuse code that spills registers or drew warnings C7504 to C7511 from ptxas.
 
     Raises (when called, before anything is launched):
-      TypeError: a constant that cannot be hashed, or not those that `plan` takes.
+      TypeError: a constant that cannot be hashed, or not those that `plan` takes; a plan of other types than declared.
       ValueError: a wrong number of operands, a plan no device takes, or one outside its arrays.
       NotImplementedError: lowered for another platform than CUDA, or for a chip that `arch`, tensor maps or
         clusters do not fit.
@@ -221,6 +221,7 @@ class CudaKernel:
             given = ", ".join(constants) or "none"
             raise TypeError(self._message(f"constants must be those of the plan: {e}", given, "Check names.")) from None
         plan = self._plan(*types, **constants)
+        self._check_kinds(plan)
         results = [self._result(name, result) for name, result in plan.results.items()]
         buffers = (*names, *plan.results)
         if len(set(buffers)) != len(buffers):
@@ -239,11 +240,29 @@ class CudaKernel:
             if (types[i].shape, types[i].dtype) != (results[j].shape, results[j].dtype):
                 what = f"aliases: {operand} and {result} must be alike"
                 raise ValueError(self._message(what, f"{types[i]} and {results[j]}", "Leave it out."))
+            if j in aliases.values():
+                what = f"aliases: {result} can start out as the copy of one operand"
+                raise ValueError(self._message(what, f"{dict(plan.aliases)}", "Leave one out."))
             aliases[i] = j
         arguments["input_output_aliases"] = aliases
         template = ", ".join(map(compiler.literal, plan.template))
         instance = f"{self.name}<{template}>" if plan.template else self.name
         return _Call(tuple(results), instance, self._defines | dict(plan.defines), arguments)
+
+    def _check_kinds(self, plan: Any) -> None:
+        """What is not of the type it is declared with is said here, by its name."""
+        if not isinstance(plan, LaunchPlan):
+            raise TypeError(self._message("plan must return a LaunchPlan", f"{plan!r}", "Give it a return."))
+        if not isinstance(plan.results, Mapping) or not plan.results:
+            way_out = 'Write {"out": x}; what has no result JAX would leave out.'
+            raise TypeError(self._message("results must be a dict of at least one", f"{plan.results!r}", way_out))
+        for what in ("parameters", "template"):
+            if isinstance(value := getattr(plan, what), str) or not isinstance(value, Iterable):
+                raise TypeError(self._message(f"{what} must be a list or tuple", f"{value!r}", "Put it into one."))
+        for name, result in plan.results.items():
+            if not hasattr(result, "shape") or not hasattr(result, "dtype"):
+                what = f"result {name} must have shape and dtype"
+                raise TypeError(self._message(what, f"{result!r}", "Use jax.ShapeDtypeStruct."))
 
     def _operand_names(self, count: int) -> tuple[str, ...]:
         """The names of the plan's positional arguments, as many as there are operands."""

@@ -216,6 +216,10 @@ def identity(**changed: Any) -> CudaKernel:
 
 REFUSED_PLANS = [
     ({"grid": (1000 / 128,)}, "grid must be whole; got grid=(7.8125,). Divide with //."),
+    ({"grid": 4}, "grid must be a tuple; got grid=4. Write (4,)."),
+    ({"block": np.array(32)}, "block must be a tuple; got block=32. Write (32,)."),
+    ({"cluster": 1}, "cluster must be a tuple; got cluster=1. Write (1,)."),
+    ({"parameters": [TensorMap("x", box=64)]}, "parameter 0: box must be a tuple; got box=64. Write (64,)."),
     ({"smem_bytes": 1e3}, "smem_bytes must be whole; got smem_bytes=1000.0. Divide with //."),
     ({"parameters": [TensorMap("x", box=(8, 32.0))]}, "parameter 0: box must be whole; got box=(8, 32.0). Divide "),
     ({"parameters": [Pointer("x", offset=8.0)]}, "parameter 0: offset must be whole; got offset=8.0. Divide with //."),
@@ -249,6 +253,43 @@ def test_plans_no_device_takes_are_refused_when_traced(changed, message):
     with pytest.raises(ValueError, match=f"^{re.escape('identity[cuda]: ' + message)}") as error:
         jax.eval_shape(identity(**changed), X)
     assert re.search(r"; got .*\. [A-Z].*\.$", str(error.value)), "a message ends with a way out"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"results": (X,)},
+            "results must be a dict of at least one; got (ShapeDtypeStruct(shape=(24, 64), dtype=float32",
+        ),
+        ({"results": {}, "parameters": []}, "results must be a dict of at least one; got {}. Write {"),
+        ({"results": {"out": (3, 4)}}, "result out must have shape and dtype; got (3, 4). Use jax.ShapeDtypeStruct."),
+        ({"parameters": Pointer("x")}, "parameters must be a list or tuple; got Pointer(buffer='x', offset=0). Put it"),
+        ({"template": "float"}, "template must be a list or tuple; got 'float'. Put it into one."),
+    ],
+)
+def test_plans_of_other_types_are_refused(changed, message):
+    with pytest.raises(TypeError, match=f"^{re.escape('identity[cuda]: ' + message)}"):
+        jax.eval_shape(identity(**changed), X)
+
+
+def test_plans_that_return_nothing_are_refused():
+    with pytest.raises(TypeError, match=r"^f\[cuda\]: plan must return a LaunchPlan; got None\. Give it a return\."):
+        jax.eval_shape(CudaKernel("", "f", lambda x: None), X)
+
+
+def test_a_result_is_the_copy_of_one_operand():
+    plan = lambda x, y: LaunchPlan({"out": x}, [], (1,), (1,), aliases={"x": "out", "y": "out"})
+    message = "f[cuda]: aliases: out can start out as the copy of one operand; got {'x': 'out', 'y': 'out'}. Leave one "
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        jax.eval_shape(CudaKernel("", "f", plan), X, X)
+
+
+def test_arrays_of_keys_are_refused():
+    made = CudaKernel("", "f", lambda keys: LaunchPlan({"out": X}, [Pointer("keys")], (1,), (1,)))
+    message = "f[cuda]: parameter 0: an array of keys has no memory of its own; got key<fry>. Use jax.random.key_data."
+    with pytest.raises(ValueError, match=exactly(message)):
+        jax.eval_shape(made, jax.random.key(0))
 
 
 @pytest.mark.parametrize(
