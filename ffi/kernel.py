@@ -20,6 +20,7 @@ import jax
 import jax.core
 import jax.extend.core
 import jax.numpy as jnp
+import numpy as np
 from jax.interpreters import ad, mlir
 
 from jaxkernels import _jax, hardware
@@ -117,12 +118,13 @@ class CudaKernel:
 
     Raises (when called, before anything is launched):
       TypeError: a constant that cannot be hashed, or not those that `plan` takes; a plan of other types than declared.
-      ValueError: a wrong number of operands, a plan no device takes, or one outside its arrays.
+      ValueError: a wrong number of operands, a plan no device takes, one outside its arrays, or parameters that are
+        not the kernel's.
       NotImplementedError: lowered for another platform than CUDA, or for a chip that `arch`, tensor maps or
         clusters do not fit.
       CompileError: with NVRTC's log and the lines of `source`.
       ImportError, RuntimeError: NVRTC is not installed; the launcher is not built.
-    What shows only on the device (a driver that is too old, parameters that are not the kernel's) is
+    What shows only on the device (a driver that is too old, a block that breaks `__launch_bounds__`) is
     a `jax.errors.JaxRuntimeError`, and leaves the device usable.
     '''
 
@@ -179,8 +181,11 @@ class CudaKernel:
             try:
                 hash(value)
             except TypeError:
-                message = self._message("constants must be hashable", f"{name}={value!r}", "Use tuples for lists.")
-                raise TypeError(message) from None
+                got, way_out = f"{name}={value!r}", "Use tuples for lists."
+                if isinstance(value, jax.Array | np.ndarray):
+                    got = f"{name}, an array of {value.dtype.name}{list(value.shape)}"
+                    way_out = "Operands are given by position; of constants, tell jax.jit: static_argnames."
+                raise TypeError(self._message("constants must be hashable", got, way_out)) from None
         arrays = tuple(map(jnp.asarray, operands))
         call = self._call(arrays, constants, hardware.cuda_target())
         _, explicit = _jax.explicit_axes_of(*arrays) if arrays else (None, ())
