@@ -47,6 +47,7 @@ _CLUSTERS = (2, 4)
 _ROW_BYTES = 16  # Tensor maps: strides between rows, and rows of a box.
 _BOX_ALIGNMENT = 128  # Where a box may begin in shared memory.
 _MAX_BOX = 256
+_ITEM_BYTES = (1, 2, 4, 8)
 _THREADS = 128  # kThreads of tma.cu
 _MAX_COORDINATE = 2**31 - 1
 
@@ -204,8 +205,17 @@ def _checked(
     op: str, x: Any, starts: Any, tile: Sequence[int], *, tiles: Any = None, slices: int = 1
 ) -> tuple[jax.Array, jax.Array, tuple[int, ...], int]:
     """Returns x, starts as int32, the tile's shape, and how many there are."""
-    x, starts, tile = jnp.asarray(x), jnp.asarray(starts), tuple(map(int, tile))
+    x, starts = jnp.asarray(x), jnp.asarray(starts)
     require = functools.partial(_require, op)
+    is_whole = np.iterable(tile) and all(isinstance(n, (int, np.integer)) for n in tile)
+    require(is_whole, "tile must be whole numbers, one for each dimension of x", f"tile={tile}", "Divide with //.")
+    tile = tuple(map(int, tile))
+    require(
+        not jnp.issubdtype(x.dtype, jax.dtypes.extended) and x.dtype.itemsize in _ITEM_BYTES,
+        f"elements must have one of {_ITEM_BYTES} bytes",
+        f"{x.dtype.name}",
+        "Use another type.",
+    )
     require(1 <= x.ndim <= 5, "x must have 1 to 5 dimensions", f"shape {x.shape}", "Merge dimensions.")
     require(x.size > 0, "x must have elements", f"shape {x.shape}", "There is nothing to move.")
     require(len(tile) == x.ndim, "a tile has as many dimensions as x", f"tile={tile}, x of {x.shape}", "Use size 1.")

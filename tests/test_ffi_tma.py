@@ -167,6 +167,10 @@ REFUSED = [
     (lambda: tma.load(X, S, (8,)), "load", "a tile has as many dimensions as x; got tile=(8,), x of (24, 64). Use"),
     (lambda: tma.load(X, S, (8, 257)), "load", "a tile has 1 to 256 elements in each dimension; got tile=(8, 257)."),
     (lambda: tma.load(X, S, (0, 8)), "load", "a tile has 1 to 256 elements in each dimension; got tile=(0, 8)."),
+    (lambda: tma.load(X, S, (8.5, 8)), "load", "tile must be whole numbers, one for each dimension of x; got tile=(8"),
+    (lambda: tma.load(X, S, 8), "load", "tile must be whole numbers, one for each dimension of x; got tile=8. Divide"),
+    (lambda: tma.load(jax.random.split(jax.random.key(0)), S[:, :1], (2,)), "load", "elements must have one of (1, 2, "
+     "4, 8) bytes; got key<fry>. Use another type."),
     (lambda: tma.load(X, S[0], (8, 8)), "load", "starts must be integers of shape [tiles, 2]; got int32 (2,). Give"),
     (lambda: tma.load(X, S[:, :1], (8, 8)), "load", "starts must be integers of shape [tiles, 2]; got int32 (3, 1)."),
     (lambda: tma.load(X, S * 1.0, (8, 8)), "load", "starts must be integers of shape [tiles, 2]; got float32 (3, 2)."),
@@ -185,6 +189,14 @@ def test_refuses_what_the_hardware_does_not_take(call, op, message):
     with pytest.raises(ValueError, match=f"^{re.escape(f'tma.{op}[cuda]: {message}')}") as error:
         call()
     assert re.search(r"; got .*\. [A-Z].*\.$", str(error.value)), "a message ends with a way out"
+
+
+def test_refuses_elements_of_16_bytes():
+    with (
+        jax.enable_x64(True),
+        pytest.raises(ValueError, match=r"^tma\.load\[cuda\]: elements .*; got complex128\. Use "),
+    ):
+        tma.load(X.astype(np.complex128), S, (8, 8))
 
 
 def test_refuses_tiles_beyond_shared_memory_and_nan_in_integers():
