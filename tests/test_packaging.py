@@ -126,17 +126,22 @@ def test_editable_install_finds_launcher_and_sources(environment, tmp_path):
     [
         (["-DJAXKERNELS_LAUNCHER=OFF"], "it was switched off (JAXKERNELS_LAUNCHER=OFF) when the package was installed"),
         (["-DPython_EXECUTABLE={bare}"], "jaxlib's headers (xla/ffi/api/ffi.h) were not found by {bare}"),
+        (
+            ["-DCUDA_INCLUDE_DIR={old}"],
+            "{old}/cuda.h is of CUDA 11.8, too old; the package nvidia-cuda-runtime has 13",
+        ),
     ],
 )
 def test_cmake_records_why_it_builds_nothing(tmp_path, options, reason):
     venv.create(tmp_path / "bare", with_pip=False, symlinks=True)
-    bare = tmp_path / "bare" / "bin" / "python"
-    command = ["cmake", "-S", ROOT, "-B", tmp_path / "build", *(option.format(bare=bare) for option in options)]
+    folders = {"bare": tmp_path / "bare" / "bin" / "python", "old": tmp_path}
+    (tmp_path / "cuda.h").write_text("#define CUDA_VERSION 11080\n")
+    command = ["cmake", "-S", ROOT, "-B", tmp_path / "build", *(option.format(**folders) for option in options)]
     subprocess.run(command, check=True, capture_output=True)
     subprocess.run(["cmake", "--install", tmp_path / "build", "--prefix", tmp_path / "out"], check=True)
     installed = [path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*")]
     assert installed == [NOTE]
-    assert (tmp_path / "out" / NOTE).read_text() == f"not built: {reason.format(bare=bare)}\n"
+    assert (tmp_path / "out" / NOTE).read_text() == f"not built: {reason.format(**folders)}\n"
 
 
 @pytest.mark.parametrize(("platform", "runs_cmake"), [("linux", True), ("darwin", False), ("win32", False)])
