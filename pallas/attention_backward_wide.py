@@ -264,7 +264,7 @@ def _queries_of_keys(spec: AttentionSpec, config: Any, inputs: dict[str, Any], b
         return _Range(first, num_blocks)
     query_end, key_end = ends_of(spec, inputs, batch, offset)
     any_start, any_end = queries_that_see_any(spec, start, jnp.minimum(start + rows, key_end), offset, query_end)
-    any_end = jnp.where(start < key_end, any_end, any_start)
+    any_end = jnp.where(start < key_end, any_end, offset)
     # Padding adds nothing, behind the queries as little as behind their length: no mask is needed for it.
     my_start = start + lax.axis_index("cluster") * _ROWS_PER_CONSUMER
     all_start, all_end = queries_that_see_all(
@@ -292,7 +292,7 @@ def _keys_of_queries(
     q_block, start = lax.div(start, jnp.int32(rows)), start + offset
     end = jnp.minimum(start + rows, query_end)
     any_start, any_end = keys_seen_by_any(spec, start, end, key_end)
-    any_end = jnp.where(start < end, any_end, any_start)
+    any_end = jnp.where(start < end, any_end, 0)
     my_start = start + (lax.axis_index("cluster") * NUM_CONSUMERS + consumer) * _ROWS_PER_CONSUMER
     clear = keys_seen_by_all(spec, my_start, my_start + _ROWS_PER_CONSUMER, key_end)
     segments = [inputs["key_blocks"][batch, q_block, i] for i in range(4)] if spec.segments else []

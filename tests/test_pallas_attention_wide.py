@@ -209,6 +209,25 @@ def test_split_kernels_do_not_visit_what_nobody_sees(
 
 
 @pytest.mark.one_version
+def test_padding_visits_one_block() -> None:
+    """Also where its place is far beyond the last query or key."""
+
+    def visited(range_of: Any, spec: AttentionSpec, length: int, *place: int) -> list[int]:
+        inputs = dict.fromkeys(spec.extra_names, jnp.int32([length]))
+
+        def ends(_: jax.Array) -> tuple[jax.Array, jax.Array]:
+            visited = range_of(spec, SPLIT, inputs, 0, *map(jnp.int32, place))
+            return visited.first, visited.end
+
+        return [int(x) for x in jax.vmap(ends, axis_name="cluster", out_axes=None)(jnp.arange(2))]
+
+    keys = make_spec(72, 520, causal=True, key_lengths=True)
+    assert visited(attention_backward_wide._queries_of_keys, keys, 100, 384) == [1, 2]
+    queries = make_spec(520, 72, window=(60, None), query_lengths=True)
+    assert visited(attention_backward_wide._keys_of_queries, queries, 100, 256, 0) == [1, 2]
+
+
+@pytest.mark.one_version
 def test_split_kernels_mask_edges_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of keys that end with a block, and of one segment, nothing is hidden: that it would be NaN does not matter."""
     for name in ("hide_unseen", "hide_other_segments"):
