@@ -500,6 +500,13 @@ def test_items_of_padding_visit_one_block(causal: bool, monkeypatch: pytest.Monk
 
 
 @pytest.mark.one_version
+def test_items_of_padding_far_behind_the_keys_visit_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the last key, whose values are a copy's."""
+    spec = make_spec(520, 520, window=(60, 0), query_lengths=True, key_lengths=True)
+    assert _loads(spec, monkeypatch, np.int32([100]), np.int32([100])) == 2 * (2 + 1 + 4)
+
+
+@pytest.mark.one_version
 @pytest.mark.parametrize(
     ("length", "num_blocks", "num_values", "num_averaged"), [(520, 4 * 2 + 1, 4 * 2, 0), (130, 2 + 1 + 3, 2, 9)]
 )
