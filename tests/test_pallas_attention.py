@@ -1004,7 +1004,7 @@ def test_head_dimensions_padded_to_multiples_of_32_on_the_chip(dims: tuple[int, 
 
 
 _SANITIZED = """
-import functools
+import dataclasses, functools
 from interpreted_attention import make_spec
 from jaxkernels.pallas import attention_backward, attention_forward
 
@@ -1012,9 +1012,10 @@ def operands(dim, **rules):
     spec = make_spec(200, 136, heads=(4, 2), dims=(dim, dim), batch=2, causal=True, **rules)
     return spec, *(jnp.ones(x.shape, x.dtype) for x in (spec.q, spec.k, spec.v))
 
-def compiled(kernel, spec):
+def compiled(kernel, spec, **changes):
     # One by one, the operations of XLA beside the kernel would be more modules to patch.
-    return jax.jit(functools.partial(kernel.run, spec, kernel.shortlist(spec)[0]))
+    config = dataclasses.replace(kernel.shortlist(spec)[0], **changes)
+    return jax.jit(functools.partial(kernel.run, spec, config))
 
 def forward(dim):
     spec, *arrays = operands(dim)
@@ -1031,16 +1032,27 @@ def documents(dim):
 def backward_documents(dim):
     return backward(dim, extras, **rules)
 
-def backward(dim, extras=(), **rules):
+# Above head dimension 128 everything is.
+def in_order(dim):
+    return backward(dim, changes=dict(fused=True), deterministic=True)
+
+def in_order_documents(dim):
+    return backward(dim, extras, deterministic=True, **rules)
+
+def two_kernels(dim):
+    return backward(dim, changes=dict(fused=False), deterministic=True)
+
+def backward(dim, extras=(), changes={}, **rules):
     spec, q, k, v = operands(dim, **rules)
     lse = jnp.ones((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
-    return compiled(attention_backward, spec)(q, k, v, *extras, q, lse, q, lse)
+    return compiled(attention_backward, spec, **changes)(q, k, v, *extras, q, lse, q, lse)
 
-runs = (forward, documents, backward, backward_documents)
+runs = (forward, documents, backward, backward_documents, in_order, in_order_documents, two_kernels)
 steps = {f"{run.__name__} {dim}": functools.partial(run, dim) for run in runs for dim in (64, 128, 256)}
 """
 _RUNS = ("forward", "documents", "backward", "backward_documents")
 _STEPS = [f"{run} {dim}" for run in _RUNS for dim in (64, 128, 256)]
+_STEPS += [f"{run} {dim}" for run in ("in_order", "in_order_documents", "two_kernels") for dim in (64, 128)]
 
 
 @pytest.mark.gpu
