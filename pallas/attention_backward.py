@@ -181,13 +181,14 @@ def _in_parts(spec: AttentionSpec, num_parts: int) -> AttentionSpec:
 
 
 def search_space(spec: AttentionSpec) -> Iterator[Config]:
-    """Yields, for the two kernels, blocks whose tiles fit the registers and whose rings fit shared memory.
+    """Yields the shortlist, and, for the two kernels, blocks whose tiles fit the registers and whose rings fit shared
+    memory.
 
     A single slot, which nothing can be loaded beside, only where two do not fit. The fused kernel up to head dimension
     128, alone where there is more than a causal mask, also with head dimensions padded to multiples of 32 where that is
     less; above it the consumers that share their keys, too. Each with its groups in the parts that suit it.
     """
-    return (_with_parts(spec, config) for config in _schedules(spec))
+    return itertools.chain(shortlist(spec), (_with_parts(spec, config) for config in _schedules(spec)))
 
 
 def _schedules(spec: AttentionSpec) -> Iterator[Config]:

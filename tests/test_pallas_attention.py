@@ -84,6 +84,8 @@ def test_defaults_pad_head_dimensions_to_multiples_of_32_where_that_is_less(dete
     for dims in [(96, 96), (80, 80), (96, 128), (24, 24), (40, 40), (128, 128), (192, 128), (160, 160)]:
         spec = make_spec(72, 136, dims=dims, causal=True, deterministic=deterministic)
         configs = attention_forward.shortlist(spec)[0], attention_backward.shortlist(spec)[0]
+        for op, config in zip(("attention_forward", "attention_backward"), configs):
+            assert dispatch.default_config(op, "pallas", spec) == config
         assert configs[0].head_multiple == configs[1].head_multiple
         multiples[dims] = configs[0].head_multiple
     assert {dims for dims, multiple in multiples.items() if multiple == 32} == {(96, 96), (80, 80), (96, 128), (24, 24)}
