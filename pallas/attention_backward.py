@@ -138,8 +138,11 @@ class Config:
             raise ValueError(
                 f"attention_backward[pallas]: head_multiple must be 64 or, without split_outputs, 32; got {self}."
             )
-        if self.split_outputs and min(self.dq_num_stages, self.dkv_num_stages) < 2:
-            raise ValueError(f"attention_backward[pallas]: split_outputs needs stages of at least 2; got {self}.")
+        is_wider = max(self.dq_block_kv, self.dkv_block_q) > 64
+        if self.split_outputs and (is_wider or min(self.dq_num_stages, self.dkv_num_stages) < 2):
+            raise ValueError(
+                f"attention_backward[pallas]: split_outputs needs blocks of 64 and stages of at least 2; got {self}."
+            )
 
 
 def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:

@@ -940,13 +940,19 @@ def test_refuses_what_has_no_kernel_shape() -> None:
             "fused=False, multicast=True, ping_pong=True, head_multiple=32, workspace_bytes=0, group_parts=1).",
         ),
         (
+            lambda: attention_backward.Config(split_outputs=True, dkv_block_q=128),
+            "attention_backward[pallas]: split_outputs needs blocks of 64 and stages of at least 2; got "
+            "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=128, dkv_num_stages=2, split_outputs=True, "
+            "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=1).",
+        ),
+        (
             lambda: attention_backward.Config(group_parts=0),
             "attention_backward[pallas]: group_parts must be at least 1; got "
             "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=64, dkv_num_stages=2, split_outputs=False, "
             "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=0).",
         ),
     ],
-    ids=["block", "no queries", "one slot", "consumers", "backward", "fused", "split", "parts"],
+    ids=["block", "no queries", "one slot", "consumers", "backward", "fused", "split", "blocks of the split", "parts"],
 )
 def test_configs_refuse_what_cannot_run(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
