@@ -492,20 +492,22 @@ def _loads(spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch, *extras: Any) -
 
 
 @pytest.mark.one_version
-@pytest.mark.parametrize("causal", [False, True])
-def test_items_of_padding_visit_one_block(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("keys", "rules", "extras", "num_blocks"),
+    [
+        (520, {}, [[200]], 2 * 9),
+        (136, dict(window=(0, None), causal=True), [[136]], 2 + 1),
+        (520, dict(key_lengths=True, segments=True), [[200], [192], *np.zeros((2, 1, 520))], 2 * 3),
+    ],
+    ids=["full", "behind the window", "segments"],
+)
+def test_items_of_padding_visit_one_block(
+    keys: int, rules: dict[str, Any], extras: list[Any], num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of what they read nothing shows: outputs of padding are 0."""
-    spec = make_spec(520, 520, causal=causal, query_lengths=True)
+    spec = make_spec(520, keys, query_lengths=True, **rules)
     # Of each of two heads five items of 128 queries, the last three of padding; blocks of 64 keys and values.
-    num_blocks = (2 + 4 if causal else 2 * 9) + 3
-    assert _loads(spec, monkeypatch, np.int32([200])) == 2 * 2 * num_blocks
-
-
-@pytest.mark.one_version
-def test_items_of_padding_far_behind_the_keys_visit_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the last key, whose values are a copy's."""
-    spec = make_spec(520, 520, window=(60, 0), query_lengths=True, key_lengths=True)
-    assert _loads(spec, monkeypatch, np.int32([100]), np.int32([100])) == 2 * (2 + 1 + 4)
+    assert _loads(spec, monkeypatch, *map(np.int32, extras)) == 2 * 2 * (num_blocks + 3)
 
 
 @pytest.mark.one_version
