@@ -59,11 +59,12 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     counts: collections.Counter[str] = collections.Counter()
     kept, left_out = [], []
     for item in items:
-        test = item.nodeid.partition("[")[0]
-        sampled = item.get_closest_marker("sampled")
-        is_kept = sampled is None or counts[test] % sampled.kwargs.get("one_in", 13) == 0
-        (kept if is_kept else left_out).append(item)
-        counts[test] += 1
+        if (sampled := item.get_closest_marker("sampled")) is None:
+            kept.append(item)
+            continue
+        of = sampled.kwargs.get("of", item.nodeid.partition("[")[0])
+        (left_out if counts[of] % sampled.kwargs.get("one_in", 13) else kept).append(item)
+        counts[of] += 1
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
 

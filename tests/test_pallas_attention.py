@@ -52,8 +52,10 @@ from jaxkernels.xla import attention_backward as xla_backward
 from jaxkernels.xla import attention_forward as xla_forward
 from jaxkernels.xla.attention import Extras, visibility
 
+_feature = pytest.mark.sampled(one_in=11, of="features of the attention kernels")
 
-@pytest.mark.sampled
+
+@_feature
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("lengths", [(128, 128), (136, 200), (200, 136), (1, 130), (63, 65)], ids=str)
 def test_lengths(lengths: tuple[int, int], causal: bool) -> None:
@@ -65,13 +67,13 @@ def test_one_key_and_one_query() -> None:
     check(make_spec(130, 1, causal=True))
 
 
-@pytest.mark.sampled(one_in=3)
+@_feature
 @pytest.mark.parametrize("heads", [(2, 2), (3, 1), (4, 2)], ids=str)
 def test_grouped_heads(heads: tuple[int, int]) -> None:
     check(make_spec(72, 72, heads=heads, batch=2, causal=True))
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.parametrize("dims", [(16, 16), (80, 80), (128, 128), (64, 128), (128, 64)], ids=str)
 def test_head_dimensions(dims: tuple[int, int]) -> None:
     check(make_spec(72, 136, dims=dims, causal=True))
@@ -92,7 +94,7 @@ def test_defaults_pad_head_dimensions_to_multiples_of_32_where_that_is_less(dete
     assert set(multiples.values()) == {32, 64}
 
 
-@pytest.mark.sampled(one_in=3)
+@_feature
 @pytest.mark.parametrize("growth", [-3.0, 3.0, 20.0])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_logits_that_grow_from_block_to_block(growth: float, causal: bool) -> None:
@@ -100,7 +102,7 @@ def test_logits_that_grow_from_block_to_block(growth: float, causal: bool) -> No
     check(make_spec(328, 328, causal=causal), growth=growth)
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("dims", [(96, 96), (80, 80), (96, 128), (64, 96), (24, 24)], ids=str)
 def test_head_dimensions_padded_to_multiples_of_32(dims: tuple[int, int]) -> None:
@@ -108,7 +110,7 @@ def test_head_dimensions_padded_to_multiples_of_32(dims: tuple[int, int]) -> Non
     check(spec, dataclasses.replace(FORWARD, head_multiple=32), dataclasses.replace(BACKWARD, head_multiple=32))
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.parametrize("dims", [(192, 192), (192, 128), (256, 256)], ids=str)
 def test_wide_heads_split_the_outputs_between_the_consumers(dims: tuple[int, int]) -> None:
     spec = make_spec(136, 72, dims=dims, causal=True)
@@ -117,7 +119,7 @@ def test_wide_heads_split_the_outputs_between_the_consumers(dims: tuple[int, int
     check(spec, backward=config)
 
 
-@pytest.mark.sampled(one_in=2)
+@_feature
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dtypes(dtype: str) -> None:
     check(make_spec(136, 136, dtype=dtype, causal=True))
@@ -181,7 +183,7 @@ def test_backward_schedules(backward: attention_backward.Config, causal: bool) -
     check_backward(make_spec(200, 264, causal=causal), backward)
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("offset", [0, 1, 70, 300])
 def test_a_shard_of_the_queries_counts_from_its_place(offset: int) -> None:
@@ -311,7 +313,7 @@ def test_items_as_long_as_each_other_are_for_as_few_ctas_as_end_in_that_time(num
     assert len(uneven) == min(num_items, 132)
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.parametrize(("lengths", "causal"), [((264, 264), True), ((136, 328), False), ((328, 136), False)], ids=str)
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_windows(window: tuple[int | None, int | None], lengths: tuple[int, int], causal: bool) -> None:
@@ -319,7 +321,7 @@ def test_windows(window: tuple[int | None, int | None], lengths: tuple[int, int]
     check(make_spec(*lengths, window=window, causal=causal), backward=None)
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("offset", [0, 70, 300])
 @pytest.mark.parametrize("window", [(70, None), (70, 40)], ids=str)
@@ -327,7 +329,7 @@ def test_a_shard_of_the_queries_has_its_place_in_the_window(window: tuple[int, i
     check(make_spec(136, 264, window=window, query_offset=True), backward=None, query_offset=offset)
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("rules", [{}, dict(causal=True), dict(window=(40, 30))], ids=str)
 @pytest.mark.parametrize("given", [("query",), ("key",), ("query", "key")], ids="+".join)
@@ -353,7 +355,7 @@ def test_padding_reaches_no_result(rules: dict[str, Any], poison: float) -> None
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("name", SEGMENTS)
 def test_segments(name: str) -> None:
@@ -391,7 +393,7 @@ def test_segments_of_one_sequence_are_no_promise_beside_other_reasons_to_see_not
     assert may(264, 264, query_offset=True)
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.parametrize("cap", [0.5, 30.0])
 @pytest.mark.parametrize("scale_queries", [1.0, 100.0])
 def test_soft_cap(cap: float, scale_queries: float) -> None:

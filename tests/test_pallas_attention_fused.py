@@ -34,8 +34,10 @@ from jaxkernels.specs import AttentionSpec
 from jaxkernels.xla import attention_backward as xla_backward
 from jaxkernels.xla import attention_forward as xla_forward
 
+_feature = pytest.mark.sampled(one_in=13, of="features of the fused kernel")
 
-@pytest.mark.sampled
+
+@_feature
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("lengths", [(128, 128), (136, 200), (200, 136), (1, 130), (130, 1)], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
@@ -43,7 +45,7 @@ def test_fused(lengths: tuple[int, int], causal: bool, deterministic: bool) -> N
     check_backward(make_spec(*lengths, causal=causal, batch=2, deterministic=deterministic), FUSED[64])
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.parametrize("dims", [(128, 128), (64, 128), (128, 64)], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
 def test_fused_head_dimensions(dims: tuple[int, int], deterministic: bool) -> None:
@@ -51,7 +53,7 @@ def test_fused_head_dimensions(dims: tuple[int, int], deterministic: bool) -> No
     check_backward(spec, FUSED[dims[0]])
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("dims", [(96, 96), (80, 80), (96, 64), (64, 96), (24, 24)], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
@@ -60,7 +62,7 @@ def test_fused_head_dimensions_padded_to_multiples_of_32(dims: tuple[int, int], 
     check_backward(spec, attention_backward.Config(fused=True, head_multiple=32))
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
 @pytest.mark.parametrize(("heads", "dim"), [((2, 2), 64), ((3, 1), 64), ((4, 2), 64), ((3, 1), 128)], ids=str)
@@ -83,7 +85,7 @@ def test_row_sums_and_zeros(head_dim: int, value_dim: int) -> None:
     assert (zeros == 0).all()
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("offset", [0, 1, 70, 300])
 def test_fused_on_a_shard_of_the_queries(offset: int) -> None:
@@ -149,7 +151,7 @@ def test_a_sum_that_is_never_announced_is_a_deadlock(monkeypatch: pytest.MonkeyP
         run_backward(make_spec(136, 136, deterministic=True), FUSED[64], deadlock_after=1.0)
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("lengths", [(264, 264), (136, 328), (328, 136)], ids=str)
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_fused_with_windows(
     check_backward(make_spec(*lengths, window=window, causal=causal, deterministic=deterministic), FUSED[64])
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("offset", [0, 70, 300])
 def test_fused_on_a_shard_that_has_its_place_in_the_window(offset: int) -> None:
@@ -172,7 +174,7 @@ def test_fused_on_a_shard_that_has_its_place_in_the_window(offset: int) -> None:
     check_backward(spec, FUSED[64], query_offset=offset)
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("rules", [dict(causal=True), dict(window=(40, 30))], ids=str)
 @pytest.mark.parametrize("given", [("query",), ("key",), ("query", "key")], ids="+".join)
@@ -183,7 +185,7 @@ def test_fused_with_sequence_lengths(given: tuple[str, ...], rules: dict[str, An
     check_backward(spec, FUSED[64], query_lengths=LENGTHS[::-1], key_lengths=LENGTHS)
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize(
     ("name", "rules"),
@@ -202,7 +204,7 @@ def test_fused_with_segments(name: str, rules: dict[str, Any]) -> None:
     check_backward(spec, FUSED[64], query_segments=query_ids, key_segments=key_ids)
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("cap", [0.5, 30.0])

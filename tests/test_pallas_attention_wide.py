@@ -33,8 +33,10 @@ from jaxkernels.pallas import (
 )
 from jaxkernels.specs import AttentionSpec
 
+_feature = pytest.mark.sampled(one_in=11, of="features of the split kernels")
 
-@pytest.mark.sampled
+
+@_feature
 @pytest.mark.parametrize("lengths", [(128, 128), (136, 200), (200, 136), (1, 130), (63, 300)], ids=str)
 @pytest.mark.parametrize(("multicast", "causal"), [(True, False), (False, True)], ids=["pairs, full", "alone, causal"])
 def test_split_lengths(lengths: tuple[int, int], multicast: bool, causal: bool) -> None:
@@ -58,7 +60,7 @@ def test_split_schedules(schedule: dict[str, Any], dims: tuple[int, int]) -> Non
     check_backward(make_spec(264, 264, dims=dims, causal=True), dataclasses.replace(SPLIT, **schedule))
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("heads", [(2, 2), (3, 1), (4, 2)], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -66,7 +68,7 @@ def test_split_with_grouped_heads(heads: tuple[int, int], dtype: str) -> None:
     check_backward(make_spec(200, 200, heads=heads, batch=2, dtype=dtype, causal=True), SPLIT)
 
 
-@pytest.mark.sampled(one_in=3)
+@_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("offset", [0, 70, 300])
 def test_split_with_a_shard_of_the_queries(offset: int) -> None:
@@ -81,7 +83,7 @@ def test_split_with_large_logits() -> None:
 _ALONE = dataclasses.replace(SPLIT, multicast=False)
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize(("config", "lengths"), [(_ALONE, (136, 328)), (SPLIT, (328, 136))], ids=["alone", "pairs"])
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
@@ -92,21 +94,21 @@ def test_split_windows(
     check_backward(make_spec(*lengths, window=window), config)
 
 
-@pytest.mark.sampled(one_in=2)
+@_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("window", [(70, None), (0, 0)], ids=str)
 def test_split_causal_windows(window: tuple[int, int | None]) -> None:
     check_backward(make_spec(264, 264, heads=(3, 1), window=window, causal=True), SPLIT)
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("offset", [0, 70, 300])
 def test_split_with_a_shard_of_the_queries_in_the_window(offset: int) -> None:
     check_backward(make_spec(136, 264, window=(70, 40), query_offset=True), SPLIT, query_offset=offset)
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("rules", [{}, dict(causal=True), dict(window=(40, 30))], ids=str)
 @pytest.mark.parametrize("given", [("query",), ("key",), ("query", "key")], ids="+".join)
@@ -115,7 +117,7 @@ def test_split_with_sequence_lengths(given: tuple[str, ...], rules: dict[str, An
     check_backward(spec, SPLIT, query_lengths=LENGTHS[::-1], key_lengths=LENGTHS)
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("name", SEGMENTS)
 def test_split_with_segments(name: str) -> None:
@@ -124,7 +126,7 @@ def test_split_with_segments(name: str) -> None:
     check_backward(spec, SPLIT, query_segments=query_ids, key_segments=key_ids)
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("cap", [0.5, 30.0])
 @pytest.mark.parametrize("scale_queries", [1.0, 100.0])
@@ -330,7 +332,7 @@ def test_gradients_read_too_early_are_noticed(monkeypatch: pytest.MonkeyPatch) -
 _KEPT = [dataclasses.replace(SPLIT, workspace_bytes=n) for n in (1, 10**9)]
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("lengths", [(128, 128), (200, 264), (1, 130), (63, 301)], ids=str)
 @pytest.mark.parametrize(("config", "causal"), [(_KEPT[0], True), (_KEPT[1], False)], ids=["one head", "all heads"])
@@ -342,7 +344,7 @@ def test_split_with_dlogits_in_memory(
     check_backward(make_spec(*lengths, heads=(4, 2), batch=2, causal=causal), config)
 
 
-@pytest.mark.sampled
+@_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("dims", [(64, 128), (192, 128), (256, 256)], ids=str)
 def test_split_with_wide_dlogits_in_memory(dims: tuple[int, int]) -> None:
