@@ -38,9 +38,9 @@ _CACHE_FORMAT = 2
 # ptxas' account and warnings, which `strict` and `Report` stand on.
 _NVRTC_CACHES = (12, 9)
 
-# ptxas says with these that it gave up on keeping the tensor cores busy: a wgmma pipeline it had to
-# serialise (C7510 and its neighbours), a setmaxnreg it ignored (C7508).
-_SLOW = re.compile(r"^.*\((C75(?:0[4-9]|1[01]))\).*$", re.MULTILINE)
+# So ptxas says that it gave up on keeping the tensor cores busy: a wgmma pipeline it had to serialise (C7510 and its
+# neighbours), a setmaxnreg it ignored (C7508).
+_SLOW = re.compile(r"^.*Potential Performance Loss.*$", re.MULTILINE)
 
 
 class CompileError(RuntimeError):
@@ -121,7 +121,7 @@ def compile_kernel(
       defines: macros; True and False become 1 and 0.
       options: further options of NVRTC.
       arch: the architecture of the code.
-      strict: refuse spilled registers and ptxas' warnings C7504 to C7511 (a pipeline serialised, a
+      strict: refuse spilled registers and ptxas' warnings of potential performance loss (a pipeline serialised, a
         setmaxnreg ignored): the code would run, at a fraction of its speed.
 
     Raises:

@@ -114,7 +114,7 @@ class CudaKernel:
       defines: macros of every launch.
       options: further options of NVRTC.
       arch: the architecture to compile for, as "sm_90a". None: the device's own.
-      strict: refuse code that spills registers or drew warnings C7504 to C7511 from ptxas.
+      strict: refuse code that spills registers or drew a warning of potential performance loss from ptxas.
 
     Raises (when called, before anything is launched):
       TypeError: a constant that cannot be hashed, or not those that `plan` takes; a plan of other types than declared.

@@ -132,11 +132,37 @@ def test_strict_refuses_an_ignored_setmaxnreg():
     ffi.compile_kernel(capped, "k", strict=True)
 
 
+def test_strict_refuses_a_serialised_pipeline():
+    """Who reads accumulators between products has ptxas wait for each, which it says as C7514."""
+    between = "p[128 + i] = d0;"
+    source = """
+    __global__ void __launch_bounds__(128) k(float* p, unsigned long long a, unsigned long long b) {
+      float d0 = p[0], d1 = 0, d2 = 0, d3 = 0;
+      asm volatile("wgmma.fence.sync.aligned;");
+      for (int i = 0; i < 2; ++i) {
+        asm volatile(
+            "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 0, 0;"
+            : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3) : "l"(a), "l"(b));
+        BETWEEN
+      }
+      asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
+                   : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3));
+      p[threadIdx.x] = d0 + d1 + d2 + d3;
+    }"""
+    with pytest.raises(ffi.CompileError, match=r"\(C7514\) Potential Performance Loss: wgmma.* are serialized"):
+        ffi.compile_kernel(source.replace("BETWEEN", between), "k", strict=True)
+    ffi.compile_kernel(source.replace("BETWEEN", ""), "k", strict=True)
+
+
 @pytest.mark.parametrize(
     ("account", "message"),
     [
         ("", "strict needs ptxas' account of the kernel; got none for k from NVRTC"),
-        ("Compiling entry function 'k' for 'sm_90a'\nptxas info : Used 40 registers\n(C7510) serialized", "C7510"),
+        (
+            "Compiling entry function 'k' for 'sm_90a'\nptxas info : Used 40 registers\n"
+            "ptxas info : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized",
+            "C7512",
+        ),
     ],
 )
 def test_strict_reads_the_log(account, message):
