@@ -102,6 +102,7 @@ def test_gemm_copies_no_operand_that_is_a_matrix_already(name, gemm):
         ("float8_e4m3fn", "float8_e4m3fn", "float32"),
         ("float8_e4m3fn", "float8_e5m2", "float32"),
         ("complex64", "complex64", None),
+        ("uint4", "uint32", None),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64:UserWarning")
@@ -131,6 +132,22 @@ def test_integer_operand_beside_a_differentiated_one():
     lhs, rhs = np.arange(12, dtype=np.int8).reshape(3, 4), np.ones((4, 2), np.float32)
     loss = lambda dot: lambda rhs: jnp.sum(dot(lhs, rhs, (((1,), (0,)), ((), ()))) ** 2)
     assert_close(jax.grad(loss(jk.dot_general))(rhs), jax.grad(loss(jax.lax.dot_general))(rhs))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float8_e5m2"])
+@pytest.mark.filterwarnings("error::DeprecationWarning")
+def test_real_operand_beside_a_complex_one(dtype):
+    """Nothing of the product is lost, and the real operand's gradient is real."""
+    lhs = np.arange(12, dtype=np.complex64).reshape(3, 4) * (1 + 2j)
+    rhs = np.ones((4, 2), jnp.dtype(dtype))
+
+    def results(dot_general):
+        out, pull = jax.vjp(lambda lhs, rhs: dot_general(lhs, rhs, (((1,), (0,)), ((), ()))), lhs, rhs)
+        return out, *pull(jnp.full_like(out, 1 + 1j))
+
+    for ours, reference in zip(results(jk.dot_general), results(jax.lax.dot_general), strict=True):
+        assert ours.dtype == reference.dtype
+        np.testing.assert_array_equal(ours, reference)
 
 
 def test_einsum_takes_it(backend):

@@ -161,6 +161,13 @@ def test_out_dtype_of_integers_may_be_floating_or_wider():
         np.testing.assert_array_equal(out, np.full((5, 3), 70_000))
 
 
+def test_out_dtype_of_integers_may_be_a_narrower_float():
+    """300 * 300 * 7 in float32, rounded once."""
+    a, b = np.full((5, 7), 300, np.int32), np.full((7, 3), 300, np.int32)
+    out = jk.matmul(a, b, out_dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(out, np.full((5, 3), 630_000, jnp.bfloat16))
+
+
 def test_wider_out_dtype_keeps_the_width_of_its_cotangent():
     """In bfloat16 1 + 2^-12 is 1, and the sum of 2048 (1 + 2^-12) - 2048 is 0."""
     a, b = jnp.ones((1, 1), jnp.bfloat16), jnp.ones((1, 4096), jnp.bfloat16)
@@ -225,6 +232,14 @@ def test_float64():
         for x, y in zip(jax.grad(f, (0, 1))(a, b), jax.grad(reference, (0, 1))(a, b)):
             assert x.dtype == np.float64
             np.testing.assert_allclose(x, y, rtol=1e-13)
+
+
+def test_float64_beside_an_8_bit_float_keeps_its_width():
+    with jax.enable_x64(True):
+        (a,), b = arrays((5, 7)), np.ones((7, 3), jnp.float8_e5m2)
+        out = jk.dot_general(a.astype(np.float64), b, (((1,), (0,)), ((), ())))
+        assert out.dtype == np.float64
+        np.testing.assert_allclose(out, a.astype(np.float64) @ b.astype(np.float64), rtol=1e-14)
 
 
 def test_nan_and_infinity_pass_through(backend):

@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkernels.epilogue import apply_epilogue
 from jaxkernels.specs import MatmulSpec
@@ -23,6 +24,21 @@ def unsupported(spec: MatmulSpec) -> str | None:
     return None
 
 
+def _promote(x: np.dtype, y: np.dtype) -> np.dtype:
+    """As JAX, which promotes floats of 8 bits and integers of 4 to nothing, not even each other."""
+    is_settled = x == y and jnp.issubdtype(x, jnp.integer)
+    return x if is_settled else jnp.promote_types(_promotable(x), _promotable(y))
+
+
+def _promotable(dtype: np.dtype) -> np.dtype:
+    """The dtype, or a wider one that JAX promotes."""
+    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1:
+        return jnp.dtype(jnp.float32)
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+        return jnp.dtype(jnp.uint8 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int8)
+    return dtype
+
+
 def search_space(spec: MatmulSpec) -> tuple[Config, ...]:
     return (Config(),)
 
@@ -30,14 +46,16 @@ def search_space(spec: MatmulSpec) -> tuple[Config, ...]:
 def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilogue: jax.Array):
     """Returns the product, or [out] / [out, preactivation] when the spec has an epilogue."""
     # A result narrower than the operands is computed at their width, then rounded.
-    dtypes = (lhs.dtype, rhs.dtype, spec.out_dtype)
-    is_8_bit = lambda dtype: jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
-    # 8-bit floats promote with nothing, not even each other.
-    wide = jnp.float32 if any(map(is_8_bit, dtypes)) else functools.reduce(jnp.promote_types, dtypes)
+    wide = functools.reduce(_promote, (lhs.dtype, rhs.dtype, spec.out_dtype))
+    width = max(lhs.dtype.itemsize, rhs.dtype.itemsize)
+    if width > wide.itemsize:  # Integers to a float: bfloat16 of int32.
+        wide = jnp.dtype(f"float{8 * width}")
     if spec.alpha != 1:  # Scaled in float32 at least.
         wide = jnp.promote_types(wide, jnp.float32)
     out = jax.lax.dot_general(lhs, rhs, spec.dimension_numbers, precision=spec.precision, preferred_element_type=wide)
     if spec.alpha != 1:
         out = spec.alpha * out
+    if jnp.iscomplexobj(out) and not jnp.issubdtype(spec.out_dtype, jnp.complexfloating):
+        out = out.real  # The cotangent of a real operand beside a complex one.
     out = out.astype(spec.out_dtype)
     return out if not spec.fused else apply_epilogue(spec, out, *epilogue)
