@@ -326,12 +326,13 @@ ATTENTIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "soft cap of zero": (
         (Q, K, V),
         dict(logits_soft_cap=0.0),
-        "dot_product_attention[auto]: logits_soft_cap must be positive and finite; got 0.0. None turns it off.",
+        "dot_product_attention[auto]: logits_soft_cap must be positive; got 0.0. None turns it off.",
     ),
     "infinite soft cap": (
         (Q, K, V),
         dict(logits_soft_cap=float("inf")),
-        "dot_product_attention[auto]: logits_soft_cap must be positive and finite; got inf. None turns it off.",
+        "dot_product_attention[auto]: logits_soft_cap must be a finite real number known at trace time; got inf. "
+        "None turns it off.",
     ),
     "alignment": (
         (Q, K, V),
@@ -344,10 +345,20 @@ ATTENTIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         'dot_product_attention[auto]: alignment="bottom_right" needs no more queries than keys; got 5 and 3. '
         "Pass the mask itself.",
     ),
-    "scale": (
-        (Q, K, V),
-        dict(scale="small"),
-        "dot_product_attention[auto]: scale must be a number known at trace time; got 'small'.",
+    **{
+        f"scale={scale!r}": (
+            (Q, K, V),
+            dict(scale=scale),
+            f"dot_product_attention[auto]: scale must be a finite real number known at trace time; got {scale!r}. "
+            "Multiply the query by it, and give scale=1.",
+        )
+        for scale in ("small", True, float("nan"), -float("inf"), np.float32([2]))
+    },
+    "default scale of no head dimension": (
+        (Q[..., :0], K[..., :0], V),
+        {},
+        "dot_product_attention[auto]: scale must be given where the head dimension has no 1 / sqrt(H); got scale=None "
+        "for H = 0. Give a number.",
     ),
 }
 
@@ -373,9 +384,11 @@ def test_alpha_must_not_be_traced():
 
 def test_scale_must_not_be_traced():
     loss = lambda scale: jnp.sum(jk.dot_product_attention(Q, K, V, scale=scale))
-    with pytest.raises(
-        ValueError, match=r"^dot_product_attention\[auto\]: scale must be a number known at trace time; got "
-    ):
+    message = (
+        r"^dot_product_attention\[auto\]: scale must be a finite real number known at trace time; got .*Tracer.*\. "
+        r"Multiply the query by it, and give scale=1\."
+    )
+    with pytest.raises(ValueError, match=message):
         jax.grad(loss)(0.5)
 
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, ArrayLike
 
 from jaxkernels import dispatch, hardware
 from jaxkernels.ops.kernel_op import KernelOp
-from jaxkernels.ops.operands import as_array
+from jaxkernels.ops.operands import as_array, as_number
 from jaxkernels.ops.sharding import Assignment, Factors
 from jaxkernels.specs import ArrayType, AttentionSpec
 from jaxkernels.xla import attention as reference
@@ -486,13 +486,22 @@ def dot_product_attention(
     if (extras.query_segments is None) != (extras.key_segments is None):
         given, missing = ("query", "key_value") if extras.key_segments is None else ("key_value", "query")
         raise ValueError(f"{op}: {given}_segment_ids needs {missing}_segment_ids too; got None.")
-    soft_cap = None if logits_soft_cap is None else _number(op, "logits_soft_cap", logits_soft_cap)
-    if soft_cap is not None and not 0 < soft_cap < math.inf:
+    if scale is not None:
+        scale = as_number(op, "scale", scale, "Multiply the query by it, and give scale=1.")
+    elif not isinstance(head_dim, int) or head_dim == 0:  # Symbolic, in a program for jax.export.
         raise ValueError(
-            f"{op}: logits_soft_cap must be positive and finite; got {logits_soft_cap!r}. None turns it off."
+            f"{op}: scale must be given where the head dimension has no 1 / sqrt(H); got scale=None for H = "
+            f"{head_dim}. Give a number."
         )
-
+    else:
+        scale = 1 / math.sqrt(head_dim)
+    soft_cap = None
+    if logits_soft_cap is not None:
+        soft_cap = as_number(op, "logits_soft_cap", logits_soft_cap, "None turns it off.")
+        if soft_cap <= 0:
+            raise ValueError(f"{op}: logits_soft_cap must be positive; got {logits_soft_cap!r}. None turns it off.")
     if alignment not in ("top_left", "bottom_right"):
+
         raise ValueError(f'{op}: alignment must be "top_left" or "bottom_right"; got {alignment!r}.')
     window = _window(op, local_window_size, (num_queries, num_keys))
     if alignment == "bottom_right" and num_queries != num_keys and (is_causal or window is not None):
@@ -508,7 +517,7 @@ def dot_product_attention(
         extras = dataclasses.replace(extras, query_offset=offset, query_lengths=lengths)
 
     static = Attention(
-        scale=1.0 / math.sqrt(head_dim) if scale is None else _number(op, "scale", scale),
+        scale=scale,
         causal=bool(is_causal),
         window=window,
         soft_cap=soft_cap,
@@ -530,13 +539,6 @@ def dot_product_attention(
     if return_residual:
         return out, jax.lax.stop_gradient(lse.astype(k.dtype))
     return out
-
-
-def _number(op: str, name: str, x: Any) -> float:
-    try:
-        return float(x)
-    except (TypeError, ValueError):  # Tracers included.
-        raise ValueError(f"{op}: {name} must be a number known at trace time; got {x!r}.") from None
 
 
 def _logits_shaped(op: str, name: str, x: Any, shape: tuple[int, ...]) -> jax.Array | None:

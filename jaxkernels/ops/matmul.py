@@ -21,7 +21,7 @@ from jaxtyping import Array, ArrayLike
 from jaxkernels import _jax, dispatch, hardware
 from jaxkernels.epilogue import ACTIVATIONS, apply_epilogue
 from jaxkernels.ops.kernel_op import KernelOp
-from jaxkernels.ops.operands import as_array
+from jaxkernels.ops.operands import as_array, as_number
 from jaxkernels.ops.sharding import Assignment, Factors
 from jaxkernels.specs import ArrayType, DimensionNumbers, MatmulSpec, free_dims
 
@@ -493,21 +493,13 @@ def _out_dtype(op: str, out_dtype: Any, dtype: np.dtype) -> np.dtype:
 
 def _alpha(op: str, alpha: Any, dtype: np.dtype) -> float:
     """The factor of a product of `dtype` operands."""
-    try:
-        value = np.asarray(alpha)
-    except (TypeError, ValueError):  # Tracers included.
-        value = np.asarray(None)
-    is_real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
-    if value.ndim != 0 or not is_real or not np.isfinite(value):
-        raise ValueError(
-            f"{op}: alpha must be a finite real number known at trace time; got {alpha!r}. Multiply the result instead."
-        )
+    value = as_number(op, "alpha", alpha, "Multiply the result instead.")
     if value != 1 and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             f"{op}: alpha={alpha!r} needs floating operands; got {dtype}. Cast them with .astype, or multiply the "
             "result instead."
         )
-    return float(value)
+    return value
 
 
 def _precision(op: str, precision: Any) -> Any:

@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-__all__ = ["as_array"]
+__all__ = ["as_array", "as_number"]
 
 
 def as_array(op: str, name: str, x: Any, *, floating: bool = False) -> jax.Array:
@@ -19,3 +20,15 @@ def as_array(op: str, name: str, x: Any, *, floating: bool = False) -> jax.Array
     if floating and not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{op}: {name} must have a floating dtype; got {x.dtype}. Cast it with .astype.")
     return x
+
+
+def as_number(op: str, name: str, x: Any, way_out: str) -> float:
+    """Returns argument `name` of `op` as a number; raises ValueError where it is traced, not real or not finite."""
+    try:
+        value = np.asarray(x)
+    except (TypeError, ValueError):  # Tracers included.
+        value = np.asarray(None)
+    is_real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+    if value.ndim != 0 or not is_real or not np.isfinite(value):
+        raise ValueError(f"{op}: {name} must be a finite real number known at trace time; got {x!r}. {way_out}")
+    return float(value)
