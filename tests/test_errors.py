@@ -254,6 +254,18 @@ ATTENTIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         (Q[:, :, :3], K, V),
         {},
         "dot_product_attention[auto]: the query heads must be a multiple of the key/value heads; got 3 and 2.",
+    "8-bit floats": (
+        tuple(x.astype(jnp.float8_e4m3fn) for x in (Q, K, V)),
+        {},
+        "dot_product_attention[auto]: query must have a floating dtype of 16 bits or more; got float8_e4m3fn. "
+        "Cast it with .astype.",
+    ),
+    "bias of 8-bit floats": (
+        (Q, K, V, array(5, 9, dtype=jnp.float8_e5m2)),
+        {},
+        "dot_product_attention[auto]: bias must have a floating dtype of 16 bits or more; got float8_e5m2. "
+        "Cast it with .astype.",
+    ),
     ),
     "bias of integers": (
         (Q, K, V, array(5, 9, dtype=np.int32)),

@@ -391,11 +391,11 @@ def dot_product_attention(
     keys, D that of the values. T and S may differ.
 
     Args:
-      query: (B, T, N, H) or (T, N, H); any floating dtype.
+      query: (B, T, N, H) or (T, N, H); any floating dtype of 16 bits or more.
       key: (B, S, K, H) or (S, K, H); the query's dtype.
       value: (B, S, K, D) or (S, K, D); the query's dtype.
       bias: added to the scaled logits; up to 4 dimensions, broadcastable to (B, N, T, S), with 1 or N
-        heads; floating.
+        heads; floating, likewise.
       mask: True where a query sees a key; bool, same shapes as `bias`.
       scale: factor of the logits; default 1 / sqrt(H).
       is_causal: query i sees keys j <= i.
@@ -448,7 +448,7 @@ def dot_product_attention(
         raise ValueError(f"{op}: return_residual and return_lse are two forms of one result. Give one of them.")
     backend = backend or implementation
 
-    q, k, v = (as_array(op, name, x, floating=True) for name, x in (("query", query), ("key", key), ("value", value)))
+    q, k, v = (_floating(op, name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     if q.ndim not in (3, 4):
         raise ValueError(f"{op}: query must have shape (B, T, N, H) or (T, N, H); got {q.shape}.")
     batched = q.ndim == 4
@@ -545,7 +545,7 @@ def _logits_shaped(op: str, name: str, x: Any, shape: tuple[int, ...]) -> jax.Ar
     """A bias or a mask as a 4-dimensional array whose dimensions are 1 or those of the logits."""
     if x is None:
         return None
-    x = as_array(op, name, x, floating=name == "bias")
+    x = _floating(op, name, x) if name == "bias" else as_array(op, name, x)
     if name == "mask" and x.dtype != jnp.bool_:
         raise ValueError(
             f"{op}: mask must be bool, True where a query sees a key; got {x.dtype}. "
@@ -557,6 +557,15 @@ def _logits_shaped(op: str, name: str, x: Any, shape: tuple[int, ...]) -> jax.Ar
 
 
 def _integers(op: str, name: str, x: Any, shape: tuple[int, ...], batched: bool = True) -> jax.Array | None:
+def _floating(op: str, name: str, x: Any) -> jax.Array:
+    x = as_array(op, name, x, floating=True)
+    if x.dtype.itemsize < 2:  # JAX promotes these to nothing.
+        raise ValueError(
+            f"{op}: {name} must have a floating dtype of 16 bits or more; got {x.dtype}. Cast it with .astype."
+        )
+    return x
+
+
     if x is None:
         return None
     x = as_array(op, name, x)
