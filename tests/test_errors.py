@@ -30,8 +30,18 @@ MATMULS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         dict(backend="cublas"),
         f"matmul: unknown backend='cublas'; use one of {KNOWN}, or None to let the op choose.",
     ),
-    "no array": (("a", B), {}, "matmul[auto]: a must be an array; got str."),
-    "None": ((A, None), {}, "matmul[auto]: b must be an array; got NoneType."),
+    "no array": (("a", B), {}, "matmul[auto]: a must be an array that JAX takes; got str."),
+    "None": ((A, None), {}, "matmul[auto]: b must be an array that JAX takes; got NoneType."),
+    "array of objects": (
+        (A, B.astype(object)),
+        {},
+        "matmul[auto]: b must be an array that JAX takes; got ndarray of object.",
+    ),
+    "integer beyond its dtype": (
+        ([[2**40]], [[1]]),
+        {},
+        "matmul[auto]: a must be an array that JAX takes; got list.",
+    ),
     "scalar": (
         (A, 2.0),
         {},
@@ -62,7 +72,22 @@ MATMULS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         dict(activation="tanh"),
         "matmul[auto]: unknown activation='tanh'; use one of 'relu', 'silu', 'gelu', 'gelu_erf', or None.",
     ),
+    "activation in a list": (
+        (A, B),
+        dict(activation=["relu"]),
+        "matmul[auto]: unknown activation=['relu']; use one of 'relu', 'silu', 'gelu', 'gelu_erf', or None.",
+    ),
     "no dtype": ((A, B), dict(out_dtype="tf32"), "matmul[auto]: out_dtype must be a dtype; got 'tf32'."),
+    "dtype of objects": (
+        (A.astype(np.int8), B.astype(np.int8)),
+        dict(out_dtype=object),
+        "matmul[auto]: out_dtype must be one of numbers; got object.",
+    ),
+    "dtype of random keys": (
+        (A.astype(np.int8), B.astype(np.int8)),
+        dict(out_dtype=jax.eval_shape(lambda: jax.random.key(0)).dtype),
+        "matmul[auto]: out_dtype must be a dtype; got key<fry>.",
+    ),
     "integer out_dtype": (
         (A, B),
         dict(out_dtype=np.int32),
@@ -130,7 +155,7 @@ MATMULS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "epilogue of integers": (
         (array(5, 7, dtype=np.int8), array(7, 3, dtype=np.int8)),
         dict(activation="relu"),
-        "matmul[auto]: bias, activation and residual need a floating out_dtype; got int8.",
+        "matmul[auto]: bias, activation and residual need a floating out_dtype; got int8. Apply them to the result.",
     ),
 }
 
@@ -145,6 +170,12 @@ DOT_GENERALS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         {},
         "dot_general[auto]: dimension_numbers must be ((lhs contracting, rhs contracting), (lhs batch, rhs batch)), "
         "each a sequence of ints; got ((1,), (0,)).",
+    ),
+    "dimensions that are no integers": (
+        (A, B, (((1.5,), ("0",)), ((), ()))),
+        {},
+        "dot_general[auto]: dimension_numbers must be ((lhs contracting, rhs contracting), (lhs batch, rhs batch)), "
+        "each a sequence of ints; got (((1.5,), ('0',)), ((), ())).",
     ),
     "out of range": (
         (A, B, (((2,), (0,)), ((), ()))),
@@ -217,11 +248,23 @@ ATTENTIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         dict(return_residual=True, return_lse=True),
         "dot_product_attention[auto]: return_residual and return_lse are two forms of one result. Give one of them.",
     ),
-    "no array": ((Q, K, None), {}, "dot_product_attention[auto]: value must be an array; got NoneType."),
+    "no array": ((Q, K, None), {}, "dot_product_attention[auto]: value must be an array that JAX takes; got NoneType."),
     "integers": (
         (Q.astype(np.int32), K, V),
         {},
         "dot_product_attention[auto]: query must have a floating dtype; got int32. Cast it with .astype.",
+    ),
+    "8-bit floats": (
+        tuple(x.astype(jnp.float8_e4m3fn) for x in (Q, K, V)),
+        {},
+        "dot_product_attention[auto]: query must have a floating dtype of 16 bits or more; got float8_e4m3fn. "
+        "Cast it with .astype.",
+    ),
+    "bias of 8-bit floats": (
+        (Q, K, V, array(5, 9, dtype=jnp.float8_e5m2)),
+        {},
+        "dot_product_attention[auto]: bias must have a floating dtype of 16 bits or more; got float8_e5m2. "
+        "Cast it with .astype.",
     ),
     "rank of query": (
         (Q[0, 0], K, V),
@@ -254,18 +297,6 @@ ATTENTIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         (Q[:, :, :3], K, V),
         {},
         "dot_product_attention[auto]: the query heads must be a multiple of the key/value heads; got 3 and 2.",
-    "8-bit floats": (
-        tuple(x.astype(jnp.float8_e4m3fn) for x in (Q, K, V)),
-        {},
-        "dot_product_attention[auto]: query must have a floating dtype of 16 bits or more; got float8_e4m3fn. "
-        "Cast it with .astype.",
-    ),
-    "bias of 8-bit floats": (
-        (Q, K, V, array(5, 9, dtype=jnp.float8_e5m2)),
-        {},
-        "dot_product_attention[auto]: bias must have a floating dtype of 16 bits or more; got float8_e5m2. "
-        "Cast it with .astype.",
-    ),
     ),
     "bias of integers": (
         (Q, K, V, array(5, 9, dtype=np.int32)),
@@ -291,7 +322,7 @@ ATTENTIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "lengths that are no array": (
         (Q, K, V),
         dict(query_seq_lengths="all"),
-        "dot_product_attention[auto]: query_seq_lengths must be an array; got str.",
+        "dot_product_attention[auto]: query_seq_lengths must be an array that JAX takes; got str.",
     ),
     "dtype of lengths": (
         (Q, K, V),

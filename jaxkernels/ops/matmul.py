@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -333,7 +334,7 @@ def matmul(
             f"{op}: a and b must agree in k, a's last and b's {'only' if b.ndim == 1 else 'second last'} dimension; "
             f"got a {a.shape} and b {b.shape}."
         )
-    if activation is not None and activation not in ACTIVATIONS:
+    if activation is not None and not (isinstance(activation, str) and activation in ACTIVATIONS):
         known = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"{op}: unknown activation={activation!r}; use one of {known}, or None.")
     if a.ndim > 2 and b.ndim > 2:
@@ -373,7 +374,9 @@ def matmul(
             )
         epilogue.append(residual)
     if not jnp.issubdtype(out_dtype, jnp.floating):
-        raise ValueError(f"{op}: bias, activation and residual need a floating out_dtype; got {out_dtype}.")
+        raise ValueError(
+            f"{op}: bias, activation and residual need a floating out_dtype; got {out_dtype}. Apply them to the result."
+        )
     static = dataclasses.replace(static, bias=bias is not None, activation=activation, residual=residual is not None)
     return matmul_op(a, b, *epilogue, static=static, backend=backend, config=config)[0]
 
@@ -451,7 +454,7 @@ def dot_general(
 def _check_dimension_numbers(op: str, lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any) -> DimensionNumbers:
     try:
         (lhs_k, rhs_k), (lhs_b, rhs_b) = dimension_numbers
-        dims = [tuple(int(d) for d in group) for group in (lhs_k, rhs_k, lhs_b, rhs_b)]
+        dims = [tuple(map(operator.index, group)) for group in (lhs_k, rhs_k, lhs_b, rhs_b)]
     except (TypeError, ValueError):
         raise ValueError(
             f"{op}: dimension_numbers must be ((lhs contracting, rhs contracting), (lhs batch, rhs batch)), "
@@ -480,9 +483,11 @@ def _out_dtype(op: str, out_dtype: Any, dtype: np.dtype) -> np.dtype:
         return dtype
     try:
         requested = jax.dtypes.canonicalize_dtype(out_dtype)
-    except TypeError:
+    except (TypeError, ValueError):  # A ValueError where it is that of random keys.
         raise ValueError(f"{op}: out_dtype must be a dtype; got {out_dtype!r}.") from None
     for kind, name in ((jnp.floating, "floating"), (jnp.complexfloating, "complex")):
+    if not (jnp.issubdtype(requested, jnp.number) or requested == jnp.bool_):
+        raise ValueError(f"{op}: out_dtype must be one of numbers; got {requested}.")
         if jnp.issubdtype(dtype, kind) and not jnp.issubdtype(requested, kind):
             raise ValueError(
                 f"{op}: out_dtype must be {name}, as the operands are ({dtype}); got {requested}. "
