@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import random_array
-from numerics import assert_close, compile_quickly
+from numerics import assert_close, assert_same_bits, compile_quickly
 
 import jaxkernels as jk
 
@@ -201,6 +201,22 @@ def test_linear_transpose(backend, program):
         return of_a(f(a, b)), of_b(f(a, b))
 
     assert_same(transposes, *program.both(backend))
+
+
+@some_programs("alpha", "bias, gelu, residual", "attention, bias", "attention, masks")
+def test_promotion_that_is_forbidden_to_the_caller(program):
+    """Our own arithmetic promotes dtypes and ranks nevertheless: in kernels and in all rules."""
+    xs = tuple(x.astype(jnp.bfloat16) for x in program.operands())
+    scalar = lambda *xs: jnp.sum(program.ours(*xs, backend=None))
+
+    def derivatives(*xs):
+        grad = jax.grad(scalar, all_args(xs))
+        of_weights = jax.vmap(grad, tuple(0 if i == 1 else None for i in all_args(xs)))
+        return scalar(*xs), jax.jvp(grad, xs, xs), of_weights(xs[0], jnp.stack([xs[1], xs[1]]), *xs[2:])
+
+    expected = compile_quickly(derivatives)(*xs)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        assert_same_bits(compile_quickly(derivatives)(*xs), expected)
 
 
 # vmap.

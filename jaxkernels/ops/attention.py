@@ -20,7 +20,7 @@ from jax.interpreters import ad
 from jaxtyping import Array, ArrayLike
 
 from jaxkernels import dispatch, hardware
-from jaxkernels.ops.kernel_op import KernelOp
+from jaxkernels.ops.kernel_op import KernelOp, usual_promotion
 from jaxkernels.ops.operands import as_array, as_number
 from jaxkernels.ops.sharding import Assignment, Factors
 from jaxkernels.specs import ArrayType, AttentionSpec
@@ -262,7 +262,8 @@ def _differentiate_reference(f: Callable[..., Any], primals: Sequence[Any], tang
             args[i] = x
         return f(*args)
 
-    return jax.jvp(g, tuple(primals[i] for i in moving), tuple(ad.instantiate_zeros(tangents[i]) for i in moving))
+    with usual_promotion():
+        return jax.jvp(g, tuple(primals[i] for i in moving), tuple(ad.instantiate_zeros(tangents[i]) for i in moving))
 
 
 def _tangent_jvp(primals: Any, tangents: Any, *, static: Attention, backend: str | None, config: Any) -> Any:
@@ -500,8 +501,8 @@ def dot_product_attention(
         soft_cap = as_number(op, "logits_soft_cap", logits_soft_cap, "None turns it off.")
         if soft_cap <= 0:
             raise ValueError(f"{op}: logits_soft_cap must be positive; got {logits_soft_cap!r}. None turns it off.")
-    if alignment not in ("top_left", "bottom_right"):
 
+    if alignment not in ("top_left", "bottom_right"):
         raise ValueError(f'{op}: alignment must be "top_left" or "bottom_right"; got {alignment!r}.')
     window = _window(op, local_window_size, (num_queries, num_keys))
     if alignment == "bottom_right" and num_queries != num_keys and (is_causal or window is not None):
@@ -556,7 +557,6 @@ def _logits_shaped(op: str, name: str, x: Any, shape: tuple[int, ...]) -> jax.Ar
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
-def _integers(op: str, name: str, x: Any, shape: tuple[int, ...], batched: bool = True) -> jax.Array | None:
 def _floating(op: str, name: str, x: Any) -> jax.Array:
     x = as_array(op, name, x, floating=True)
     if x.dtype.itemsize < 2:  # JAX promotes these to nothing.
@@ -566,6 +566,7 @@ def _floating(op: str, name: str, x: Any) -> jax.Array:
     return x
 
 
+def _integers(op: str, name: str, x: Any, shape: tuple[int, ...], batched: bool = True) -> jax.Array | None:
     if x is None:
         return None
     x = as_array(op, name, x)

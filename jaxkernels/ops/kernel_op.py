@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,14 @@ from jaxkernels import _jax, dispatch, hardware
 from jaxkernels.ops.sharding import Assignment, Factors, assign
 from jaxkernels.specs import ArrayType
 
-__all__ = ["KernelOp"]
+__all__ = ["KernelOp", "usual_promotion"]
+
+
+@contextlib.contextmanager
+def usual_promotion() -> Iterator[None]:
+    """Lets our own arithmetic promote dtypes and ranks, whatever the caller's settings forbid in theirs."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 class KernelOp:
@@ -156,7 +164,8 @@ class KernelOp:
             run = self._whole(static, types, backend, config)
         else:
             run = functools.partial(dispatch.load(self.name, choice.backend).run, choice.spec, choice.config)
-        return _jax.lower_traced(ctx, run, values, multiple_results=self.primitive.multiple_results)
+        with usual_promotion():
+            return _jax.lower_traced(ctx, run, values, multiple_results=self.primitive.multiple_results)
 
     def _partition(
         self, static: Any, types: tuple[ArrayType, ...], backend: str | None, config: Any

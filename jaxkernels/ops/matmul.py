@@ -21,7 +21,7 @@ from jaxtyping import Array, ArrayLike
 
 from jaxkernels import _jax, dispatch, hardware
 from jaxkernels.epilogue import ACTIVATIONS, apply_epilogue
-from jaxkernels.ops.kernel_op import KernelOp
+from jaxkernels.ops.kernel_op import KernelOp, usual_promotion
 from jaxkernels.ops.operands import as_array, as_number
 from jaxkernels.ops.sharding import Assignment, Factors
 from jaxkernels.specs import ArrayType, DimensionNumbers, MatmulSpec, free_dims
@@ -223,7 +223,8 @@ def _unfused(
     def product_then_epilogue(lhs: jax.Array, rhs: jax.Array, *epilogue: jax.Array) -> list[jax.Array]:
         out = add_up(dot_general_op.bind(lhs, rhs, static=static.product, **params))
         spec = matmul_op.spec(static, [ArrayType.of(x) for x in (lhs, rhs, *epilogue)], hardware.host())
-        return apply_epilogue(spec, out, *epilogue)
+        with usual_promotion():
+            return apply_epilogue(spec, out, *epilogue)
 
     return product_then_epilogue
 
@@ -485,9 +486,9 @@ def _out_dtype(op: str, out_dtype: Any, dtype: np.dtype) -> np.dtype:
         requested = jax.dtypes.canonicalize_dtype(out_dtype)
     except (TypeError, ValueError):  # A ValueError where it is that of random keys.
         raise ValueError(f"{op}: out_dtype must be a dtype; got {out_dtype!r}.") from None
-    for kind, name in ((jnp.floating, "floating"), (jnp.complexfloating, "complex")):
     if not (jnp.issubdtype(requested, jnp.number) or requested == jnp.bool_):
         raise ValueError(f"{op}: out_dtype must be one of numbers; got {requested}.")
+    for kind, name in ((jnp.floating, "floating"), (jnp.complexfloating, "complex")):
         if jnp.issubdtype(dtype, kind) and not jnp.issubdtype(requested, kind):
             raise ValueError(
                 f"{op}: out_dtype must be {name}, as the operands are ({dtype}); got {requested}. "
