@@ -295,7 +295,7 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
 
     - Tiles: `_TILES` that are not needlessly large (half of the tile has work); with many waves, but for ping-pong,
       none under 128 x 192; 64 x 32 where most SMs would have nothing to do. 192 accumulators a thread leave registers
-      for a bare store by TMA, and for a residual, only; 256 rows none for the exact gelu and stores by rows.
+      for a bare store by TMA, and for a residual of 16 bits, only; 256 rows none for the exact gelu and stores by rows.
     - The deepest ring of up to 8 slots that fits beside two staging buffers and that there are steps for; also beside
       four, where 3 slots stay and a tile has as many pieces or tiles are few.
     - Clusters of two where there are tiles to share an operand, of four where tiles make one wave: they leave SMs
@@ -313,6 +313,7 @@ def _schedules(spec: MatmulSpec) -> Iterator[Config]:
     many = min(g.m, g.n) > _WGMMA_M and num_tiles(128, 256) >= _MANY_WAVES * spec.target.num_sms
     few = num_tiles(64, 64) <= spec.target.num_sms // 4
     plain = _has_tma_rows(spec) and spec.bias is None and spec.activation is None and not spec.save_preactivation
+    plain &= spec.residual is None or spec.out_dtype.itemsize == 2
     for block_m, block_n, block_k, ping_pong in _TILES:
         too_large = block_m >= 2 * max(g.m, _WGMMA_M) or block_n >= 2 * max(g.n, _ATOM)
         is_sliver = block_n == 32 and not few

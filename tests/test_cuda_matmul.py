@@ -98,6 +98,21 @@ def test_the_search_space_compiles_without_spills(options: dict[str, Any], pytes
             matmul.compile_gemm(spec, config)
 
 
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize("alpha", [1.0, 0.3])
+@pytest.mark.parametrize(
+    ("options", "is_large"),
+    [(dict(residual=True, out_dtype="float32"), False), (dict(residual=True), True), (dict(out_dtype="float32"), True)],
+    ids=["residual-float32", "residual", "float32"],
+)
+def test_defaults_of_large_tiles_compile_without_spills(options: dict[str, Any], is_large: bool, alpha: float) -> None:
+    """192 accumulators a thread leave no registers for a residual in float32."""
+    spec = make_spec(1024, 768, 4096, batch=8, alpha=alpha, **options)
+    config = dispatch.default_config("matmul", "cuda", spec)
+    assert (config.num_accumulators == 192) == is_large
+    matmul.compile_gemm(spec, config)
+
+
 def test_defaults_compile_and_lower() -> None:
     for m, n, k in ((1, 1, 1), (16, 4096, 4096), (1024, 1024, 1024), (4095, 4097, 4093), (8192, 8192, 8192)):
         for layouts in LAYOUTS:
