@@ -796,6 +796,8 @@ def _problem(spec: MatmulSpec, config: Config) -> np.generic:
     g = spec.gemm
     m_tiles, n_tiles = _grid_of_tiles(spec, config)
     k_iters = _k_iters(spec, config)
-    fields = [g.m, g.n, g.k, g.batch or 1, m_tiles, n_tiles, k_iters, config.strip, config.minor == "n"]
+    # A strip that is wider than all tiles is as wide as they are, and no product of its width is beyond 32 bits.
+    strip = min(config.strip, n_tiles if config.minor == "n" else m_tiles)
+    fields = [g.m, g.n, g.k, g.batch or 1, m_tiles, n_tiles, k_iters, strip, config.minor == "n"]
     fields.append(np.float32(spec.alpha).view(np.int32))
     return np.array(fields, np.int32).view(f"V{4 * len(fields)}")[0]
