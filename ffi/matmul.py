@@ -52,6 +52,10 @@ _PAD_WARPS = 8
 _PAD_BLOCKS_PER_SM = 8
 #: Blocks of a cluster on every Hopper GPU.
 _MAX_CLUSTER = 8
+#: Elements of a box along one dimension.
+_MAX_BOX = 256
+#: Half of what a signed 32-bit number counts: the kernels' loops count on past the last tile or row.
+_MAX_COUNT = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +257,19 @@ _MAX_EPILOGUE_ACCUMULATORS = 128
 
 
 def unsupported(spec: MatmulSpec) -> str | None:
-    return halfprecision.unsupported(spec) or _missing()
+    return halfprecision.unsupported(spec) or _too_many(spec) or _missing()
+
+
+def _too_many(spec: MatmulSpec) -> str | None:
+    """What there is more of than the kernels count, or None."""
+    g = spec.gemm
+    if (tiles := _num_tiles(spec, _WGMMA_M, 32)) > _MAX_COUNT:
+        return f"counts tiles in 32 bits, and a batch of {g.batch} may have {tiles}"
+    sizes = dict(m=g.m, n=g.n, k=g.k)
+    for outer, inner in (g.lhs_layout, g.rhs_layout):
+        if sizes[inner] % _UNIT and (rows := (g.batch or 1) * sizes[outer]) > _MAX_COUNT:
+            return f"counts rows that it pads in 32 bits, and an operand has {rows}"
+    return None
 
 
 @functools.cache
@@ -428,6 +444,7 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
         )
     if config.in_place and (reason := _not_in_place(spec)):
         raise ValueError(f"matmul[cuda]: in_place needs {reason}. Leave it out.")
+    _check_limits(spec, config)
     lhs, rhs = spec.fold(lhs, rhs)
     if not config.in_place:
         lhs = _pad_rows(spec, lhs)
@@ -486,6 +503,29 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
     )
     outs = [spec.unfold(x) for x in outs]
     return outs if spec.fused else outs[0]
+
+
+def _check_limits(spec: MatmulSpec, config: Config) -> None:
+    """Raises ValueError where a configuration is more than the chip, its copies or the kernel's counts take: before
+    the kernel is compiled, which takes long with many stages."""
+    if config.smem_bytes > spec.target.smem_bytes:
+        raise ValueError(
+            f"matmul[cuda]: a block has at most {spec.target.smem_bytes} bytes of shared memory on {spec.target.name}; "
+            f"got {config}, which needs {config.smem_bytes}. Use fewer stages or smaller blocks."
+        )
+    for name, blocks in (("lhs", _lhs_blocks(spec, config)), ("rhs", _rhs_blocks(spec, config))):
+        if (rows := _box_rows(blocks, config)) > _MAX_BOX:
+            raise ValueError(
+                f"matmul[cuda]: one copy loads at most {_MAX_BOX} rows; got {config}, which needs {rows} of {name}. "
+                "Use smaller blocks."
+            )
+    # TMA's sums take any number of parts: the products of steps, and of tiles, and parts must be counted, too.
+    most = max(_num_groups(spec, config), _k_iters(spec, config)) * config.split_k
+    if config.split_k > 1 and most > _MAX_COUNT:
+        raise ValueError(
+            f"matmul[cuda]: tiles, and steps of k, times split_k must be at most {_MAX_COUNT}; "
+            f"got split_k={config.split_k}, which makes {most}. Use a smaller split_k."
+        )
 
 
 def compile_gemm(spec: MatmulSpec, config: Config) -> compiler.CompiledKernel:
@@ -618,8 +658,6 @@ def _rhs_blocks(spec: MatmulSpec, config: Config) -> _Blocks:
 def _operand(buffer: int, x: jax.Array, blocks: _Blocks, config: Config) -> custom_call.TensorMap:
     """What one copy loads of an operand's block: all, or this CTA's part of it, of one box or of several."""
     tensor_map = functools.partial(custom_call.TensorMap, buffer, swizzle="128B", l2_promotion=_l2_promotion(x))
-    if blocks.is_k_major:
-        return tensor_map(box=(1, blocks.block // blocks.shared_by, _ATOM))
     if blocks.stacks_boxes:
         batch, k, size = x.shape
         return tensor_map(
@@ -627,8 +665,15 @@ def _operand(buffer: int, x: jax.Array, blocks: _Blocks, config: Config) -> cust
             shape=(batch, size // _ATOM, k, _ATOM),
             strides=(2 * k * size, _SWIZZLE_BYTES, 2 * size),
         )
+    return tensor_map(box=(1, _box_rows(blocks, config), _ATOM))
+
+
+def _box_rows(blocks: _Blocks, config: Config) -> int:
+    """Rows of a box: of m (or n) where k is contiguous, else of k."""
+    if blocks.is_k_major:
+        return blocks.block // blocks.shared_by
     shares_boxes = blocks.num_boxes % blocks.shared_by == 0
-    return tensor_map(box=(1, config.block_k // (1 if shares_boxes else blocks.shared_by), _ATOM))
+    return config.block_k // (1 if shares_boxes else blocks.shared_by)
 
 
 def _lhs(x: jax.Array, spec: MatmulSpec, config: Config) -> tuple[custom_call.TensorMap, ...]:

@@ -212,9 +212,58 @@ def test_config_refuses_what_cannot_run(knobs: dict[str, Any], message: str) -> 
         Config(**knobs)
 
 
+@pytest.mark.parametrize(
+    ("spec", "config", "message"),
+    [
+        (
+            make_spec(512, 512, 512),
+            Config(num_stages=5),
+            "a block has at most 232448 bytes of shared memory on NVIDIA H200; "
+            "got {config}, which needs 279552. Use fewer stages or smaller blocks.",
+        ),
+        (
+            make_spec(512, 512, 512),
+            Config(block_m=512, block_n=64, num_stages=2),
+            "one copy loads at most 256 rows; got {config}, which needs 512 of lhs. Use smaller blocks.",
+        ),
+        (
+            make_spec(512, 512, 512),
+            Config(block_m=64, block_n=64, block_k=320, num_stages=1),
+            "one copy loads at most 256 rows; got {config}, which needs 320 of rhs. Use smaller blocks.",
+        ),
+        (
+            make_spec(1, 4, 2**29 - 8, out_dtype="float32"),
+            Config(block_m=64, block_n=64, num_stages=2, split_k=264, reduce_add=True),
+            "tiles, and steps of k, times split_k must be at most 1073741824; "
+            "got split_k=264, which makes 2214592512. Use a smaller split_k.",
+        ),
+    ],
+    ids=["shared memory", "block_m", "block_k", "split_k"],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_before_it_is_compiled(
+    spec: MatmulSpec, config: Config, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "compile_gemm", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(ValueError, match=f"^{re.escape(f'matmul[cuda]: {message.format(config=config)}')}"):
+        lower(spec, config)
+
+
 @pytest.mark.parametrize(("spec", "reason"), REFUSALS.values(), ids=REFUSALS)
 def test_refusals(spec: MatmulSpec, reason: str) -> None:
     assert matmul.unsupported(spec) == reason
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (make_spec(1, 1, 8, batch=2**31), "counts tiles in 32 bits, and a batch of 2147483648 may have 2147483648"),
+        (make_spec(2**15, 8, 9, batch=2**16), "counts rows that it pads in 32 bits, and an operand has 2147483648"),
+    ],
+    ids=["tiles", "padded rows"],
+)
+def test_what_is_beyond_32_bits_runs_elsewhere(spec: MatmulSpec, reason: str) -> None:
+    assert matmul.unsupported(spec) == reason
+    assert dispatch.choose("matmul", spec, None).backend != "cuda"
 
 
 def test_without_nvrtc_products_run_on_pallas(monkeypatch: pytest.MonkeyPatch) -> None:
