@@ -531,8 +531,7 @@ def _check_limits(spec: MatmulSpec, config: Config) -> None:
 def compile_gemm(spec: MatmulSpec, config: Config) -> compiler.CompiledKernel:
     """Compiles the kernel that serves the spec: sizes and the value of alpha are not part of it."""
     g = spec.gemm
-    return _compile(
-        config,
+    choices: dict[str, Any] = dict(
         input=_INPUTS[spec.lhs.dtype],
         output=_OUTPUTS[spec.out_dtype],
         lhs_is_k_major=g.lhs_layout == "mk",
@@ -549,6 +548,11 @@ def compile_gemm(spec: MatmulSpec, config: Config) -> compiler.CompiledKernel:
         deferred=_deferred(spec, config),
         num_packed=_num_packed(spec, config),
     )
+    try:
+        return _compile(config, **choices)
+    except compiler.CompileError as e:
+        e.add_note(f"matmul[cuda]: compiled for {spec} with {config}. Use a smaller tile, or leave config out.")
+        raise
 
 
 def _compile(config: Config, **choices: Any) -> compiler.CompiledKernel:

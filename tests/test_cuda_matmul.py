@@ -113,6 +113,14 @@ def test_defaults_of_large_tiles_compile_without_spills(options: dict[str, Any],
     matmul.compile_gemm(spec, config)
 
 
+def test_what_spills_names_the_configuration() -> None:
+    spec, config = make_spec(512, 512, 512, bias=True, activation="gelu"), Config(256, 192, num_stages=3)
+    with pytest.raises(compiler.CompileError, match="must not spill registers") as e:
+        matmul.compile_gemm(spec, config)
+    note = f"matmul[cuda]: compiled for {spec} with {config}. Use a smaller tile, or leave config out."
+    assert e.value.__notes__ == [note]
+
+
 def test_defaults_compile_and_lower() -> None:
     for m, n, k in ((1, 1, 1), (16, 4096, 4096), (1024, 1024, 1024), (4095, 4097, 4093), (8192, 8192, 8192)):
         for layouts in LAYOUTS:
