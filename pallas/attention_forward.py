@@ -473,9 +473,9 @@ def _kernel(
                 if some_segment is not None:
                     first_block = jnp.maximum(first_block, some_segment[0])
                     end_block = jnp.minimum(end_block, some_segment[1])
+                elif spec.query_lengths:  # Padding has the one block that all have; of segments it has none.
+                    end_block = jnp.where(end > start, end_block, 0)
                 first_block = jnp.minimum(first_block, last_block)
-                if spec.query_lengths:  # Padding has the one block that all have.
-                    end_block = jnp.where(end > start, end_block, first_block)
                 return first_block, jnp.maximum(end_block, first_block + 1)
 
             first_block, end_block = blocks_seen_from(start, _rows(config))
