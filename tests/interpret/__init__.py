@@ -23,6 +23,9 @@ It does not run: loads with a predicate, without a barrier or tracked by a leade
 shared memory, semaphores, `barrier_test`, bitcast or reshaped views of shared memory, more than one device, more
 than 31 warpgroups a cluster.
 
+On few cores XLA_FLAGS must have --xla_force_host_platform_device_count=8, as conftest.py sets it: XLA else has fewer
+threads than a kernel has warpgroups, and one that waits for another which has no thread looks like a deadlock.
+
 JAX is patched by private names; `patches.check_jax` refuses a version in which they have changed.
 """
 
