@@ -610,6 +610,7 @@ def test_consumers_without_queries_have_blocks_among_the_items(queries: int) -> 
     check(make_spec(queries, 328, window=(0, 0)), config, None)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.one_version
 @pytest.mark.parametrize("length", [64, 128, 100])
 def test_consumers_that_see_nothing_have_blocks_among_the_items(length: int) -> None:
