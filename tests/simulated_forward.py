@@ -430,7 +430,8 @@ def _check_stores(case: Case, consumer: int, numbers: list[int], stores: list[tu
         assert all(origin == products for _, origin in pieces), "pieces of an output differ"
         assert products, "an output without products"
         unmasked = dict(mask=None, segments=None)
-        assert dataclasses.replace(last_logits, **unmasked) == dataclasses.replace(products[-1][0], **unmasked)
+        last, of_output = (dataclasses.replace(logits, **unmasked) for logits in (last_logits, products[-1][0]))
+        assert last == of_output, f"a logsumexp of {last}, an output of {of_output}"
         _check_products(case, batch, head, first, products)
 
 
@@ -440,6 +441,7 @@ def _check_products(case: Case, batch: int, head: int, first: int, products: lis
     rows, last, num_pairs = case.queries(batch, first), None, 0
     for logits, values in products:
         assert logits.queries == ("q", batch, first, head), f"{logits.queries} for {(batch, first, head)}"
+        assert logits.keys[0] == "k", logits
         _, _, start, kv_head = logits.keys
         assert logits.keys == ("k", batch, start, head // spec.group_size), logits
         assert start % block_kv == 0, logits
