@@ -72,9 +72,9 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs tests over op x backend x case.
 
-    With `matmul_case` or `attention_case`, `backend` is "xla" on the table's small cases, and on a Hopper GPU every
-    kernel backend of the operation on all of them. By itself it is "xla" and "opaque" (see the fixture): how an
-    operation behaves does not depend on its kernel.
+    With `matmul_case` or `attention_case`, `backend` is "xla" on the table's small cases, one in three of them without
+    --thorough, and on a Hopper GPU every kernel backend of the operation on all of them. By itself it is "xla" and
+    "opaque" (see the fixture): how an operation behaves does not depend on its kernel.
     """
     if "backend" not in metafunc.fixturenames:
         return
@@ -90,7 +90,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     params = [
         pytest.param(backend, case, marks=marks, id=f"{backend}-{case.id}")
         for case in cases
-        for backend, marks in ([("xla", ()), *on_gpu] if case.size == "small" else on_gpu)
+        for backend, marks in ([("xla", pytest.mark.sampled(one_in=3)), *on_gpu] if case.size == "small" else on_gpu)
     ]
     metafunc.parametrize(f"backend,{name}", params, indirect=["backend"])
 

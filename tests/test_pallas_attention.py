@@ -62,6 +62,7 @@ def test_lengths(lengths: tuple[int, int], causal: bool) -> None:
     check(make_spec(*lengths, causal=causal))
 
 
+@_feature
 def test_one_key_and_one_query() -> None:
     check(make_spec(1, 1))
     check(make_spec(130, 1, causal=True))
@@ -190,6 +191,7 @@ def test_a_shard_of_the_queries_counts_from_its_place(offset: int) -> None:
     check(make_spec(72, 200, causal=True, query_offset=True), query_offset=offset)
 
 
+@_feature
 def test_large_logits() -> None:
     """Logits of some hundreds: the running maximum keeps every exponential in range."""
     check(make_spec(72, 136, causal=True), scale_queries=200.0)
