@@ -43,7 +43,7 @@ def unsupported(spec: MatmulSpec) -> str | None:
         )
     if spec.out_dtype not in _OUTPUTS:
         return f"returns bfloat16, float16 or float32, not {spec.out_dtype}"
-    if mixed and spec.precision not in (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2):
+    if mixed and spec.precision not in (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2, *_PRESETS):
         return f"keeps 16 bits of a float32 operand, the precision asked for is {spec.precision}"
     if isinstance(spec.precision, lax.DotAlgorithmPreset) and spec.precision not in _PRESETS:
         return f"accumulates 16-bit products in float32, the precision asked for is {spec.precision.name}"

@@ -108,6 +108,10 @@ REFUSALS: dict[str, tuple[MatmulSpec, str]] = {
         make_spec(8, 8, 8, dtypes=("float32", "bfloat16"), activation="relu"),
         f"{_TAKES} float32 and bfloat16",
     ),
+    "mixed with a higher precision": (
+        dataclasses.replace(make_spec(8, 8, 8, dtypes=("float32", "bfloat16")), precision=jax.lax.Precision.HIGH),
+        "keeps 16 bits of a float32 operand, the precision asked for is HIGH",
+    ),
     "float64": (
         make_spec(8, 8, 8, out_dtype="float64"),
         "returns bfloat16, float16 or float32, not float64",

@@ -397,6 +397,20 @@ ATTENTIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         )
         for scale in ("small", True, float("nan"), -float("inf"), np.float32([2]))
     },
+    **{
+        f"{name}={flag!r}": (
+            (Q, K, V),
+            {name: flag},
+            f"dot_product_attention[auto]: {name} must be True or False, known at trace time; got {flag!r}. {way_out}",
+        )
+        for name, flag, way_out in (
+            ("is_causal", "no", "Give what is traced as a mask."),
+            ("is_causal", np.array([True]), "Give what is traced as a mask."),
+            ("deterministic", 2, "It chooses the kernel."),
+            ("return_lse", None, "It decides how many results there are."),
+            ("return_residual", 0.0, "It decides how many results there are."),
+        )
+    },
     "default scale of no head dimension": (
         (Q[..., :0], K[..., :0], V),
         {},
@@ -433,6 +447,15 @@ def test_scale_must_not_be_traced():
     )
     with pytest.raises(ValueError, match=message):
         jax.grad(loss)(0.5)
+
+
+def test_flags_must_not_be_traced():
+    message = (
+        r"^dot_product_attention\[auto\]: is_causal must be True or False, known at trace time; got .*Tracer.*\. "
+        r"Give what is traced as a mask\."
+    )
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda flag: jk.dot_product_attention(Q, K, V, is_causal=flag), True)
 
 
 def test_strict_promotion_is_kept():

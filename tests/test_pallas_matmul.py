@@ -17,6 +17,7 @@ from interpret import RaceError, interpret
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from products import REFUSALS, assert_right, random_operands
 
+import jaxkernels as jk
 from jaxkernels import dispatch, hardware
 from jaxkernels.pallas import matmul
 from jaxkernels.specs import MatmulSpec
@@ -258,6 +259,15 @@ def test_config_refuses_what_cannot_run(knobs: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize(("spec", "reason"), REFUSALS.values(), ids=REFUSALS)
 def test_refusals(spec: MatmulSpec, reason: str) -> None:
     assert matmul.unsupported(spec) == reason
+
+
+@pytest.mark.parametrize("precision", [None, "default", "BF16_BF16_F32", "F16_F16_F32"])
+def test_a_precision_for_16_bit_operands_is_enough_for_their_gradients(precision: str | None) -> None:
+    """A float32 cotangent keeps more bits than such a preset asks for."""
+    operands = (jax.ShapeDtypeStruct((8, 8), jnp.bfloat16),) * 2
+    multiply = functools.partial(jk.matmul, precision=precision, out_dtype=jnp.float32, backend="pallas")
+    gradients = jax.grad(lambda *xs: multiply(*xs).sum(), (0, 1))
+    assert [choice.backend for choice in jk.explain(gradients, *operands, platform="cuda").choices] == ["pallas"] * 2
 
 
 def test_the_model_prefers_tiles_that_fill_the_machine() -> None:

@@ -21,7 +21,7 @@ from jaxtyping import Array, ArrayLike
 
 from jaxkernels import dispatch, hardware
 from jaxkernels.ops.kernel_op import KernelOp, usual_promotion
-from jaxkernels.ops.operands import as_array, as_number
+from jaxkernels.ops.operands import as_array, as_flag, as_number
 from jaxkernels.ops.sharding import Assignment, Factors
 from jaxkernels.specs import ArrayType, AttentionSpec
 from jaxkernels.xla import attention as reference
@@ -445,6 +445,10 @@ def dot_product_attention(
         )
     if implementation is not None and backend not in (None, implementation):
         raise ValueError(f"{op}: implementation={implementation!r} and backend={backend!r} disagree. Give one of them.")
+    is_causal = as_flag(op, "is_causal", is_causal, "Give what is traced as a mask.")
+    deterministic = as_flag(op, "deterministic", deterministic, "It chooses the kernel.")
+    return_lse = as_flag(op, "return_lse", return_lse, "It decides how many results there are.")
+    return_residual = as_flag(op, "return_residual", return_residual, "It decides how many results there are.")
     if return_residual and return_lse:
         raise ValueError(f"{op}: return_residual and return_lse are two forms of one result. Give one of them.")
     backend = backend or implementation
@@ -519,7 +523,7 @@ def dot_product_attention(
 
     static = Attention(
         scale=scale,
-        causal=bool(is_causal),
+        causal=is_causal,
         window=window,
         soft_cap=soft_cap,
         bias=extras.bias is not None,
@@ -529,7 +533,7 @@ def dot_product_attention(
         segments=extras.query_segments is not None,
         self_segments=query_segment_ids is not None and query_segment_ids is key_value_segment_ids,
         query_offset=extras.query_offset is not None,
-        deterministic=bool(deterministic),
+        deterministic=deterministic,
     )
     out, lse = forward_op(q, k, v, *extras.pack(), static=static, backend=backend)
     lse = jnp.swapaxes(lse, 1, 2)

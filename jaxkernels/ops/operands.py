@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["as_array", "as_number"]
+__all__ = ["as_array", "as_flag", "as_number"]
 
 
 def as_array(op: str, name: str, x: Any, *, floating: bool = False) -> jax.Array:
@@ -25,11 +25,24 @@ def as_array(op: str, name: str, x: Any, *, floating: bool = False) -> jax.Array
 
 def as_number(op: str, name: str, x: Any, way_out: str) -> float:
     """Returns argument `name` of `op` as a number; raises ValueError where it is traced, not real or not finite."""
-    try:
-        value = np.asarray(x)
-    except (TypeError, ValueError):  # Tracers included.
-        value = np.asarray(None)
+    value = _known(x)
     is_real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
     if value.ndim != 0 or not is_real or not np.isfinite(value):
         raise ValueError(f"{op}: {name} must be a finite real number known at trace time; got {x!r}. {way_out}")
     return float(value)
+
+
+def as_flag(op: str, name: str, x: Any, way_out: str) -> bool:
+    """Returns argument `name` of `op` as a bool; raises ValueError where it is traced, or neither true nor false."""
+    value = _known(x)
+    if value.ndim != 0 or value.dtype.kind not in "bi" or value not in (0, 1):
+        raise ValueError(f"{op}: {name} must be True or False, known at trace time; got {x!r}. {way_out}")
+    return bool(value)
+
+
+def _known(x: Any) -> np.ndarray:
+    """The value of an argument; of one that is traced, or of no shape, None."""
+    try:
+        return np.asarray(x)
+    except (TypeError, ValueError):  # Tracers included.
+        return np.asarray(None)
