@@ -8,7 +8,8 @@ on the same 64 keys, and neither computes what the other has:
     consumer 1    dP^T = V dO^T          P^T * (dP^T - delta)    dK += dS^T Q
 
 Each issues its last product of a step together with its first of the next, and waits for both: while one has
-products under way, the other is at its exponentials, or its dS. They take turns at the tensor cores (`ping_pong`):
+products under way, the other is at its exponentials, or its dS. They may take turns at the tensor cores (`ping_pong`,
+by default under a causal mask):
 
     consumer 0    dV_0 S_1 | P_1 ....  . | dV_1 S_2 | P_2 ....
     consumer 1             | dK_0 dP_1   | dS_1 ..  | dK_1 dP_2
@@ -26,8 +27,8 @@ The two have seven products where five are needed: S and dP are computed twice. 
 (`workspace_bytes`) the first kernel also writes dS^T, 16 bits for each pair of a query and a key it sees, and the
 second is one product, dQ = c dS K: for some heads at a time, so that the memory does not grow with their number.
 
-Two CTAs side by side form a cluster and load for each other (`multicast`): in the first kernel, of 64 keys each, the
-same queries and output gradients; in the second the same keys and values. Alone, a CTA of the first reads 64 KB for
+Two CTAs side by side may form a cluster and load for each other (`multicast`, by default without a causal mask): in the
+first kernel, of 64 keys each, the same queries and output gradients; in the second the same keys and values. Alone, a CTA of the first reads 64 KB for
 every 2048 cycles of products at head dimension 256: all SMs together more than L2 gives.
 
 With a window, lengths or segments both kernels walk only the blocks that something may be seen in, and mask those that

@@ -21,7 +21,7 @@ from shared memory, so no layout is copied. TMA fills what a block reads beyond 
 zeros and drops what it would write there. It cannot take rows that are not whole 16-byte units, and
 Mosaic tiles rows by 8 and contiguous dimensions by 64: other sizes are padded by XLA first.
 
-Source: structure after JAX's hopper_matmul_mgpu; the ladder and its figures are in docs/.
+Source: structure after JAX's hopper_matmul_mgpu; ladder and figures: docs/pallas-kernels.md.
 """
 
 from __future__ import annotations

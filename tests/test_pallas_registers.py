@@ -1,4 +1,6 @@
-"""Every Pallas kernel compiles to machine code for an H200 without spilling registers. Needs no GPU.
+"""Every Pallas kernel compiles to machine code for an H200 without spilling accumulators. Needs no GPU.
+
+What may spill, where anything may, each test says in bytes.
 
 Needs the extra "aot" (compilers and JAX's CUDA plugin); the tests are skipped without it.
 """
