@@ -789,6 +789,50 @@ def test_a_run_that_ends_early_keeps_its_rows(ending, exit_code, tmp_path, monke
     assert [row.shape for row in results.load(path).rows] == ["32x48x40 nn"]
 
 
+def test_a_run_goes_on_where_it_was_cut_off(tmp_path):
+    path = tmp_path / "a.json"
+    shapes = ["--shapes", "32x48x40:float32", "--shapes", "33x48x40:float32", "--shapes", "34x48x40:float32"]
+    bench = lambda *arguments: invoke("bench", "gemm", *arguments, "--regime", "burst", "--json", path)
+    assert bench(*shapes[:4], "--resume").exit_code == 0  # There is none yet.
+    before = results.load(path)
+    result = bench(*shapes, "--resume")
+    assert result.exit_code == 0, result.output
+    assert "goes on behind 1 rows" in result.stdout
+    assert "2 problems are left" in result.stdout
+    after = results.load(path)
+    assert [r.shape for r in after.rows] == ["32x48x40 nn", "33x48x40 nn", "34x48x40 nn"]
+    assert after.rows[0] == before.rows[0]
+    assert after.rows[1].seconds != before.rows[1].seconds
+    assert after.environment["command"].count(" && ") == 1
+    assert len(after.environment["resumed"]) == 1
+    assert after.environment["date"] == before.environment["date"]
+    assert after.environment["seconds"] > before.environment["seconds"]
+    # Of other problems nothing that was measured is lost.
+    assert bench("--shapes", "35x48x40:float32", "--resume").exit_code == 0
+    assert results.load(path).rows[:3] == after.rows
+
+
+def test_what_no_run_can_go_on_with(tmp_path):
+    path = tmp_path / "a.json"
+    goes_on = ("--shapes", "32x48x40", "--regime", "burst", "--resume")
+    assert refusal("bench", "gemm", *goes_on) == (
+        "error: bench: --resume needs a file with the rows of products or attentions; got no --json.\n"
+    )
+    assert "got train, whose suites are one row each." in refusal("bench", "train", "--resume", "--json", path)
+    where = dict(command="b", date="2026-11-23", device="NVIDIA H200", commit=None, versions=dict(jax="0.12.0"))
+    results.save(Results(where | dict(commit="abc+"), (row(op="attention"),)), path)
+    assert refusal("bench", "gemm", *goes_on, "--json", path) == (
+        f"error: bench: {path} has rows of attention, not of gemm. Write another file with --json.\n"
+    )
+    for changes, message in (
+        ({}, "the same commit; got None, and abc before"),
+        (dict(commit="abc", versions=dict(jax="0.12.1")), "the same jax; got 0.12.1, and 0.12.0 before"),
+    ):
+        with pytest.raises(InputError, match=message):
+            results.resumed(results.load(path), where | changes, ())
+    assert results.resumed(Results(where, ()), where, ()).rows == ()
+
+
 def test_report_writes_tables_and_checks_them(documents):
     assert refusal("report", "--check") == "error: report: out of date: README.md. Run `jaxkernels report`.\n"
     assert "old" in (documents / "README.md").read_text()

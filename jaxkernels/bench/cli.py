@@ -75,6 +75,15 @@ def bench(
     json: Annotated[
         pathlib.Path | None, typer.Option("--json", help="Write everything there.", rich_help_panel=_OUT)
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with the run that --json holds: measure what it lacks, and its last problem, which an "
+            "interrupt may have cut off.",
+            rich_help_panel=_OUT,
+        ),
+    ] = False,
     plot: Annotated[
         pathlib.Path | None, typer.Option(help="Draw pictures into a folder.", rich_help_panel=_OUT)
     ] = None,
@@ -98,10 +107,18 @@ def bench(
         return
     if rows is not None and rows < 1:
         raise InputError(f"bench: --rows must be at least 1; got {rows}.")
+    if resume and (json is None or op == "train"):
+        given = "train, whose suites are one row each" if op == "train" else "no --json"
+        raise InputError(f"bench: --resume needs a file with the rows of products or attentions; got {given}.")
     old = None if compare is None else results_lib.load(compare)
+    earlier = results_lib.load(json) if resume and json is not None and json.exists() else None
+    if earlier is not None and any(row.op != op for row in earlier.rows):
+        raise InputError(
+            f"bench: {json} has rows of {earlier.rows[0].op}, not of {op}. Write another file with --json."
+        )
     settings = _settings(op, regime, backend, baseline)
     work = _work(op, suite or [], shapes or [], rows, settings, console)
-    results = _run(op, work, settings, console, json)
+    results = _run(op, work, settings, console, json, earlier)
     _summary(results, console)
     _phases(results, console)
     if json is not None:
@@ -192,7 +209,12 @@ _SAVE_SECONDS = 20.0
 
 
 def _run(
-    op: Op, work: list[tuple[str, Any]], settings: Settings, console: Console, json: pathlib.Path | None
+    op: Op,
+    work: list[tuple[str, Any]],
+    settings: Settings,
+    console: Console,
+    json: pathlib.Path | None,
+    earlier: Results | None,
 ) -> Results:
     """Measures, showing and now and then saving the rows as they come; an interrupt keeps the rows so far."""
     from jaxkernels.bench import results as results_lib
@@ -203,6 +225,14 @@ def _run(
     begin = saved = time.perf_counter()
     with settings.telemetry, console.status("starting") as spinner:
         where = results_lib.environment(settings.device, settings.telemetry, sys.argv[1:])
+        if earlier is not None:
+            keys = [(suite, problem.shape, problem.case.dtype) for suite, problem in work]
+            earlier = results_lib.resumed(earlier, where, keys)
+            where, begin = earlier.environment, begin - earlier.environment["seconds"]
+            rows.extend(earlier.rows)
+            done = {row.problem for row in rows}
+            work = [item for item, key in zip(work, keys) if key not in done]
+            console.print(f"goes on behind {len(rows)} rows of {json}: {len(work)} problems are left")
         _show_environment(where, console)
         if settings.telemetry.reason is not None:
             console.print(f"clocks, power and temperature are not sampled: {settings.telemetry.reason}")

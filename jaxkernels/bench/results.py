@@ -10,6 +10,7 @@ import platform
 import statistics
 import subprocess
 import sys
+from collections.abc import Collection
 from typing import Any, Literal
 
 from jaxkernels import hardware
@@ -21,8 +22,8 @@ from jaxkernels.models.config import InputError
 from jaxkernels.versions import installed_version
 
 __all__ = [
-    "SCHEMA", "Change", "Results", "Row", "Side", "cells", "compare", "environment", "line", "load", "read", "save",
-    "write",
+    "SCHEMA", "Change", "Results", "Row", "Side", "cells", "compare", "environment", "line", "load", "read", "resumed",
+    "save", "write",
 ]  # fmt: skip
 
 #: Of the JSON; a file of another schema is refused.
@@ -103,6 +104,11 @@ class Row:
     def key(self) -> tuple[str, ...]:
         """What makes two rows of two runs the same."""
         return self.suite, self.shape, self.dtype, self.regime
+
+    @property
+    def problem(self) -> tuple[str, ...]:
+        """What makes two rows of one run, of two regimes, the same problem's."""
+        return self.suite, self.shape, self.dtype
 
     @property
     def ours(self) -> tuple[Side, ...]:
@@ -203,6 +209,36 @@ def environment(device: Any, telemetry: Telemetry, command: list[str]) -> dict[s
         versions={name: version for name in _PACKAGES if (version := installed_version(name)) is not None},
         commit=_commit(),
     )
+
+
+def resumed(earlier: Results, where: dict[str, Any], problems: Collection[tuple[str, ...]]) -> Results:
+    """What a run begins with that goes on with an earlier one: its rows, and where both took place.
+
+    The last problem's rows are left out if they can be measured anew: an interrupt may have come between its regimes.
+
+    Args:
+      earlier: the run so far.
+      where: the environment of the run that goes on.
+      problems: what that run is to measure, as `Row.problem`.
+
+    Raises:
+      InputError: one table of both would mix chips, versions or commits.
+    """
+    same = lambda x: dict(device=x["device"], commit=x["commit"] and x["commit"].removesuffix("+")) | x["versions"]
+    before, now = same(earlier.environment), same(where)
+    for name in before | now:
+        if before.get(name) != now.get(name):
+            raise InputError(
+                f"bench: --resume goes on with a run of the same {name}; got {now.get(name)}, and {before.get(name)} "
+                "before. Write another file with --json."
+            )
+    cut_off = {row.problem for row in earlier.rows[-1:]}.intersection(problems)
+    rows = tuple(row for row in earlier.rows if row.problem not in cut_off)
+    both = dict(
+        command=f"{earlier.environment['command']} && {where['command']}",
+        resumed=[*earlier.environment.get("resumed", ()), where["date"]],
+    )
+    return Results(earlier.environment | both, rows)
 
 
 def _commit() -> str | None:
