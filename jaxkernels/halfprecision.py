@@ -1,9 +1,10 @@
 """What every kernel has in common that multiplies 16-bit floats on Hopper's tensor cores: the products it takes, and
-how a float32 operand beside a bfloat16 one becomes two of them."""
+how operands of different dtypes become several of them."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -15,8 +16,8 @@ from jaxkernels.specs import MatmulSpec
 
 __all__ = ["INPUTS", "multiply_mixed", "unsupported"]
 
-_BFLOAT16, _FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
-INPUTS = (_BFLOAT16, jnp.dtype(jnp.float16))
+_BFLOAT16, _FLOAT16, _FLOAT32 = (jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
+INPUTS = (_BFLOAT16, _FLOAT16)
 _OUTPUTS = (*INPUTS, _FLOAT32)
 
 #: So many elements of 4 bytes are more than a signed 32-bit number counts.
@@ -35,15 +36,16 @@ def unsupported(spec: MatmulSpec) -> str | None:
     if not spec.target.is_hopper:
         return f"needs a GPU of compute capability 9.0 (Hopper), the target is {spec.target}"
     dtypes = (spec.lhs.dtype, spec.rhs.dtype)
-    mixed = set(dtypes) == {_FLOAT32, _BFLOAT16} and not spec.fused
+    mixed = dtypes[0] != dtypes[1] and {*dtypes} <= {*_OUTPUTS} and not spec.fused
     if not mixed and (dtypes[0] != dtypes[1] or dtypes[0] not in INPUTS):
         return (
-            "takes two bfloat16 or two float16 operands, or bfloat16 and float32 without epilogue, "
-            f"not {dtypes[0]} and {dtypes[1]}"
+            "takes two bfloat16 or two float16 operands, or without epilogue any two of bfloat16, float16 and float32, "
+            f"not {dtypes[0]} and {dtypes[1]}" + (" with an epilogue" if spec.fused else "")
         )
     if spec.out_dtype not in _OUTPUTS:
         return f"returns bfloat16, float16 or float32, not {spec.out_dtype}"
-    if mixed and spec.precision not in (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2, *_PRESETS):
+    asked_for_less = spec.precision in (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2, *_PRESETS)
+    if mixed and _FLOAT32 in dtypes and not asked_for_less:
         return f"keeps 16 bits of a float32 operand, the precision asked for is {spec.precision}"
     if isinstance(spec.precision, lax.DotAlgorithmPreset) and spec.precision not in _PRESETS:
         return f"accumulates 16-bit products in float32, the precision asked for is {spec.precision.name}"
@@ -65,11 +67,13 @@ def multiply_mixed(
     lhs: jax.Array,
     rhs: jax.Array,
 ) -> jax.Array:
-    """Multiplies a float32 by a bfloat16 operand as two bfloat16 products: the high and the low 8 bits.
+    """Multiplies operands of different dtypes as bfloat16 products: of float32 the high and the low 8 bits, of float16,
+    whose 11 bits are two bfloat16, both.
 
-    That costs what one TF32 product costs and keeps 16 bits of the significand to TF32's 11. It is how the
-    float32 cotangent of a bfloat16 product with a float32 result meets the operands again. Each part is scaled
-    by alpha.
+    It is how the cotangent of a product whose result has another dtype meets the operands again. Beside bfloat16 there
+    are two products, which cost what one TF32 product costs; of float32 and float16 three, as the product of both
+    lower halves is less than what float32 has lost. That keeps 16 bits of a float32 significand, to TF32's 11. Each
+    part is scaled by alpha.
 
     Args:
       multiply: (spec, lhs, rhs) -> lhs * rhs, of bfloat16 operands and with a float32 result.
@@ -79,13 +83,15 @@ def multiply_mixed(
     part = dataclasses.replace(
         spec, lhs=as_bfloat16(spec.lhs), rhs=as_bfloat16(spec.rhs), out_dtype=_FLOAT32, precision=None
     )
-    parts = [multiply(part, a, b) for a, b in itertools.product(_halves(lhs), _halves(rhs))]
-    return (parts[0] + parts[1]).astype(spec.out_dtype)
+    pairs = itertools.product(enumerate(_halves(lhs)), enumerate(_halves(rhs)))
+    parts = [multiply(part, a, b) for (i, a), (j, b) in pairs if i + j < 2]
+    return functools.reduce(jnp.add, parts[::-1]).astype(spec.out_dtype)
 
 
 def _halves(x: jax.Array) -> tuple[jax.Array, ...]:
     if x.dtype == _BFLOAT16:
         return (x,)
+    x = x.astype(_FLOAT32)
     # reduce_precision, as XLA may drop a conversion to bfloat16 and back.
     high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     low = jnp.where(jnp.isfinite(high), x - high, 0)  # Not NaN beside an infinity.

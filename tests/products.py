@@ -99,14 +99,16 @@ def assert_right(spec: MatmulSpec, operands: list[np.ndarray], results: Any) -> 
     assert_accurate(named(results), named(plain), named(exact))
 
 
-_TAKES = "takes two bfloat16 or two float16 operands, or bfloat16 and float32 without epilogue, not"
+_TAKES = (
+    "takes two bfloat16 or two float16 operands, or without epilogue any two of bfloat16, float16 and float32, not"
+)
 
 #: What no kernel of 16-bit products computes, and why.
 REFUSALS: dict[str, tuple[MatmulSpec, str]] = {
     "float32": (make_spec(8, 8, 8, dtypes=("float32", "float32")), f"{_TAKES} float32 and float32"),
     "mixed with epilogue": (
         make_spec(8, 8, 8, dtypes=("float32", "bfloat16"), activation="relu"),
-        f"{_TAKES} float32 and bfloat16",
+        f"{_TAKES} float32 and bfloat16 with an epilogue",
     ),
     "mixed with a higher precision": (
         dataclasses.replace(make_spec(8, 8, 8, dtypes=("float32", "bfloat16")), precision=jax.lax.Precision.HIGH),

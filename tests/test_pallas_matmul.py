@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -142,16 +143,19 @@ def test_dtypes(dtype: str, out_dtype: str) -> None:
 
 
 @pytest.mark.sampled(one_in=4)
-@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(
+    "dtypes", list(itertools.permutations(("float32", "bfloat16", "float16"), 2)), ids=lambda dtypes: "-".join(dtypes)
+)
 @pytest.mark.parametrize("alpha", [1.0, 0.3])
-def test_float32_with_bfloat16(dtypes: tuple[str, str], alpha: float) -> None:
-    """Two products of halves keep 16 bits of the float32 operand; plain JAX on the CPU keeps all."""
+def test_operands_of_two_dtypes(dtypes: tuple[str, str], alpha: float) -> None:
+    """Products of halves keep 16 bits of a float32 operand, and all of others; plain JAX on the CPU keeps all."""
     spec = make_spec(72, 136, 136, dtypes=dtypes, out_dtype="float32", alpha=alpha)
     lhs, rhs = random_operands(spec)
     with interpret():
         out = np.asarray(matmul.run(spec, _SMALL_TILE, jnp.asarray(lhs), jnp.asarray(rhs)))
     exact = alpha * (lhs.astype(np.float64) @ rhs.astype(np.float64))
-    assert np.max(np.abs(out - exact)) <= 2.0**-17 * alpha * np.max(
+    bits = 16 if {*dtypes} == {"float32", "float16"} else 17
+    assert np.max(np.abs(out - exact)) <= 2.0**-bits * alpha * np.max(
         np.abs(lhs).astype(np.float64) @ np.abs(rhs).astype(np.float64)
     )
 
@@ -262,12 +266,16 @@ def test_refusals(spec: MatmulSpec, reason: str) -> None:
 
 
 @pytest.mark.parametrize("precision", [None, "default", "BF16_BF16_F32", "F16_F16_F32"])
-def test_a_precision_for_16_bit_operands_is_enough_for_their_gradients(precision: str | None) -> None:
-    """A float32 cotangent keeps more bits than such a preset asks for."""
-    operands = (jax.ShapeDtypeStruct((8, 8), jnp.bfloat16),) * 2
-    multiply = functools.partial(jk.matmul, precision=precision, out_dtype=jnp.float32, backend="pallas")
-    gradients = jax.grad(lambda *xs: multiply(*xs).sum(), (0, 1))
-    assert [choice.backend for choice in jk.explain(gradients, *operands, platform="cuda").choices] == ["pallas"] * 2
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"), list(itertools.product(("float16", "bfloat16"), ("float16", "bfloat16", "float32")))
+)
+def test_what_a_kernel_multiplies_it_differentiates(dtype: str, out_dtype: str, precision: str | None) -> None:
+    """Operands meet a cotangent of the result's dtype, and lose no more bits than a preset for 16 of them asks for."""
+    operands = (jax.ShapeDtypeStruct((8, 8), jnp.dtype(dtype)),) * 2
+    multiply = functools.partial(jk.matmul, precision=precision, out_dtype=out_dtype, backend="pallas")
+    second = jax.grad(lambda *xs: sum(x.sum() for x in jax.grad(lambda *ys: (multiply(*ys) ** 2).sum(), (0, 1))(*xs)))
+    choices = jk.explain(second, *operands, platform="cuda").choices
+    assert {choice.backend for choice in choices} == {"pallas"}
 
 
 def test_the_model_prefers_tiles_that_fill_the_machine() -> None:
