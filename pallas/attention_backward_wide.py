@@ -28,8 +28,9 @@ The two have seven products where five are needed: S and dP are computed twice. 
 second is one product, dQ = c dS K: for some heads at a time, so that the memory does not grow with their number.
 
 Two CTAs side by side may form a cluster and load for each other (`multicast`, by default without a causal mask): in the
-first kernel, of 64 keys each, the same queries and output gradients; in the second the same keys and values. Alone, a CTA of the first reads 64 KB for
-every 2048 cycles of products at head dimension 256: all SMs together more than L2 gives.
+first kernel, of 64 keys each, the same queries and output gradients; in the second the same keys and values. Alone, a
+CTA of the first reads 64 KB for every 2048 cycles of products at head dimension 256: all SMs together more than L2
+gives.
 
 With a window, lengths or segments both kernels walk only the blocks that something may be seen in, and mask those that
 an edge touches. The CTAs of a cluster release each other's slots, and so walk the same blocks: what either of them

@@ -99,9 +99,7 @@ def assert_right(spec: MatmulSpec, operands: list[np.ndarray], results: Any) -> 
     assert_accurate(named(results), named(plain), named(exact))
 
 
-_TAKES = (
-    "takes two bfloat16 or two float16 operands, or without epilogue any two of bfloat16, float16 and float32, not"
-)
+_TAKES = "takes two bfloat16 or two float16 operands, or without epilogue any two of bfloat16, float16 and float32, not"
 
 #: What no kernel of 16-bit products computes, and why.
 REFUSALS: dict[str, tuple[MatmulSpec, str]] = {
