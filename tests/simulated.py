@@ -84,17 +84,30 @@ class Case:
             rows = rows[rows + self.offset < self.integers["query_lengths"][batch]]
         return rows
 
-    def seen(self, batch: int, rows: np.ndarray, first_key: int, num_keys: int) -> np.ndarray:
-        """What queries see of a block of keys; of what is beyond the keys, nothing."""
-        seen = np.zeros((len(rows), num_keys), bool)
-        inside = self.visible[batch, rows, first_key : first_key + num_keys]
-        seen[:, : inside.shape[1]] = inside
-        return seen
+    def num_visible(self, batch: int, first: int, count: int, keys: slice = slice(None)) -> int:
+        """Pairs of a block's queries and of keys that see each other."""
+        return int(self.visible[batch, self.queries(batch, first, count), keys].sum())
 
-    def unmasked(self, logits: Product, batch: int, rows: np.ndarray, first: int, keys: range) -> np.ndarray:
-        """Which logits of a block of queries, from `first` on, and one of keys the kernel's masks leave."""
+    def num_unmasked(
+        self, logits: Product, batch: int, first: int, count: int, keys: slice, num_kept: int | None = None
+    ) -> int:
+        """Holds the mask of a block of logits to what its queries see; returns how many pairs count.
+
+        Beyond all keys queries see nothing. Only the first `num_kept` columns matter.
+        """
+        rows = self.queries(batch, first, count)
+        inside = self.visible[batch, rows, keys]
+        expected = np.pad(inside, ((0, 0), (0, keys.stop - keys.start - inside.shape[1])))
+        left = self._unmasked(logits, batch, rows, first, keys)
+        assert (left == expected)[:, :num_kept].all(), (
+            f"wrong pairs: {batch, first, keys.start}, masked at {logits.mask}"
+        )
+        return int(expected.sum())
+
+    def _unmasked(self, logits: Product, batch: int, rows: np.ndarray, first: int, keys: slice) -> np.ndarray:
+        """Which logits the kernel's masks leave."""
         key, query = np.arange(keys.start, keys.stop), rows[:, None] + self.offset
-        left = np.ones((len(rows), len(keys)), bool)
+        left = np.ones((len(rows), len(key)), bool)
         if logits.mask is not None:
             *places, end = logits.mask
             assert places == [first + self.offset, keys.start], f"masked at {places}"

@@ -11,16 +11,16 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from simulated import Case, Ref, Sources, Store, Tile, launch_with, only, run
+from simulated import Case, Launch, Ref, Sources, Store, Tile, launch_with, only, run
 from simulated_replay import Read, Write, replay
 
 from jaxkernels.pallas import attention_backward_fused
 
-__all__ = ["Simulation", "operands_of"]
+__all__ = ["Simulation", "launches_of", "operands_of"]
 
 #: Keys of a consumer.
 _ROWS = 64
@@ -38,12 +38,7 @@ class Simulation:
         operands = operands_of(case, is_bounded=True)
         settings = spec, config.dkv_block_q, config.dkv_num_stages, operands, case.integers
         zeros = Ref("dq", shape=operands[0].shape) if is_zeroed else None
-        launches, results = launch_with(
-            self.sources, self.fused.gradients, *settings, zeros, is_ordered=spec.deterministic
-        )
-        for ref, name in zip(results, ("dq", "dk", "dv"), strict=True):
-            ref.name = name
-        (launch,) = launches
+        (launch,) = launches_of(self.sources, self.fused.gradients, *settings, zeros, is_ordered=spec.deterministic)
         ctas = run(self.sources, launch)
         stores = [store for warpgroups in ctas for store in warpgroups[0].cta.stores]
         if spec.deterministic:
@@ -52,6 +47,14 @@ class Simulation:
             for cta in ctas:
                 replay([cta], rng)
         _Gradients(case).check(stores, is_zeroed=is_zeroed)
+
+
+def launches_of(sources: Sources, gradients: Callable[..., Any], *args: Any, is_ordered: bool = False) -> list[Launch]:
+    """The kernels of a backward pass, whose results have names."""
+    launches, results = launch_with(sources, gradients, *args, is_ordered=is_ordered)
+    for ref, name in zip(results, ("dq", "dk", "dv"), strict=True):
+        ref.name = name
+    return launches
 
 
 def operands_of(case: Case, *, is_bounded: bool) -> tuple[Ref, ...]:
@@ -124,8 +127,7 @@ class _Gradients:
             assert (array, of_batch, head // spec.group_size) == ("q" if name == "dk" else "dout", batch, kv_head)
             place = batch, head, first_query, first_key
             num_pairs[head] += self._check_tile(product.lhs, place, is_gradient=name == "dk")
-        rows = self.case.queries(batch, 0, spec.q.shape[1])
-        expected = self.case.visible[batch, rows, first_key : first_key + _ROWS].sum()
+        expected = self.case.num_visible(batch, 0, spec.q.shape[1], slice(first_key, first_key + _ROWS))
         for head in range(kv_head * spec.group_size, (kv_head + 1) * spec.group_size):
             assert num_pairs[head] == expected, f"pairs are left out: {name}{(batch, head, first_key)}"
 
@@ -154,11 +156,10 @@ class _Gradients:
             check_product("v dout", ("v", "dout"))
             delta = tile.origin("minus_delta").block
             assert delta == ("-delta", batch, head, first_query), f"{delta} for {place}"
-        rows, keys = self.case.queries(batch, first_query, self.block_q), range(first_key, first_key + _ROWS)
-        expected = self.case.seen(batch, rows, first_key, _ROWS)
-        assert (self.case.unmasked(logits, batch, rows, first_query, keys) == expected).all(), f"wrong pairs: {place}"
-        self.checked[id(tile)] = place, int(expected.sum()), tile
-        return int(expected.sum())
+        keys = slice(first_key, first_key + _ROWS)
+        num_pairs = self.case.num_unmasked(logits, batch, first_query, self.block_q, keys)
+        self.checked[id(tile)] = place, num_pairs, tile
+        return num_pairs
 
     def _check_queries(self, stores: list[Store], is_zeroed: bool) -> None:
         spec = self.spec
@@ -173,8 +174,8 @@ class _Gradients:
             assert store.operation == expected, f"{store.to} of keys {first_key}: {store.operation}"
         assert all(n == 1 for n in visited.values()), f"added more than once: {visited.most_common(1)}"
         for of, head, first in itertools.product(range(batch), range(num_heads), range(0, num_queries, self.block_q)):
-            place, rows = ("dq", of, first, head), self.case.queries(of, first, self.block_q)
-            assert num_pairs[place] == self.case.visible[of, rows].sum(), f"pairs are left out: {place}"
+            place, expected = ("dq", of, first, head), self.case.num_visible(of, first, self.block_q)
+            assert num_pairs[place] == expected, f"pairs are left out: {place}"
             assert is_zeroed or visited[*place, 0], f"{place} is not stored, but added to"
 
     def _check_added(self, to: Any, staged: Read) -> tuple[int, int]:

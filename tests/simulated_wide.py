@@ -12,8 +12,8 @@ import collections
 import itertools
 
 import numpy as np
-from simulated import Case, Product, Sources, Store, Tile, launch_with, only, run
-from simulated_backward import operands_of
+from simulated import Case, Product, Sources, Store, Tile, only, run
+from simulated_backward import launches_of, operands_of
 from simulated_replay import Block, replay
 
 from jaxkernels.pallas import attention_backward_wide
@@ -31,11 +31,8 @@ class Simulation:
 
     def check(self, case: Case, rng: np.random.Generator) -> None:
         arguments = case.spec, case.config, case.integers, *operands_of(case, is_bounded=False)
-        launches, results = launch_with(self.sources, self.wide.gradients, *arguments)
-        for ref, name in zip(results, ("dq", "dk", "dv"), strict=True):
-            ref.name = name
         gradients = _Gradients(case)
-        for launch in launches:
+        for launch in launches_of(self.sources, self.wide.gradients, *arguments):
             clusters = run(self.sources, launch)
             for cluster in clusters:
                 replay([cluster], rng)
@@ -100,8 +97,7 @@ class _Gradients:
             owners[id(product.lhs)] = place
             p = product.lhs if name == "dv" else self._p_of(product.lhs, place)
             num_pairs[head] += self._check_p(p, place)
-        rows = self.case.queries(batch, 0, self.spec.q.shape[1])
-        expected = self.case.visible[batch, rows, first_key : first_key + _ROWS].sum()
+        expected = self.case.num_visible(batch, 0, self.spec.q.shape[1], slice(first_key, first_key + _ROWS))
         for head in range(kv_head * group, (kv_head + 1) * group):
             assert num_pairs[head] == expected, f"pairs are left out: {store.to}, head {head}"
 
@@ -125,40 +121,29 @@ class _Gradients:
         assert (logits.lhs.block, logits.rhs.block) == expected, f"S of {logits.lhs.block, logits.rhs.block}"
         lse = p.origin("lse").block
         assert lse == ("lse", batch, head, first_query), f"{lse} for {place}"
-        return self._check_mask(logits, place, max(0, self.case.key_end(batch) - first_key))
-
-    def _check_mask(self, logits: Product, place: tuple[int, int, int, int], num_keys: int) -> int:
-        batch, _, first_query, first_key = place
-        rows = self.case.queries(batch, first_query, _ROWS)
-        expected = self.case.seen(batch, rows, first_key, _ROWS)
-        unmasked = self.case.unmasked(logits, batch, rows, first_query, range(first_key, first_key + _ROWS))
-        assert (unmasked == expected)[:, :num_keys].all(), f"wrong pairs: {place}"
-        return int(expected.sum())
+        keys, num_kept = slice(first_key, first_key + _ROWS), max(0, self.case.key_end(batch) - first_key)
+        return self.case.num_unmasked(logits, batch, first_query, _ROWS, keys, num_kept)
 
     def _check_queries(self, store: Store) -> None:
         _, batch, first_query, head = store.to
-        tiles = store.staged.contents
-        kv_head, num_pairs, visited = head // self.spec.group_size, 0, []
-        kind, check = (
-            ("ds k", self._check_kept) if self.case.config.workspace_bytes else (f"* {self.keys}", self._check_ds)
-        )
+        tiles, kv_head = store.staged.contents, head // self.spec.group_size
+        kind, check = f"* {self.keys}", self._check_ds
         if self.case.config.workspace_bytes:
+            kind, check = "ds k", self._check_kept
             head_dim = self.case.padded_dims[0]
             columns = head_dim if head_dim <= 192 else head_dim // 2
             expected = {(None, (first, first + columns)) for first in range(0, head_dim, columns)}
             assert set(tiles) == expected, f"pieces {set(tiles)}"
         for part, tile in tiles.items():
-            visited.append([])
-            num_pairs = 0
+            num_pairs, visited = 0, []
             for product in tile.origin(kind):
                 array, of_batch, first_key, of_head = product.rhs.block
                 assert (array, of_batch, of_head) == ("k", batch, kv_head), f"{product.rhs.block} for {store.to}"
                 assert product.rhs.part == part, f"columns {product.rhs.part} for {part}"
-                visited[-1].append(first_key)
+                visited.append(first_key)
                 num_pairs += check(product, (batch, head, first_query, first_key))
-            rows = self.case.queries(batch, first_query, _ROWS)
-            assert num_pairs == self.case.visible[batch, rows].sum(), f"pairs are left out: {store.to}"
-            assert visited[-1] == sorted(set(visited[-1])), f"{store.to} of keys {visited[-1]}"
+            assert num_pairs == self.case.num_visible(batch, first_query, _ROWS), f"pairs are left out: {store.to}"
+            assert visited == sorted(set(visited)), f"{store.to} of keys {visited}"
 
     def _check_ds(self, product: Product, place: tuple[int, int, int, int]) -> int:
         batch, head, first_query, first_key = place
@@ -170,7 +155,7 @@ class _Gradients:
         for of, names in ((logits, "qk"), (dp, ("dout", "v"))):
             expected = (names[0], batch, first_query, head), (names[1], batch, first_key, kv_head)
             assert (of.lhs.block, of.rhs.block) == expected, f"{of.lhs.block, of.rhs.block} for {place}"
-        return self._check_mask(logits, place, _ROWS)
+        return self.case.num_unmasked(logits, batch, first_query, _ROWS, slice(first_key, first_key + _ROWS))
 
     def _check_kept(self, product: Product, place: tuple[int, int, int, int]) -> int:
         """A consumer has 64 of the columns that are loaded. Beyond the last query nothing is kept: TMA reads zeros."""
@@ -179,4 +164,4 @@ class _Gradients:
         ((first, _),) = product.lhs.part[1:]
         of = self.kept.get((name, local_head, key, query + first))
         assert of == place or (of is None and first_query >= self.spec.q.shape[1]), f"dS of {of} for {place}"
-        return int(self.case.seen(batch, self.case.queries(batch, first_query, _ROWS), first_key, _ROWS).sum())
+        return self.case.num_visible(batch, first_query, _ROWS, slice(first_key, first_key + _ROWS))
