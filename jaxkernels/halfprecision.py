@@ -36,16 +36,16 @@ def unsupported(spec: MatmulSpec) -> str | None:
     if not spec.target.is_hopper:
         return f"needs a GPU of compute capability 9.0 (Hopper), the target is {spec.target}"
     dtypes = (spec.lhs.dtype, spec.rhs.dtype)
-    mixed = dtypes[0] != dtypes[1] and {*dtypes} <= {*_OUTPUTS} and not spec.fused
-    if not mixed and (dtypes[0] != dtypes[1] or dtypes[0] not in INPUTS):
+    taken = INPUTS if dtypes[0] == dtypes[1] else () if spec.fused else _OUTPUTS
+    if not {*dtypes} <= {*taken}:
         return (
             "takes two bfloat16 or two float16 operands, or without epilogue any two of bfloat16, float16 and float32, "
             f"not {dtypes[0]} and {dtypes[1]}" + (" with an epilogue" if spec.fused else "")
         )
     if spec.out_dtype not in _OUTPUTS:
         return f"returns bfloat16, float16 or float32, not {spec.out_dtype}"
-    asked_for_less = spec.precision in (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2, *_PRESETS)
-    if mixed and _FLOAT32 in dtypes and not asked_for_less:
+    is_enough = spec.precision in (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2, *_PRESETS)
+    if _FLOAT32 in dtypes and not is_enough:
         return f"keeps 16 bits of a float32 operand, the precision asked for is {spec.precision}"
     if isinstance(spec.precision, lax.DotAlgorithmPreset) and spec.precision not in _PRESETS:
         return f"accumulates 16-bit products in float32, the precision asked for is {spec.precision.name}"

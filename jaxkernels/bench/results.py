@@ -103,7 +103,7 @@ class Row:
     @property
     def key(self) -> tuple[str, ...]:
         """What makes two rows of two runs the same."""
-        return self.suite, self.shape, self.dtype, self.regime
+        return *self.problem, self.regime
 
     @property
     def problem(self) -> tuple[str, ...]:
