@@ -85,7 +85,9 @@ def multiply_mixed(
     )
     pairs = itertools.product(enumerate(_halves(lhs)), enumerate(_halves(rhs)))
     parts = [multiply(part, a, b) for (i, a), (j, b) in pairs if i + j < 2]
-    return functools.reduce(jnp.add, parts[::-1]).astype(spec.out_dtype)
+    # Beside an infinity the lower halves are no correction: 0, NaN or an infinity of the other sign.
+    out = jnp.where(jnp.isfinite(parts[0]), functools.reduce(jnp.add, parts[::-1]), parts[0])
+    return out.astype(spec.out_dtype)
 
 
 def _halves(x: jax.Array) -> tuple[jax.Array, ...]:
@@ -94,5 +96,4 @@ def _halves(x: jax.Array) -> tuple[jax.Array, ...]:
     x = x.astype(_FLOAT32)
     # reduce_precision, as XLA may drop a conversion to bfloat16 and back.
     high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    low = jnp.where(jnp.isfinite(high), x - high, 0)  # Not NaN beside an infinity.
-    return high.astype(_BFLOAT16), low.astype(_BFLOAT16)
+    return high.astype(_BFLOAT16), (x - high).astype(_BFLOAT16)

@@ -160,15 +160,20 @@ def test_operands_of_two_dtypes(dtypes: tuple[str, str], alpha: float) -> None:
     )
 
 
-def test_infinities_of_a_float32_operand_stay_infinities() -> None:
-    spec = make_spec(72, 136, 136, dtypes=("float32", "bfloat16"), out_dtype="float32")
-    lhs = np.ones((72, 136), np.float32)
-    lhs[3, 5], lhs[7, 2] = np.inf, np.nan
+@pytest.mark.parametrize(
+    "dtypes", [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float32")], ids=".".join
+)
+def test_infinities_stay_infinities(dtypes: tuple[str, str]) -> None:
+    """Whichever operand they are of, and whatever the lower halves are that they meet: 0, positive or negative."""
+    spec = make_spec(72, 136, 136, dtypes=dtypes, out_dtype="float32")
+    lhs, rhs = np.ones((72, 136), np.float32), np.tile(np.float32([1, 1 + 2**-9, 1 - 2**-10, 2]), (136, 34))
+    lhs[3, 5], lhs[7, 2], lhs[11, 3] = np.inf, np.nan, -np.inf
     with interpret():
-        out = np.asarray(matmul.run(spec, _SMALL_TILE, jnp.asarray(lhs), jnp.ones((136, 136), jnp.bfloat16)))
+        out = np.asarray(matmul.run(spec, _SMALL_TILE, jnp.asarray(lhs, dtypes[0]), jnp.asarray(rhs, dtypes[1])))
     assert np.isposinf(out[3]).all()
+    assert np.isneginf(out[11]).all()
     assert np.isnan(out[7]).all()
-    assert np.isfinite(np.delete(out, [3, 7], axis=0)).all()
+    assert np.isfinite(np.delete(out, [3, 7, 11], axis=0)).all()
 
 
 @pytest.mark.sampled(one_in=5)
