@@ -15,12 +15,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from simulated import Case, Launch, Ref, Sources, Store, Tile, launch_with, only, run
+from simulated import Case, Launch, Product, Ref, Sources, Store, Tile, launch_with, only, run
 from simulated_replay import Read, Write, replay
 
 from jaxkernels.pallas import attention_backward_fused
 
-__all__ = ["Simulation", "launches_of", "operands_of"]
+__all__ = ["Place", "Simulation", "check_products_of_keys", "launches_of", "operands_of"]
+
+#: Of a block of logits: the batch, the query head, the first query and the first key.
+type Place = tuple[int, int, int, int]
 
 #: Keys of a consumer.
 _ROWS = 64
@@ -69,6 +72,33 @@ def operands_of(case: Case, *, is_bounded: bool) -> tuple[Ref, ...]:
     )
 
 
+def check_products_of_keys(
+    case: Case,
+    name: str,
+    products: Sequence[Product],
+    batch: int,
+    first_key: int,
+    kv_head: int,
+    count: Callable[[Product, Place], int],
+) -> None:
+    """Of 64 keys' dK or dV: dS Q, or P dO, of each block of queries at most once, and all pairs that see each other.
+
+    Args:
+      count: checks dS or P, and returns how many pairs of it count.
+    """
+    spec, num_pairs = case.spec, collections.Counter[int]()
+    visited = collections.Counter(product.rhs.block for product in products)
+    assert all(n == 1 for n in visited.values()), f"{visited} for {(batch, first_key, kv_head)}"
+    for product in products:
+        array, of_batch, first_query, head = product.rhs.block
+        of = array, of_batch, head // spec.group_size
+        assert of == ("q" if name == "dk" else "dout", batch, kv_head), f"{name}{(batch, first_key, kv_head)} of {of}"
+        num_pairs[head] += count(product, (batch, head, first_query, first_key))
+    expected = case.num_visible(batch, 0, spec.q.shape[1], slice(first_key, first_key + _ROWS))
+    for head in range(kv_head * spec.group_size, (kv_head + 1) * spec.group_size):
+        assert num_pairs[head] == expected, f"pairs are left out: {name}{(batch, head, first_key)}"
+
+
 def _check_order(stores: Sequence[Write]) -> None:
     """Of what is added to a block of dQ: the keys it comes from ascend."""
     added = collections.defaultdict(list)
@@ -113,25 +143,12 @@ class _Gradients:
             products = tile.origin("* q" if name == "dk" else "* dout") or ()
             owner = batch_idx, first_key, kv_head
             if not products or id(products) not in owners:
-                self._check_products(name, products, *owner)
+                count = lambda product, place: self._check_tile(product.lhs, place, is_gradient=name == "dk")
+                check_products_of_keys(self.case, name, products, *owner, count)
                 owners[id(products)] = owner
             assert not products or owners[id(products)] == owner, f"{store.to} is of {owners[id(products)]}"
 
-    def _check_products(self, name: str, products: Any, batch: int, first_key: int, kv_head: int) -> None:
-        """Of a consumer's keys: P dO, or dS Q, of the blocks of queries that it has visited."""
-        spec, num_pairs = self.spec, collections.Counter[int]()
-        visited = collections.Counter(product.rhs.block for product in products)
-        assert all(n == 1 for n in visited.values()), f"{visited} for {(batch, first_key, kv_head)}"
-        for product in products:
-            array, of_batch, first_query, head = product.rhs.block
-            assert (array, of_batch, head // spec.group_size) == ("q" if name == "dk" else "dout", batch, kv_head)
-            place = batch, head, first_query, first_key
-            num_pairs[head] += self._check_tile(product.lhs, place, is_gradient=name == "dk")
-        expected = self.case.num_visible(batch, 0, spec.q.shape[1], slice(first_key, first_key + _ROWS))
-        for head in range(kv_head * spec.group_size, (kv_head + 1) * spec.group_size):
-            assert num_pairs[head] == expected, f"pairs are left out: {name}{(batch, head, first_key)}"
-
-    def _check_tile(self, tile: Tile, place: tuple[int, int, int, int], *, is_gradient: bool) -> int:
+    def _check_tile(self, tile: Tile, place: Place, *, is_gradient: bool) -> int:
         """P or dS of 64 keys and a block of queries; returns how many pairs of these count."""
         if id(tile) in self.checked:
             of, num_pairs, _ = self.checked[id(tile)]

@@ -13,7 +13,7 @@ import itertools
 
 import numpy as np
 from simulated import Case, Product, Sources, Store, Tile, only, run
-from simulated_backward import launches_of, operands_of
+from simulated_backward import Place, check_products_of_keys, launches_of, operands_of
 from simulated_replay import Block, replay
 
 from jaxkernels.pallas import attention_backward_wide
@@ -52,7 +52,7 @@ class _Gradients:
         self.keys = "v" if head_dim == value_dim else "k"
         self.places: collections.Counter[Block] = collections.Counter()
         #: Where it is kept, whose dS it is: of the heads dealt with last.
-        self.kept: dict[Block, tuple[int, int, int, int]] = {}
+        self.kept: dict[Block, Place] = {}
 
     def check_places(self) -> None:
         """All gradients are stored once."""
@@ -70,7 +70,7 @@ class _Gradients:
         kept = {store.to: only(store.staged.contents) for store in stores if store.to[0] == "workspace"}
         num_kept = sum(store.to[0] == "workspace" for store in stores)
         assert len(kept) == num_kept, f"of {num_kept} blocks of dS {len(kept)} are kept"
-        owners: dict[int, tuple[int, int, int, int]] = {}
+        owners: dict[int, Place] = {}
         for store in stores:
             if store.to[0] in ("dk", "dv"):
                 assert store.warpgroup == ("dv", "dk").index(store.to[0]), f"{store.to} is of {store.warpgroup}"
@@ -83,25 +83,17 @@ class _Gradients:
             for (_, _, first_key, first_query), owner in self.kept.items():
                 assert owner[2:] == (first_query, first_key), f"dS of {owner} is kept at {first_query, first_key}"
 
-    def _check_keys(self, store: Store, owners: dict[int, tuple[int, int, int, int]]) -> None:
+    def _check_keys(self, store: Store, owners: dict[int, Place]) -> None:
         name, batch, first_key, kv_head = store.to
-        tile, group = only(store.staged.contents), self.spec.group_size
-        products = tile.origin("* dout" if name == "dv" else "* q")
-        visited = collections.Counter(product.rhs.block for product in products)
-        assert all(n == 1 for n in visited.values()), f"{visited} for {store.to}"
-        num_pairs: collections.Counter[int] = collections.Counter()
-        for product in products:
-            array, of_batch, first_query, head = product.rhs.block
-            assert (array, of_batch, head // group) == ("dout" if name == "dv" else "q", batch, kv_head), store.to
-            place = batch, head, first_query, first_key
-            owners[id(product.lhs)] = place
-            p = product.lhs if name == "dv" else self._p_of(product.lhs, place)
-            num_pairs[head] += self._check_p(p, place)
-        expected = self.case.num_visible(batch, 0, self.spec.q.shape[1], slice(first_key, first_key + _ROWS))
-        for head in range(kv_head * group, (kv_head + 1) * group):
-            assert num_pairs[head] == expected, f"pairs are left out: {store.to}, head {head}"
+        products = only(store.staged.contents).origin("* dout" if name == "dv" else "* q")
 
-    def _p_of(self, ds: Tile, place: tuple[int, int, int, int]) -> Tile:
+        def count(product: Product, place: Place) -> int:
+            owners[id(product.lhs)] = place
+            return self._check_p(product.lhs if name == "dv" else self._p_of(product.lhs, place), place)
+
+        check_products_of_keys(self.case, name, products, batch, first_key, kv_head, count)
+
+    def _p_of(self, ds: Tile, place: Place) -> Tile:
         """Checks what else consumer 1 makes dS of."""
         batch, head, first_query, first_key = place
         assert set(ds.origins) == {"p", "v dout", "delta"}, f"dS of {set(ds.origins)}"
@@ -112,7 +104,7 @@ class _Gradients:
         assert delta == ("delta", batch, head, first_query), f"{delta} for {place}"
         return only(ds.origin("p").contents)
 
-    def _check_p(self, p: Tile, place: tuple[int, int, int, int]) -> int:
+    def _check_p(self, p: Tile, place: Place) -> int:
         """Returns how many pairs count. Keys behind the last one may be unmasked: they are not stored, or as zeros."""
         batch, head, first_query, first_key = place
         assert set(p.origins) == {"k q", "lse"}, f"P of {set(p.origins)}"
@@ -145,7 +137,7 @@ class _Gradients:
             assert num_pairs == self.case.num_visible(batch, first_query, _ROWS), f"pairs are left out: {store.to}"
             assert visited == sorted(set(visited)), f"{store.to} of keys {visited}"
 
-    def _check_ds(self, product: Product, place: tuple[int, int, int, int]) -> int:
+    def _check_ds(self, product: Product, place: Place) -> int:
         batch, head, first_query, first_key = place
         ds, kv_head, keys = product.lhs, head // self.spec.group_size, self.keys
         assert set(ds.origins) == {f"q {keys}", "lse", "dout v", "delta"}, f"dS of {set(ds.origins)}"
@@ -157,7 +149,7 @@ class _Gradients:
             assert (of.lhs.block, of.rhs.block) == expected, f"{of.lhs.block, of.rhs.block} for {place}"
         return self.case.num_unmasked(logits, batch, first_query, _ROWS, slice(first_key, first_key + _ROWS))
 
-    def _check_kept(self, product: Product, place: tuple[int, int, int, int]) -> int:
+    def _check_kept(self, product: Product, place: Place) -> int:
         """A consumer has 64 of the columns that are loaded. Beyond the last query nothing is kept: TMA reads zeros."""
         batch, _, first_query, first_key = place
         name, local_head, key, query = product.lhs.block

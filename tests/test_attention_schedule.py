@@ -19,6 +19,14 @@ from jaxkernels.pallas.attention_blocks import padded_head_dims
 from jaxkernels.specs import AttentionSpec
 
 
+def pick(rng: np.random.Generator, *values: Any) -> Any:
+    return values[rng.integers(len(values))]
+
+
+def chance(rng: np.random.Generator, probability: float) -> bool:
+    return bool(rng.random() < probability)
+
+
 def near_a_block(rng: np.random.Generator, most: int) -> int:
     """A multiple of 64, one less or one more: there blocks are visited or masked that one key or query needs."""
     return max(0, int(rng.integers(most // 64 + 1)) * 64 + int(rng.integers(-1, 2)))
@@ -31,57 +39,52 @@ def random_spec(
     length: Callable[[], int],
     **rules: bool,
 ) -> AttentionSpec:
-    pick = lambda *values: values[rng.integers(len(values))]
-    chance = lambda probability: bool(rng.random() < probability)
-    side = lambda: pick(None, 0, *rng.integers(0, (30, 900)).tolist(), near_a_block(rng, 600))
-    window = None if chance(0.3) else (side(), side())
-    batch, num_queries, padded = int(rng.integers(1, 4)), length(), pick(*dims)
+    side = lambda: pick(rng, None, 0, *rng.integers(0, (30, 900)).tolist(), near_a_block(rng, 600))
+    window = None if chance(rng, 0.3) else (side(), side())
+    batch, num_queries, padded = int(rng.integers(1, 4)), length(), pick(rng, *dims)
     spec = make_spec(
         num_queries,
-        pick(num_queries, length(), length()),
-        heads=pick(*heads),
+        pick(rng, num_queries, length(), length()),
+        heads=pick(rng, *heads),
         dims=padded,
         batch=batch,
-        causal=chance(0.5),
+        causal=chance(rng, 0.5),
         window=None if window == (None, None) else window,
-        query_lengths=chance(0.35),
-        key_lengths=chance(0.4),
-        segments=chance(0.3),
-        query_offset=chance(0.3),
+        query_lengths=chance(rng, 0.35),
+        key_lengths=chance(rng, 0.4),
+        segments=chance(rng, 0.3),
+        query_offset=chance(rng, 0.3),
         **rules,
     )
     return dataclasses.replace(spec, target=dataclasses.replace(spec.target, num_sms=int(rng.integers(1, 5))))
 
 
 def random_forward(rng: np.random.Generator) -> Case:
-    pick = lambda *values: values[rng.integers(len(values))]
-    chance = lambda probability: bool(rng.random() < probability)
-    length = lambda: int(pick(rng.integers(1, 30), rng.integers(30, 200), rng.integers(100, 700)))
+    length = lambda: int(pick(rng, rng.integers(1, 30), rng.integers(30, 200), rng.integers(100, 700)))
     spec = random_spec(rng, [(1, 1), (2, 1), (3, 1), (4, 2), (2, 2)], [(64, 64), (64, 64), (64, 128), (64, 96)], length)
     while True:
         config = attention_forward.Config(
-            block_q=pick(64, 128),
-            block_kv=pick(64, 128, 192),
-            num_stages=pick(2, 3, 4),
-            num_q_slots=pick(1, 2),
-            bridge=chance(0.5),
-            num_consumers=pick(2, 3),
+            block_q=pick(rng, 64, 128),
+            block_kv=pick(rng, 64, 128, 192),
+            num_stages=pick(rng, 2, 3, 4),
+            num_q_slots=pick(rng, 1, 2),
+            bridge=chance(rng, 0.5),
+            num_consumers=pick(rng, 2, 3),
             head_multiple=32 if spec.v.shape[3] == 96 else 64,
-            lazy_rescale=chance(0.5),
+            lazy_rescale=chance(rng, 0.5),
         )
         if attention_forward._sees_all(spec) and spec.target.num_sms > 1:
-            config = dataclasses.replace(config, multicast=chance(0.7))
+            config = dataclasses.replace(config, multicast=chance(rng, 0.7))
         if attention_forward._num_store_slots(spec, config) > 0:
             return Case(spec, config, random_integers(spec, rng))
 
 
 def random_backward(rng: np.random.Generator) -> Case:
     """With query heads in parts of their group, too."""
-    pick = lambda *values: values[rng.integers(len(values))]
     edge = lambda: max(1, near_a_block(rng, 700))
     heads, dims = [(1, 1), (2, 1), (3, 1), (4, 2), (4, 1)], [(64, 64), (128, 128), (96, 96), (64, 128), (96, 64)]
-    length = lambda: int(pick(rng.integers(1, 100), rng.integers(100, 400), rng.integers(300, 800), edge()))
-    spec = random_spec(rng, heads, dims, length, deterministic=bool(rng.random() < 0.4))
+    length = lambda: int(pick(rng, rng.integers(1, 100), rng.integers(100, 400), rng.integers(300, 800), edge()))
+    spec = random_spec(rng, heads, dims, length, deterministic=chance(rng, 0.4))
     # Else few would have plans that depend on the mask, or segments between which dQ's sum in order has gaps.
     kind = rng.random()
     if kind < 0.3:
@@ -89,12 +92,12 @@ def random_backward(rng: np.random.Generator) -> Case:
         spec = dataclasses.replace(spec, window=None, causal=True, **rules)
     elif kind < 0.5:
         spec = dataclasses.replace(spec, segments=True, deterministic=True)
-    num_parts = pick(*(n for n in range(1, spec.group_size + 1) if spec.group_size % n == 0))
-    spec = dataclasses.replace(attention_backward._in_parts(spec, num_parts), soft_cap=pick(None, 20.0))
-    multiple = pick(64, attention_backward.least_head_multiple(spec))
+    num_parts = pick(rng, *(n for n in range(1, spec.group_size + 1) if spec.group_size % n == 0))
+    spec = dataclasses.replace(attention_backward._in_parts(spec, num_parts), soft_cap=pick(rng, None, 20.0))
+    multiple = pick(rng, 64, attention_backward.least_head_multiple(spec))
     padded = padded_head_dims(spec, multiple)
     while True:
-        block_q, num_stages = pick(64, 128), pick(2, 3, 4)
+        block_q, num_stages = pick(rng, 64, 128), pick(rng, 2, 3, 4)
         if attention_backward_fused.smem_bytes(*padded, block_q, num_stages) <= spec.target.smem_bytes:
             config = attention_backward.Config(
                 dkv_block_q=block_q, dkv_num_stages=num_stages, fused=True, head_multiple=multiple
@@ -104,24 +107,22 @@ def random_backward(rng: np.random.Generator) -> Case:
 
 def random_wide(rng: np.random.Generator) -> Case:
     """dS is kept only where nothing but a causal mask hides keys."""
-    pick = lambda *values: values[rng.integers(len(values))]
-    chance = lambda probability: bool(rng.random() < probability)
-    length = lambda: int(pick(rng.integers(1, 60), rng.integers(30, 200), rng.integers(100, 500), edge()))
+    length = lambda: int(pick(rng, rng.integers(1, 60), rng.integers(30, 200), rng.integers(100, 500), edge()))
     edge = lambda: max(1, near_a_block(rng, 400))
     dims = [(192, 192), (256, 256), (192, 128), (160, 256)]
     spec = random_spec(rng, [(1, 1), (2, 1), (3, 1), (4, 2)], dims, length)
-    keeps_ds = chance(0.4)
+    keeps_ds = chance(rng, 0.4)
     if keeps_ds:
         rules = dict.fromkeys(("query_lengths", "key_lengths", "segments"), False)
         spec = dataclasses.replace(spec, window=None, **rules)
-    spec = dataclasses.replace(spec, soft_cap=pick(None, 20.0))
+    spec = dataclasses.replace(spec, soft_cap=pick(rng, None, 20.0))
     dq_stages, dkv_stages = attention_backward_wide.num_stages(spec)
     config = attention_backward.Config(
-        dq_num_stages=pick(*dq_stages),
-        dkv_num_stages=pick(*dkv_stages),
+        dq_num_stages=pick(rng, *dq_stages),
+        dkv_num_stages=pick(rng, *dkv_stages),
         split_outputs=True,
-        multicast=chance(0.6),
-        ping_pong=chance(0.5),
+        multicast=chance(rng, 0.6),
+        ping_pong=chance(rng, 0.5),
         workspace_bytes=int(rng.integers(1, 2**20)) if keeps_ds else 0,
     )
     return Case(spec, config, random_integers(spec, rng))
@@ -129,27 +130,26 @@ def random_wide(rng: np.random.Generator) -> Case:
 
 def random_integers(spec: AttentionSpec, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """The optional operands: also lengths that are negative or too large, and offsets near overflow."""
-    pick = lambda *values: values[rng.integers(len(values))]
     (batch, num_queries), num_keys = spec.q.shape[:2], spec.k.shape[1]
     some = 0, 2**30, *rng.integers(0, (50, 800)), near_a_block(rng, 600), max(0, num_keys - num_queries)
-    offset = pick(*some) if spec.query_offset else 0
+    offset = pick(rng, *some) if spec.query_offset else 0
 
     def lengths(n: int) -> list[int]:
-        return [pick(0, -3, 1, n, n + 70, rng.integers(n + 1), near_a_block(rng, n)) for _ in range(batch)]
+        return [pick(rng, 0, -3, 1, n, n + 70, rng.integers(n + 1), near_a_block(rng, n)) for _ in range(batch)]
 
     def ids(n: int) -> np.ndarray:
         documents = np.cumsum(rng.random((batch, n)) < 1 / rng.integers(2, 150), axis=1)
-        blocks = np.arange(n)[None].repeat(batch, 0) // pick(64, 100, 128)
+        blocks = np.arange(n)[None].repeat(batch, 0) // pick(rng, 64, 100, 128)
         extreme = np.where(documents % 2, 2**31 - 1, -(2**31))
-        return pick(documents, blocks, blocks[:, ::-1] % 3, extreme, rng.integers(-2, 3, (batch, n)))
+        return pick(rng, documents, blocks, blocks[:, ::-1] % 3, extreme, rng.integers(-2, 3, (batch, n)))
 
     queries, keys = ids(num_queries), ids(num_keys)
     values = dict(
         query_offset=offset,
-        query_lengths=[n + pick(0, offset, offset, offset) for n in lengths(num_queries)],
+        query_lengths=[n + pick(rng, 0, offset, offset, offset) for n in lengths(num_queries)],
         key_lengths=lengths(num_keys),
         query_segments=queries,
-        key_segments=pick(queries, keys) if num_queries == num_keys else keys,
+        key_segments=pick(rng, queries, keys) if num_queries == num_keys else keys,
     )
     return {name: np.asarray(values[name], np.int32) for name in spec.extra_names}
 

@@ -143,9 +143,7 @@ def test_dtypes(dtype: str, out_dtype: str) -> None:
 
 
 @pytest.mark.sampled(one_in=4)
-@pytest.mark.parametrize(
-    "dtypes", list(itertools.permutations(("float32", "bfloat16", "float16"), 2)), ids=lambda dtypes: "-".join(dtypes)
-)
+@pytest.mark.parametrize("dtypes", list(itertools.permutations(("float32", "bfloat16", "float16"), 2)), ids="-".join)
 @pytest.mark.parametrize("alpha", [1.0, 0.3])
 def test_operands_of_two_dtypes(dtypes: tuple[str, str], alpha: float) -> None:
     """Products of halves keep 16 bits of a float32 operand, and all of others; plain JAX on the CPU keeps all."""
@@ -161,7 +159,7 @@ def test_operands_of_two_dtypes(dtypes: tuple[str, str], alpha: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtypes", [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float32")], ids=".".join
+    "dtypes", [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float32")], ids="-".join
 )
 def test_infinities_stay_infinities(dtypes: tuple[str, str]) -> None:
     """Whichever operand they are of, and whatever the lower halves are that they meet: 0, positive or negative."""
