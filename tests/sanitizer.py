@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -17,6 +18,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 _OUTSIDE = {"memcheck": 2**20, "racecheck": 0}
 _FINDINGS = {"memcheck": "Invalid __global__ write", "racecheck": "Race reported between"}
+#: Seconds after which a step, of which the slowest takes 60 among 15 others, is taken to hang.
+_LONGEST = 200
 _SCRIPT = """
 import jax, jax.numpy as jnp, numpy as np
 import jaxkernels as jk
@@ -58,16 +61,33 @@ def assert_finds_nothing_else(tool: str, steps: str, names: tuple[str, ...]) -> 
     script = _SCRIPT.replace("OUTSIDE", str(_OUTSIDE[tool])).replace("STEPS", steps).replace("NAMES", repr(names))
     # Of kernels, not of what XLA asks the driver for.
     command = [sanitizer, "--tool", tool, "--report-api-errors", "no", sys.executable, "-c", script]
-    process = subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
-    output = process.stdout + process.stderr
+    # Of 47 runs the tool itself crashed in one, while XLA compiled, and hung in another.
+    ended = _ended(command, env) or _ended(command, env)
+    assert ended is not None, f"{tool} crashed, or took longer than {_LONGEST} s, twice: {names}"
+    stdout, output = ended
     if "Device not supported" in output:
         pytest.skip(f"{tool} does not support this device or its driver")
     # A finding is told when the kernel has ended or later, so that only its kernel's name says where it belongs.
-    kernels = set(re.findall(r"^=========.* at ([\w:<>, ]+)\(", process.stdout, re.MULTILINE))
-    assert process.stdout.count("========= COMPUTE-SANITIZER") == 1, output
+    kernels = set(re.findall(r"^=========.* at ([\w:<>, ]+)\(", stdout, re.MULTILINE))
+    assert stdout.count("========= COMPUTE-SANITIZER") == 1, output
     if "planted" in names:
-        assert _FINDINGS[tool] in process.stdout, output
+        assert _FINDINGS[tool] in stdout, output
         assert kernels == {"planted"}, output
     else:
-        assert "========= ERROR SUMMARY: 0 errors" in process.stdout, output
-    assert ("end" in process.stdout.split()) or tool == "memcheck", output
+        assert "========= ERROR SUMMARY: 0 errors" in stdout, output
+    assert ("end" in stdout.split()) or tool == "memcheck", output
+
+
+def _ended(command: list[str], env: dict[str, str]) -> tuple[str, str] | None:
+    """What a command printed, without and with its errors; None if a signal, or we, had to end it."""
+    pipe = subprocess.PIPE
+    # In a session of its own: the tool's program is a process of its own, and would outlive it.
+    with subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, env=os.environ | env, start_new_session=True
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=_LONGEST)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return None
+    return None if process.returncode < 0 else (stdout, stdout + stderr)
