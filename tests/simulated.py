@@ -238,8 +238,8 @@ class Ref:
         assert all(0 <= i < n for i, n in zip(places, self.shape)), f"{self.name}[{index}] is out of bounds"
         return np.int32(self.array[index])
 
-    def __setitem__(self, _: Any, value: Any) -> None:
-        self.warpgroup.write(self, value)
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.warpgroup.write(self if index is ... else self.at[index], value)
 
     @property
     def numbers(self) -> tuple[int, ...]:
