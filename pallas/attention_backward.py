@@ -318,9 +318,9 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
     if config.fused and attention_backward_fused.is_zeroed(spec):
         head_dim, value_dim = padded_head_dims(spec, config.head_multiple)
         padded = pad_heads(out, value_dim), pad_heads(dout, value_dim)
-        num_rows = padded[0].shape[1]
-        if config.rounds_dq:
-            num_rows = attention_backward_fused.rows_of_sum(num_rows, config.dkv_block_q)
+        num_rows = attention_backward_fused.rows_of_sum(
+            padded[0].shape[1], config.dkv_block_q, rounds_dq=config.rounds_dq
+        )
         sums, zeros = row_sums_and_zeros(*padded, num_rows, head_dim)
         sums = sums[:, :, : q.shape[1]]
     else:
@@ -386,12 +386,10 @@ def _gradients(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     if config.fused:
-        dq, dk, dv = attention_backward_fused.gradients(
+        grads = attention_backward_fused.gradients(
             spec, config.dkv_block_q, config.dkv_num_stages, operands, extras, zeros, rounds_dq=config.rounds_dq
         )
-        if not config.rounds_dq:
-            dq = (dq * gradient_scale(spec)).astype(q.dtype)
-        return [padded[:, : x.shape[1], :, : x.shape[3]] for padded, x in zip((dq, dk, dv), (q, k, v))]
+        return [padded[:, : x.shape[1], :, : x.shape[3]] for padded, x in zip(grads, (q, k, v))]
     inputs = kernel_inputs(extras, config.dkv_block_q, config.dq_block_kv)
     dq = plgpu.kernel(
         functools.partial(_dq_kernel, spec=spec, config=config),

@@ -99,7 +99,7 @@ from jaxkernels.pallas.attention_blocks import (
 )
 from jaxkernels.specs import AttentionSpec
 
-__all__ = ["gradients", "is_zeroed", "rounds", "smem_bytes"]
+__all__ = ["gradients", "is_zeroed", "rounds", "rows_of_sum", "smem_bytes"]
 
 #: Keys of a consumer warpgroup, and of a CTA.
 _KEYS_PER_CONSUMER = 64
@@ -151,7 +151,7 @@ def gradients(
     *,
     rounds_dq: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns dq / `gradient_scale` in float32, or dq if `rounds_dq`, dk and dv of padded operands.
+    """Returns dq, dk and dv of padded operands.
 
     Args:
       operands: q, k, v, dout, lse in base 2, infinite where a query adds nothing, and delta.
@@ -162,7 +162,7 @@ def gradients(
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     inputs = _inputs(spec, block_q, extras)
     plan = jnp.asarray(_plan(spec, block_q))
-    num_rows = rows_of_sum(q.shape[1], block_q) if rounds_dq else q.shape[1]
+    num_rows = rows_of_sum(q.shape[1], block_q, rounds_dq=rounds_dq)
     like_dq = lambda dtype: jax.ShapeDtypeStruct((q.shape[0], num_rows, *q.shape[2:]), dtype)
     run = plgpu.kernel(
         functools.partial(_kernel, spec=spec, block_q=block_q, num_stages=num_stages, rounds_dq=rounds_dq),
@@ -185,8 +185,8 @@ def gradients(
     arguments = [*others, jnp.stack([lse, -delta]), plan, inputs]
     if rounds_dq:
         # Of each block; and messages in each CTA, for which shared memory has no room.
-        num_blocks = spec.q.shape[0] * spec.q.shape[2] * pl.cdiv(spec.q.shape[1], block_q)
-        arguments.append(jax.new_ref(jnp.zeros((num_blocks + 2 * _MESSAGES * len(plan),), jnp.int32)))
+        num_counters = _num_dq_blocks(spec, block_q) + 2 * _MESSAGES * len(plan)
+        arguments.append(jax.new_ref(jnp.zeros((num_counters,), jnp.int32)))
     sums: Any
     if zeros is None:
         sums, *grads = run(*arguments)
@@ -197,12 +197,13 @@ def gradients(
         dq, dk, dv = grads
         return dq, dk, dv
     dk, dv = grads
-    return sums if zeros is None else sums[...], dk, dv
+    dq = sums if zeros is None else sums[...]
+    return (dq * gradient_scale(spec)).astype(q.dtype), dk, dv
 
 
-def rows_of_sum(num_queries: int, block_q: int) -> int:
-    """Of dQ's sum, where the kernel rounds it: whole blocks, read and written without TMA."""
-    return num_queries + -num_queries % block_q
+def rows_of_sum(num_queries: int, block_q: int, *, rounds_dq: bool) -> int:
+    """Of dQ's sum: whole blocks where the kernel rounds it, which it reads and writes without TMA."""
+    return num_queries + -num_queries % block_q if rounds_dq else num_queries
 
 
 def rounds(spec: AttentionSpec) -> bool:
@@ -213,6 +214,11 @@ def rounds(spec: AttentionSpec) -> bool:
 def is_zeroed(spec: AttentionSpec) -> bool:
     """Whether dQ's sum begins with zeros: else the first block of keys, which then visits all queries, stores."""
     return not (spec.deterministic and hides_by_causality_alone(spec))
+
+
+def _num_dq_blocks(spec: AttentionSpec, block_q: int) -> int:
+    """Of all heads and batches."""
+    return spec.q.shape[0] * spec.q.shape[2] * pl.cdiv(spec.q.shape[1], block_q)
 
 
 def _inputs(spec: AttentionSpec, block_q: int, extras: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -380,7 +386,7 @@ def _kernel(
     masks_places = spec.causal or spec.window is not None or is_cut
     added: Any = None
     if spec.deterministic:
-        added = pl.get_global(plgpu.SemaphoreType.REGULAR((spec.q.shape[0] * num_heads * num_q_blocks,)))
+        added = pl.get_global(plgpu.SemaphoreType.REGULAR((_num_dq_blocks(spec, block_q),)))
     following = lambda slot: jnp.where(slot == num_stages - 1, 0, slot + 1)
 
     def place_of(item: _Item, step: Any) -> tuple[Any, Any]:
@@ -408,7 +414,7 @@ def _kernel(
     def message(nth: Any) -> tuple[Any, Any]:
         """The slot of what the dQ warpgroup is told, and where: which block of dQ was counted; before it, how often."""
         slot = lax.rem(nth, jnp.int32(_MESSAGES))
-        return slot, spec.q.shape[0] * num_heads * num_q_blocks + 2 * (_MESSAGES * cta + slot)
+        return slot, _num_dq_blocks(spec, block_q) + 2 * (_MESSAGES * cta + slot)
 
     has_one_item = _has_one_item_each(spec, block_q)
 
@@ -520,10 +526,10 @@ def _kernel(
                     if spec.deterministic:
                         pl.when(adding > 0)(lambda: announce(item, adding - 1))
                     if rounds_dq:  # The step before may be another item's.
-                        is_added, (last, num_added) = adding >= 0, counted
-                        pl.when(is_added)(lambda: count(last, num_added + 1))
+                        is_added, (last, num_messages) = adding >= 0, counted
+                        pl.when(is_added)(lambda: count(last, num_messages))
                         counter = lax.cond(is_added, lambda: counter_of(item, adding), lambda: last)
-                        counted = counter, num_added + is_added
+                        counted = counter, num_messages + is_added
                     return following(slot), *counted
 
                 # The steps beyond the last come round to the same slot.
@@ -533,16 +539,15 @@ def _kernel(
                     pl.when(num_steps > 0)(lambda: announce(item, num_steps - 1))
                 return carry
 
-            slot = none_added = jnp.int32(0)
+            counted = ()
             if rounds_dq:
                 none = jnp.int32(-1)
-                count(none, none_added)
-                _, last, num_added = for_each_item(copy_item, (slot, none, none_added))
-            else:
-                for_each_item(copy_item, (slot,))
+                count(none, jnp.int32(0))
+                counted = none, jnp.int32(1)
+            _, *counted = for_each_item(copy_item, (jnp.int32(0), *counted))
             plgpu.wait_smem_to_gmem(0)
             if rounds_dq:
-                count(last, num_added + 1)
+                count(*counted)
 
         @pl.when(warpgroup == _DQ_WARPGROUP)
         def _sum_queries() -> None:

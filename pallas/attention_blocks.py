@@ -296,7 +296,7 @@ def _scale_rows(ctx: Any, tile: Any, factors: Any) -> Any:
 
 
 def count_up(counter: Any, before: Any, *, is_told: bool = False) -> None:
-    """Adds 1 to a counter in global memory; writes to shared memory what it was.
+    """Adds 1 to a counter in global memory; writes to another reference what it was.
 
     If `is_told`, whoever counts after others may read what they had written, and what others had told them, before.
     """

@@ -54,6 +54,8 @@ class Simulation:
         else:
             for cta in ctas:
                 replay([cta], rng)
+        for warpgroup in itertools.chain(*ctas):
+            warpgroup.check_numbers()
         _Gradients(case).check(stores, is_zeroed=is_zeroed)
         if config.rounds_dq:
             counts.check()
@@ -64,9 +66,6 @@ class _Counts:
 
     def __init__(self, case: Case) -> None:
         self.case, self.counts = case, collections.Counter[int]()
-        #: What is written to messages, by place, and what is read of them.
-        self.written: dict[Any, list[int]] = collections.defaultdict(list)
-        self.read: list[tuple[Read, int]] = []
         #: Pieces of dQ, and how many had added to the block.
         self.rounded: dict[Any, int] = {}
 
@@ -87,7 +86,6 @@ class _Counts:
         return (batch * num_heads + head) * -(-self.case.spec.q.shape[1] // block_q) + first_query // block_q
 
     def check(self) -> None:
-        assert all(only(read.contents) == value for read, value in self.read), "a message is another"
         assert all(self.counts[self.number_of(*place[:3])] == n for place, n in self.rounded.items()), (
             "rounded before all have added"
         )
@@ -111,25 +109,13 @@ class _Warpgroup(Warpgroup):
             self.trace.append(("signal", ("count", number)))
 
     def write(self, ref: Ref, value: Any) -> None:
-        if ref.name == "counters":
-            place = self.cta.number, "messages", *ref.numbers
-            self.counts.written[place].append(int(value))
-            self.trace.append(("write", Write(place, (), int(value))))
-        elif ref.name == "rounded":
-            _, *place = ref.block
-            assert value.origin("dq") == ("dq", *place), f"{value.origin('dq')} is rounded to {place}"
-            assert tuple(place) not in self.counts.rounded, f"{place} is rounded twice"
-            number = self.counts.number_of(*place[:3])
-            self.counts.rounded[*place] = self.counts.counts[number]
-        else:
+        if ref.name != "rounded":
             super().write(ref, value)
-
-    def number(self, ref: Ref) -> np.int32:
-        place = self.cta.number, "messages", *ref.numbers
-        read, value = Read(place, (), is_async=False), self.counts.written[place].pop(0)
-        self.trace.append(("read", read))
-        self.counts.read.append((read, value))
-        return np.int32(value)
+            return
+        _, *place = ref.block
+        assert value.origin("dq") == ("dq", *place), f"{value.origin('dq')} is rounded to {place}"
+        assert tuple(place) not in self.counts.rounded, f"{place} is rounded twice"
+        self.counts.rounded[*place] = self.counts.counts[self.counts.number_of(*place[:3])]
 
     def load(self, ref: Ref, **settings: Any) -> Tile:
         if ref.name != "dq":

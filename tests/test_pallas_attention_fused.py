@@ -156,7 +156,7 @@ def test_a_missing_wait_of_the_fused_kernel_is_noticed(missing: int) -> None:
         run_backward(spec, attention_backward.Config(fused=True), deadlock_after=3.0)
 
 
-_ROUNDING_WAITS = [*_FUSED_WAITS[:5], "dS full", "dQ free", "dQ added", "dQ added at last", "the last dQ added"]
+_ROUNDING_WAITS = [*_FUSED_WAITS[:7], "dQ added", "dQ added at last", "the last dQ added"]
 _ROUNDING_WAITS += _FUSED_WAITS[7:]
 
 
