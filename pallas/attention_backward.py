@@ -108,9 +108,6 @@ class Config:
         anew; of one head of keys, if that is more. 0: it is not kept.
       group_parts: in how many parts a group of query heads is dealt with, as if each had keys and values of its own, of
         whose gradients XLA makes sums. Where there are few of these, more SMs then have something to do.
-      rounds_dq: whether the fused kernel rounds dQ's sums, each the CTA that adds to it last; else XLA does, in a pass
-        over all of them. Not with lengths or segments, nor where queries may see no key. Not in the search space before
-        it has run on a GPU.
     """
 
     dq_block_kv: int = 64
@@ -124,7 +121,6 @@ class Config:
     head_multiple: int = 64
     workspace_bytes: int = 0
     group_parts: int = 1
-    rounds_dq: bool = False
 
     def __post_init__(self) -> None:
         if self.dq_block_kv % 64 or self.dkv_block_q % 64 or min(self.dq_num_stages, self.dkv_num_stages) < 1:
@@ -138,8 +134,6 @@ class Config:
                 "attention_backward[pallas]: fused needs dkv_num_stages of at least 2 and excludes split_outputs; "
                 f"got {self}."
             )
-        if self.rounds_dq and not self.fused:
-            raise ValueError(f"attention_backward[pallas]: rounds_dq needs fused; got {self}.")
         if self.head_multiple not in ((64,) if self.split_outputs else (64, 32)):
             raise ValueError(
                 f"attention_backward[pallas]: head_multiple must be 64 or, without split_outputs, 32; got {self}."
@@ -265,14 +259,14 @@ def estimate(spec: AttentionSpec, config: Config) -> float:
             steps = max(longest, average * ctas / spec.target.num_sms)
         return LAUNCH_SECONDS * max(1.0, ctas / spec.target.num_sms) + steps * step
 
-    if config.fused:  # Five products; float32 sums are zeroed, and unless L2 has them read and rounded, by others.
+    if config.fused:  # Five products; float32 sums are zeroed, read and rounded by other kernels.
         products = kernel(
             batch * num_kv_heads * pl.cdiv(num_keys, keys_per_cta),
             spec.group_size * pl.cdiv(num_queries, config.dkv_block_q),
             2 * keys_per_cta * config.dkv_block_q * (2 * columns + head_dim),
             config.dkv_num_stages,
         )
-        sums = (6 if config.rounds_dq else 10) * batch * num_queries * num_heads * head_dim
+        sums = 10 * batch * num_queries * num_heads * head_dim
         return products + sums / (spec.target.memory_bytes_per_s or math.inf)
     # Three products of 128 queries in the one, or one where dS is kept; in the other four.
     rows = NUM_CONSUMERS * _ROWS_PER_CONSUMER
@@ -296,11 +290,6 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
     if features(spec) and not (config.fused or config.split_outputs):
         asked = ", ".join(features(spec))
         raise ValueError(f"attention_backward[pallas]: {asked}: needs fused or split_outputs; got {config}.")
-    if config.rounds_dq and not attention_backward_fused.rounds(spec):
-        raise ValueError(
-            "attention_backward[pallas]: rounds_dq takes no lengths or segments, and a key for each query; got "
-            f"{config}."
-        )
     if spec.group_size % config.group_parts:
         raise ValueError(
             f"attention_backward[pallas]: group_parts must divide the {spec.group_size} query heads of a key head; got "
@@ -317,11 +306,7 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
     zeros = None
     if config.fused and attention_backward_fused.is_zeroed(spec):
         head_dim, value_dim = padded_head_dims(spec, config.head_multiple)
-        padded = pad_heads(out, value_dim), pad_heads(dout, value_dim)
-        num_rows = attention_backward_fused.rows_of_sum(
-            padded[0].shape[1], config.dkv_block_q, rounds_dq=config.rounds_dq
-        )
-        sums, zeros = row_sums_and_zeros(*padded, num_rows, head_dim)
+        sums, zeros = row_sums_and_zeros(pad_heads(out, value_dim), pad_heads(dout, value_dim), head_dim)
         sums = sums[:, :, : q.shape[1]]
     else:
         sums = jnp.swapaxes(jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1), 1, 2)
@@ -386,10 +371,11 @@ def _gradients(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     if config.fused:
-        grads = attention_backward_fused.gradients(
-            spec, config.dkv_block_q, config.dkv_num_stages, operands, extras, zeros, rounds_dq=config.rounds_dq
+        dq, dk, dv = attention_backward_fused.gradients(
+            spec, config.dkv_block_q, config.dkv_num_stages, operands, extras, zeros
         )
-        return [padded[:, : x.shape[1], :, : x.shape[3]] for padded, x in zip(grads, (q, k, v))]
+        dq = (dq * gradient_scale(spec)).astype(q.dtype)
+        return [padded[:, : x.shape[1], :, : x.shape[3]] for padded, x in zip((dq, dk, dv), (q, k, v))]
     inputs = kernel_inputs(extras, config.dkv_block_q, config.dq_block_kv)
     dq = plgpu.kernel(
         functools.partial(_dq_kernel, spec=spec, config=config),

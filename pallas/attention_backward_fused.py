@@ -25,9 +25,6 @@ The order of dQ's sum. TMA adds what comes, and the sum's last bits may differ f
 added. The first stores, and nothing need be zeroed. All walk queries from the last, which every block of keys sees:
 whoever comes later is one step behind and stays there.
 
-Who rounds dQ. With `rounds_dq` whoever adds to a block last, while L2 still has it: the producer counts, by an atomic
-counter for each block, when TMA has added, and tells the dQ warpgroup, which rounds what is complete a step later.
-
 The order of items. At any time all CTAs should be at the same few blocks of queries: Q, dO and dQ then come from
 memory, and go there, once. CTAs begin with as many streams (heads of all batch elements) as there are CTAs for. With a
 causal mask, under which blocks of keys see different queries, CTAs that begin together, at the last queries, end one
@@ -72,13 +69,11 @@ from jaxkernels.pallas.attention_blocks import (
     COLUMNS,
     LOG2E,
     RING_BARRIER_BYTES,
-    TILE,
     TRANSFORMS_FLOAT32,
     balanced_plan,
     blocks_of,
     blocks_within,
     cap_and_slope,
-    count_up,
     ends_of,
     gradient_scale,
     hide_other_segments,
@@ -87,7 +82,6 @@ from jaxkernels.pallas.attention_blocks import (
     is_known_at_run_time,
     kernel_inputs,
     keys_seen_by_any,
-    may_see_nothing,
     planned_offset,
     queries_that_see_all,
     queries_that_see_any,
@@ -99,7 +93,7 @@ from jaxkernels.pallas.attention_blocks import (
 )
 from jaxkernels.specs import AttentionSpec
 
-__all__ = ["gradients", "is_zeroed", "rounds", "rows_of_sum", "smem_bytes"]
+__all__ = ["gradients", "is_zeroed", "smem_bytes"]
 
 #: Keys of a consumer warpgroup, and of a CTA.
 _KEYS_PER_CONSUMER = 64
@@ -113,8 +107,6 @@ _REGISTERS = (208, 64, 32)
 _DQ_ROWS = 64
 #: What an item costs beside its steps, in steps.
 _ITEM_STEPS = 2.0
-#: How many messages about what has been added to dQ are under way in a CTA: at the end two follow the last dQ.
-_MESSAGES = 3
 #: Steps of an item at head dimension 64, on average, from which on a persistent grid is slower.
 _MANY_STEPS = 24
 #: How much longer the last CTA may take than with another order of items before that is taken.
@@ -148,30 +140,21 @@ def gradients(
     operands: tuple[jax.Array, ...],
     extras: dict[str, jax.Array],
     zeros: jax.Array | None,
-    *,
-    rounds_dq: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns dq, dk and dv of padded operands.
+    """Returns dq / `gradient_scale` in float32, dk and dv of padded operands.
 
     Args:
       operands: q, k, v, dout, lse in base 2, infinite where a query adds nothing, and delta.
       extras: the optional operands by name.
-      zeros: like q in float32, of `rows_of_sum`, if `is_zeroed`.
+      zeros: like q in float32, if `is_zeroed`.
     """
     q, k, v = operands[:3]
-    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    like = lambda x, dtype=None: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
     inputs = _inputs(spec, block_q, extras)
     plan = jnp.asarray(_plan(spec, block_q))
-    num_rows = rows_of_sum(q.shape[1], block_q, rounds_dq=rounds_dq)
-    like_dq = lambda dtype: jax.ShapeDtypeStruct((q.shape[0], num_rows, *q.shape[2:]), dtype)
     run = plgpu.kernel(
-        functools.partial(_kernel, spec=spec, block_q=block_q, num_stages=num_stages, rounds_dq=rounds_dq),
-        out_type=[
-            *([like_dq(jnp.float32)] if zeros is None else []),
-            *([like_dq(q.dtype)] if rounds_dq else []),
-            like(k),
-            like(v),
-        ],
+        functools.partial(_kernel, spec=spec, block_q=block_q, num_stages=num_stages),
+        out_type=[*([like(q, jnp.float32)] if zeros is None else []), like(k), like(v)],
         grid=(len(plan),),
         grid_names=("cta",),
         num_threads=_PRODUCER_WARPGROUP + 1,
@@ -182,43 +165,17 @@ def gradients(
     # One array: its concatenation is a kernel that XLA itself emits, never Triton, and the last one before this. Behind
     # one for which an SM had as much shared memory as for this, as for Triton's and Mosaic's, it takes 8 to 11 % longer
     # (docs/pallas-kernels.md, "Two speeds").
-    arguments = [*others, jnp.stack([lse, -delta]), plan, inputs]
-    if rounds_dq:
-        # Of each block; and messages in each CTA, for which shared memory has no room.
-        num_counters = _num_dq_blocks(spec, block_q) + 2 * _MESSAGES * len(plan)
-        arguments.append(jax.new_ref(jnp.zeros((num_counters,), jnp.int32)))
-    sums: Any
+    arguments = *others, jnp.stack([lse, -delta]), plan, inputs
     if zeros is None:
-        sums, *grads = run(*arguments)
-    else:
-        sums = jax.new_ref(zeros)
-        grads = run(*arguments, sums)
-    if rounds_dq:
-        dq, dk, dv = grads
-        return dq, dk, dv
-    dk, dv = grads
-    dq = sums if zeros is None else sums[...]
-    return (dq * gradient_scale(spec)).astype(q.dtype), dk, dv
-
-
-def rows_of_sum(num_queries: int, block_q: int, *, rounds_dq: bool) -> int:
-    """Of dQ's sum: whole blocks where the kernel rounds it, which it reads and writes without TMA."""
-    return num_queries + -num_queries % block_q if rounds_dq else num_queries
-
-
-def rounds(spec: AttentionSpec) -> bool:
-    """Whether the kernel can round dQ: where somebody adds to each of its blocks, and all can tell how many do."""
-    return not (is_known_at_run_time(spec) or may_see_nothing(spec))
+        return run(*arguments)
+    dq = jax.new_ref(zeros)
+    dk, dv = run(*arguments, dq)
+    return dq[...], dk, dv
 
 
 def is_zeroed(spec: AttentionSpec) -> bool:
     """Whether dQ's sum begins with zeros: else the first block of keys, which then visits all queries, stores."""
     return not (spec.deterministic and hides_by_causality_alone(spec))
-
-
-def _num_dq_blocks(spec: AttentionSpec, block_q: int) -> int:
-    """Of all heads and batches."""
-    return spec.q.shape[0] * spec.q.shape[2] * pl.cdiv(spec.q.shape[1], block_q)
 
 
 def _inputs(spec: AttentionSpec, block_q: int, extras: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -339,15 +296,9 @@ class _Item:
 
 def _kernel(
     q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, statistics_gmem: Any, plan_gmem: Any,
-    inputs: dict[str, Any], *dq_dk_dv: Any,
-    spec: AttentionSpec, block_q: int, num_stages: int, rounds_dq: bool,
+    inputs: dict[str, Any], dq_gmem: Any, dk_gmem: Any, dv_gmem: Any,
+    *, spec: AttentionSpec, block_q: int, num_stages: int,
 ) -> None:  # fmt: skip
-    counters_gmem: Any = None
-    rounded_gmem: Any = None
-    if rounds_dq:
-        counters_gmem, dq_gmem, rounded_gmem, dk_gmem, dv_gmem = dq_dk_dv
-    else:
-        dq_gmem, dk_gmem, dv_gmem = dq_dk_dv
     dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
     num_keys, num_heads, group = spec.k.shape[1], spec.q.shape[2], spec.group_size
     span = swizzle_span(head_dim, value_dim)
@@ -386,7 +337,7 @@ def _kernel(
     masks_places = spec.causal or spec.window is not None or is_cut
     added: Any = None
     if spec.deterministic:
-        added = pl.get_global(plgpu.SemaphoreType.REGULAR((_num_dq_blocks(spec, block_q),)))
+        added = pl.get_global(plgpu.SemaphoreType.REGULAR((spec.q.shape[0] * num_heads * num_q_blocks,)))
     following = lambda slot: jnp.where(slot == num_stages - 1, 0, slot + 1)
 
     def place_of(item: _Item, step: Any) -> tuple[Any, Any]:
@@ -411,11 +362,6 @@ def _kernel(
         head, q_block = queries_of(item, step)
         return (item.batch * num_heads + head) * num_q_blocks + q_block
 
-    def message(nth: Any) -> tuple[Any, Any]:
-        """The slot of what the dQ warpgroup is told, and where: which block of dQ was counted; before it, how often."""
-        slot = lax.rem(nth, jnp.int32(_MESSAGES))
-        return slot, _num_dq_blocks(spec, block_q) + 2 * (_MESSAGES * cta + slot)
-
     has_one_item = _has_one_item_each(spec, block_q)
 
     def for_each_item(run: Callable[[Any, Any], Any], carry: Any) -> Any:
@@ -423,17 +369,13 @@ def _kernel(
             return run(0, carry)
         return lax.fori_loop(0, plan_gmem[cta, 0], run, carry)
 
-    def visitors_of(q_block: Any) -> tuple[Any, Any]:
-        """The blocks of keys that add to a block of dQ, segments and lengths aside: the first one, and their end."""
-        query = q_block * block_q + offset
-        return blocks_of(*keys_seen_by_any(spec, query, query + block_q, num_keys), _KEYS)
-
     def rank_of(item: _Item, step: Any) -> Any:
         """How many blocks of keys add to a block of dQ before this one."""
         if hides_by_causality_alone(spec):
             return item.kv_block
         _, q_block = queries_of(item, step)
-        first, _ = visitors_of(q_block)
+        query = q_block * block_q + offset
+        first, _ = blocks_of(*keys_seen_by_any(spec, query, query + block_q, num_keys), _KEYS)
         if spec.segments:
             first = jnp.maximum(first, inputs["first_kv_block"][item.batch, q_block])
         return item.kv_block - first
@@ -458,7 +400,6 @@ def _kernel(
         ds_empty: Any,
         dq_full: Any,
         dq_empty: Any,
-        dq_added: Any,
     ) -> None:
         warpgroup = lax.axis_index("warpgroup")
 
@@ -493,22 +434,11 @@ def _kernel(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(dq_empty)
 
-            def count(counter: Any, nth: Any) -> None:
-                """Counts who has added to a block of dQ, if any, and tells our dQ warpgroup how many had before."""
-                slot, place = message(nth)
-
-                @pl.when(counter >= 0)
-                def _count() -> None:
-                    count_up(counters_gmem.at[counter], counters_gmem.at[place + 1], is_told=True)
-
-                counters_gmem[place] = counter  # Not before: the count would wait until it is in memory.
-                plgpu.barrier_arrive(dq_added.at[slot])
-
             def announce(item: _Item, step: Any) -> None:
                 """Tells the next block of keys that a step's dQ is in the sum."""
                 plgpu.semaphore_signal(added.at[counter_of(item, step)], memory_scope="gpu")
 
-            def copy_item(nth: Any, carry: Any) -> Any:
+            def copy_item(nth: Any, slot: Any) -> Any:
                 item = item_of(nth)
                 num_steps = group * item.num_blocks
                 plgpu.barrier_wait(kv_empty)
@@ -516,65 +446,30 @@ def _kernel(
                 plgpu.copy_gmem_to_smem(k_gmem.at[keys], k_smem, kv_full)
                 plgpu.copy_gmem_to_smem(v_gmem.at[keys], v_smem, kv_full)
 
-                def load_and_add(step: Any, carry: Any) -> Any:
-                    slot, *counted = carry
+                def load_and_add(step: Any, slot: Any) -> Any:
                     adding = step - num_stages
                     pl.when(step < num_steps)(lambda: load(item, step, slot))
                     pl.when(adding >= 0)(lambda: add(item, adding))
-                    if spec.deterministic or rounds_dq:
-                        plgpu.wait_smem_to_gmem(1)
                     if spec.deterministic:
+                        plgpu.wait_smem_to_gmem(1)
                         pl.when(adding > 0)(lambda: announce(item, adding - 1))
-                    if rounds_dq:  # The step before may be another item's.
-                        is_added, (last, num_messages) = adding >= 0, counted
-                        pl.when(is_added)(lambda: count(last, num_messages))
-                        counter = lax.cond(is_added, lambda: counter_of(item, adding), lambda: last)
-                        counted = counter, num_messages + is_added
-                    return following(slot), *counted
+                    return following(slot)
 
                 # The steps beyond the last come round to the same slot.
-                carry = lax.fori_loop(0, num_steps + num_stages, load_and_add, carry)
+                slot = lax.fori_loop(0, num_steps + num_stages, load_and_add, slot)
                 if spec.deterministic:
                     plgpu.wait_smem_to_gmem(0)
                     pl.when(num_steps > 0)(lambda: announce(item, num_steps - 1))
-                return carry
+                return slot
 
-            counted = ()
-            if rounds_dq:
-                none = jnp.int32(-1)
-                count(none, jnp.int32(0))
-                counted = none, jnp.int32(1)
-            _, *counted = for_each_item(copy_item, (jnp.int32(0), *counted))
+            for_each_item(copy_item, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
-            if rounds_dq:
-                count(*counted)
 
         @pl.when(warpgroup == _DQ_WARPGROUP)
         def _sum_queries() -> None:
             plgpu.set_max_registers(_REGISTERS[1], action="decrease")
             for slot in range(num_stages):
                 plgpu.barrier_arrive(ds_empty.at[slot])
-
-            def finish(nth: Any) -> None:
-                """Rounds a block of dQ if we have added to it last."""
-                slot, place = message(nth)
-                plgpu.barrier_wait(dq_added.at[slot])
-                counter = counters_gmem[place]
-                pl.when(counter >= 0)(lambda: round_if_last(counter, counters_gmem[place + 1]))
-
-            def round_if_last(counter: Any, before: Any) -> None:
-                q_block, head = lax.rem(counter, jnp.int32(num_q_blocks)), lax.div(counter, jnp.int32(num_q_blocks))
-                batch, head = lax.div(head, jnp.int32(num_heads)), lax.rem(head, jnp.int32(num_heads))
-                first, end = visitors_of(q_block)
-
-                @pl.when(before == end - first - 1)
-                def _round() -> None:
-                    width = swizzle_span(head_dim)
-                    for row, column in itertools.product(range(0, block_q, _DQ_ROWS), range(0, head_dim, width)):
-                        rows, columns = pl.ds(q_block * block_q + row, _DQ_ROWS), pl.ds(column, width)
-                        part = plgpu.load(dq_gmem.at[batch, rows, head, columns], layout=TILE, optimized=False)
-                        to = rounded_gmem.at[batch, rows, head, columns]
-                        to[...] = (part * gradient_scale(spec)).astype(dtype)
 
             item: Any = item_of(0) if spec.deterministic else None  # In order there are no others.
 
@@ -593,16 +488,10 @@ def _kernel(
                     plgpu.semaphore_wait(turn, rank, decrement=False, memory_scope="gpu")
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(dq_full)
-                if rounds_dq:  # What was computed two steps before has been added by now.
-                    finish(step)
                 return following(slot)
 
             num_blocks = for_each_item(lambda nth, n: n + item_of(nth).num_blocks, jnp.int32(0))
-            num_steps = group * num_blocks
-            lax.fori_loop(0, num_steps, multiply, jnp.int32(0))
-            if rounds_dq:
-                finish(num_steps)
-                finish(num_steps + 1)
+            lax.fori_loop(0, group * num_blocks, multiply, jnp.int32(0))
 
         @pl.when(warpgroup < _NUM_CONSUMERS)
         def _consume() -> None:
@@ -737,7 +626,6 @@ def _kernel(
         ring(1),
         plgpu.Barrier(),
         plgpu.Barrier(),
-        plgpu.Barrier(num_barriers=_MESSAGES) if rounds_dq else None,
         collective_axes="warpgroup",
     )
 

@@ -295,27 +295,21 @@ def _scale_rows(ctx: Any, tile: Any, factors: Any) -> Any:
     return mgpu.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=tile.is_signed)
 
 
-def count_up(counter: Any, before: Any, *, is_told: bool = False) -> None:
-    """Adds 1 to a counter in global memory; writes to another reference what it was.
-
-    If `is_told`, whoever counts after others may read what they had written, and what others had told them, before.
-    """
+def count_up(counter: Any, before: Any) -> None:
+    """Adds 1 to a counter in global memory; writes to shared memory what it was."""
     inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-    inline(_count_up_and_tell if is_told else _count_up)(counter, before)
+    inline(_count_up)(counter, before)
 
 
-def _count_up(ctx: Any, counter: Any, before: Any, ordering: Any = llvm.AtomicOrdering.monotonic) -> None:
+def _count_up(ctx: Any, counter: Any, before: Any) -> None:
     """`count_up` in MLIR: one thread counts, and the warpgroup waits for it."""
     del ctx
     one = mgpu.c(1, ir.IntegerType.get_signless(32))
     with mgpu.single_thread(mgpu.ThreadSubset.WARPGROUP):
-        old = llvm.atomicrmw(llvm.AtomicBinOp.add, memref_ptr(counter), one, ordering, syncscope="device")
-        memref.store(old, before, [])
+        # Nothing else is told by it: no order with other accesses.
+        relaxed: Any = dict(ordering=llvm.AtomicOrdering.monotonic, syncscope="device")
+        memref.store(llvm.atomicrmw(llvm.AtomicBinOp.add, memref_ptr(counter), one, **relaxed), before, [])
     mgpu.warpgroup_barrier()
-
-
-def _count_up_and_tell(ctx: Any, counter: Any, before: Any) -> None:
-    _count_up(ctx, counter, before, llvm.AtomicOrdering.acq_rel)
 
 
 def balanced_plan(items: Sequence[tuple[int, float]], num_ctas: int) -> tuple[np.ndarray, float]:

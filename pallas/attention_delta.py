@@ -24,13 +24,12 @@ _ROWS = 64
 
 
 def row_sums_and_zeros(
-    out: Float[Array, "B T N D"], dout: Float[Array, "B T N D"], num_rows: int, head_dim: int
-) -> tuple[Float32[Array, "B N T"], Float32[Array, "B R N H"]]:
+    out: Float[Array, "B T N D"], dout: Float[Array, "B T N D"], head_dim: int
+) -> tuple[Float32[Array, "B N T"], Float32[Array, "B T N H"]]:
     """Returns the sums of out * dout along D, of more queries than there are in whole blocks, and zeros.
 
     Args:
       out, dout: padded as TMA asks (`pad_heads`).
-      num_rows: R, at least T; up to the next multiple of 64 they are zeros.
       head_dim: H, a multiple of 32.
     """
     batch, num_queries, num_heads, _ = out.shape
@@ -40,7 +39,7 @@ def row_sums_and_zeros(
         out_type=[
             # Whole blocks: Mosaic clips a store of contiguous bytes at the end of the array, not of the row.
             jax.ShapeDtypeStruct((batch, num_heads, num_blocks * _ROWS), jnp.float32),
-            jax.ShapeDtypeStruct((batch, num_rows, num_heads, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((batch, num_queries, num_heads, head_dim), jnp.float32),
         ],
         grid=(num_heads, num_blocks, batch),
         grid_names=("head", "block", "batch"),

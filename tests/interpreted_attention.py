@@ -62,18 +62,9 @@ LENGTHS = [0, 1, 64, 130, 200]
 def interpret(**settings: Any) -> contextlib.AbstractContextManager[None]:
     """As `interpret.interpret`, with what these kernels write in MLIR."""
     emulations = dict(
-        _scale_rows=lambda tile, factors: tile * factors[:, None],
-        _count_up=lambda counter, _: (counter + 1, counter),
-        _count_up_and_tell=_count_up_and_tell,
+        _scale_rows=lambda tile, factors: tile * factors[:, None], _count_up=lambda counter, _: (counter + 1, counter)
     )
     return interpret_kernels(emulations=emulations, **settings)
-
-
-def _count_up_and_tell(counter: Any, _: Any) -> tuple[Any, Any]:
-    return counter + 1, counter
-
-
-_count_up_and_tell.is_told = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ its waits, arrivals, reads and writes for `simulated_replay`; what is read is kn
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -230,11 +229,6 @@ class Ref:
     def __neg__(self) -> Ref:
         return Ref(f"-{self.name}", shape=self.shape)
 
-    def __mul__(self, _: Any) -> Ref:
-        return self
-
-    astype = __mul__
-
     def __getitem__(self, index: Any) -> Any:
         if index is ...:
             return self
@@ -244,8 +238,8 @@ class Ref:
         assert all(0 <= i < n for i, n in zip(places, self.shape)), f"{self.name}[{index}] is out of bounds"
         return np.int32(self.array[index])
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.warpgroup.write(self if index is ... else self.at[index], value)
+    def __setitem__(self, _: Any, value: Any) -> None:
+        self.warpgroup.write(self, value)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -320,8 +314,6 @@ class Cta:
     def __init__(self, number: int, cluster: Sequence[int], is_ordered: bool) -> None:
         self.number, self.cluster, self.is_ordered = number, cluster, is_ordered
         self.num_arrivals: dict[str, int] = {}
-        #: What is written to places of numbers, in order.
-        self.numbers: dict[Any, list[int]] = collections.defaultdict(list)
         self.shared_barriers: set[str] = set()
         self.stores: list[Store] = []
 
@@ -354,7 +346,6 @@ class Warpgroup:
         self.clock = itertools.count(1)
         self.ACC = _Accumulators(self)
         self.products: list[tuple[Accumulator, list[Read]]] = []
-        self.numbers_read: list[tuple[Read, int]] = []
         self.groups: list[list[Read | Write]] = []
         self.group: list[Read | Write] = []
 
@@ -375,22 +366,7 @@ class Warpgroup:
         return read
 
     def write(self, ref: Ref, value: Any) -> None:
-        write = Write((self.cta.number, ref.name, *ref.numbers), ref.part, value)
-        self.trace.append(("write", write))
-        if isinstance(value, int | np.integer):
-            self.cta.numbers[write.place].append(int(value))
-
-    def number(self, ref: Ref) -> np.int32:
-        """What comes to be in a place of a number: each warpgroup that reads it reads all, once each, later on."""
-        read = self.read(ref, is_async=False)
-        nth = sum(other.place == read.place for other, _ in self.numbers_read)
-        value = self.cta.numbers[read.place][nth]
-        self.numbers_read.append((read, value))
-        return np.int32(value)
-
-    def check_numbers(self) -> None:
-        """After `replay`: that they are those."""
-        assert all(only(read.contents) == value for read, value in self.numbers_read), "a number is another"
+        self.trace.append(("write", Write((self.cta.number, ref.name, *ref.numbers), ref.part, value)))
 
     def load(self, ref: Ref, **_: Any) -> Tile:
         return Tile({ref.name: (next(self.clock), self.read(ref, is_async=False))})

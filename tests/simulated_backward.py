@@ -9,14 +9,13 @@ that what is added to it is in order where that is asked for, of however many CT
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from simulated import Case, Cta, Launch, Product, Ref, Sources, Store, Tile, Warpgroup, launch_with, only, run
+from simulated import Case, Launch, Product, Ref, Sources, Store, Tile, launch_with, only, run
 from simulated_replay import Read, Write, replay
 
 from jaxkernels.pallas import attention_backward_fused
@@ -42,11 +41,7 @@ class Simulation:
         operands = operands_of(case, is_bounded=True)
         settings = spec, config.dkv_block_q, config.dkv_num_stages, operands, case.integers
         zeros = Ref("dq", shape=operands[0].shape) if is_zeroed else None
-        gradients = functools.partial(self.fused.gradients, rounds_dq=config.rounds_dq)
-        (launch,) = launches_of(self.sources, gradients, *settings, zeros, is_ordered=spec.deterministic)
-        counts = _Counts(case)
-        if config.rounds_dq:
-            counts.take_part(self.sources, launch)
+        (launch,) = launches_of(self.sources, self.fused.gradients, *settings, zeros, is_ordered=spec.deterministic)
         ctas = run(self.sources, launch)
         stores = [store for warpgroups in ctas for store in warpgroups[0].cta.stores]
         if spec.deterministic:
@@ -54,80 +49,7 @@ class Simulation:
         else:
             for cta in ctas:
                 replay([cta], rng)
-        for warpgroup in itertools.chain(*ctas):
-            warpgroup.check_numbers()
         _Gradients(case).check(stores, is_zeroed=is_zeroed)
-        if config.rounds_dq:
-            counts.check()
-
-
-class _Counts:
-    """Of those who have added to blocks of dQ, one CTA after the other, and what the last ones round."""
-
-    def __init__(self, case: Case) -> None:
-        self.case, self.counts = case, collections.Counter[int]()
-        #: Pieces of dQ, and how many had added to the block.
-        self.rounded: dict[Any, int] = {}
-
-    def take_part(self, sources: Sources, launch: Launch) -> None:
-        counters, sums, rounded = launch.body.args[-5:-2]
-        counters.name, sums.name, rounded.name = "counters", "dq", "rounded"
-        counters.dtype = np.int32
-
-        def make(cta: Cta, index: int) -> _Warpgroup:
-            counters.warpgroup = rounded.warpgroup = warpgroup = _Warpgroup(cta, index, self)
-            sources.bind(count_up=warpgroup.count_up)
-            return warpgroup
-
-        launch.warpgroup = make
-
-    def number_of(self, batch: int, first_query: int, head: int) -> int:
-        num_heads, block_q = self.case.spec.q.shape[2], self.case.config.dkv_block_q
-        return (batch * num_heads + head) * -(-self.case.spec.q.shape[1] // block_q) + first_query // block_q
-
-    def check(self) -> None:
-        assert all(self.counts[self.number_of(*place[:3])] == n for place, n in self.rounded.items()), (
-            "rounded before all have added"
-        )
-        (batch, num_queries, num_heads, _), block_q = self.case.spec.q.shape, self.case.config.dkv_block_q
-        width, rows = math.gcd(64, self.case.padded_dims[0]), range(0, num_queries + -num_queries % block_q, 64)
-        pieces = itertools.product(range(batch), rows, range(num_heads), range(0, self.case.padded_dims[0], width))
-        assert set(pieces) == set(self.rounded), "blocks are not rounded"
-
-
-class _Warpgroup(Warpgroup):
-    def __init__(self, cta: Cta, index: int, counts: _Counts) -> None:
-        super().__init__(cta, index)
-        self.counts = counts
-
-    def count_up(self, counter: Ref, before: Ref, *, is_told: bool) -> None:
-        assert is_told
-        (number,) = counter.numbers
-        self.write(before, self.counts.counts[number])
-        self.counts.counts[number] += 1
-        if self.cta.is_ordered:
-            self.trace.append(("signal", ("count", number)))
-
-    def write(self, ref: Ref, value: Any) -> None:
-        if ref.name != "rounded":
-            super().write(ref, value)
-            return
-        _, *place = ref.block
-        assert value.origin("dq") == ("dq", *place), f"{value.origin('dq')} is rounded to {place}"
-        assert tuple(place) not in self.counts.rounded, f"{place} is rounded twice"
-        self.counts.rounded[*place] = self.counts.counts[self.counts.number_of(*place[:3])]
-
-    def load(self, ref: Ref, **settings: Any) -> Tile:
-        if ref.name != "dq":
-            return super().load(ref, **settings)
-        _, batch, first_query, head, _ = ref.block
-        if self.cta.is_ordered:  # Whoever adds first may be another CTA than the one that is last here.
-            number = self.counts.number_of(batch, first_query, head)
-            self.trace.append(("await", (("count", number), self.counts.counts[number])))
-            block_q = self.counts.case.config.dkv_block_q
-            place = "dq", batch, first_query // block_q * block_q, head
-            self.trace.append(("read", Read(place, (), is_async=False)))
-        return Tile({"dq": (next(self.clock), ref.block)})
 
 
 def launches_of(sources: Sources, gradients: Callable[..., Any], *args: Any, is_ordered: bool = False) -> list[Launch]:

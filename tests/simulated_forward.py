@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from simulated import Case, Cta, Launch, Product, Ref, Sources, Store, Tile, Warpgroup, only, run
-from simulated_replay import Block, replay
+from simulated_replay import Block, Read, replay
 
 from jaxkernels.pallas import attention_blocks, attention_forward
 
@@ -20,14 +20,22 @@ __all__ = ["Simulation"]
 
 
 class _Warpgroup(Warpgroup):
-    """One that asks for items: `numbers` are those that its CTA will get."""
+    """One that asks for items: `numbers` are those that its CTA will get, `taken` those that it has. The producer comes
+    first."""
 
-    def __init__(self, cta: Cta, index: int, numbers: list[int]) -> None:
+    def __init__(self, cta: Cta, index: int, numbers: list[int], taken: list[int]) -> None:
         super().__init__(cta, index)
-        self.numbers = numbers
+        self.numbers, self.taken = numbers, taken
+        self.numbers_read: list[tuple[Read, int]] = []
 
     def count_up(self, _: Ref, before: Ref) -> None:
-        self.write(before, self.numbers.pop(0))
+        self.taken.append(self.numbers.pop(0))
+        self.write(before, self.taken[-1])
+
+    def number(self, ref: Ref) -> np.int32:
+        read, value = self.read(ref, is_async=False), self.taken[len(self.numbers_read)]
+        self.numbers_read.append((read, value))
+        return np.int32(value)
 
 
 class Simulation:
@@ -53,7 +61,7 @@ class Simulation:
         for own, warpgroups in zip(items, run(self.sources, self._launch(case, plan, numbers)), strict=True):
             replay([warpgroups], rng)
             for warpgroup in warpgroups:
-                warpgroup.check_numbers()
+                assert all(only(read.contents) == number for read, number in warpgroup.numbers_read)
                 if (consumer := warpgroup.index) < case.config.num_consumers:
                     stores = [store for store in warpgroup.cta.stores if store.warpgroup == consumer]
                     consumer += warpgroup.cta.number % num_ctas * case.config.num_consumers
@@ -65,9 +73,11 @@ class Simulation:
         operands = [Ref(name, shape=(*x.shape[:3], dim), is_bounded=name != "q") for name, x, dim in named]
         inputs = self.forward._inputs(spec, config, Tile(), case.integers)
         refs = Ref("plan", plan), {name: _input(name, x) for name, x in inputs.items()}, Ref("out"), Ref("lse")
+        taken: list[list[int]] = [[] for _ in numbers]
 
         def make(cta: Cta, index: int) -> _Warpgroup:
-            warpgroup = _Warpgroup(cta, index, numbers[cta.number // len(cta.cluster)])
+            worker = cta.number // len(cta.cluster)
+            warpgroup = _Warpgroup(cta, index, numbers[worker], taken[worker])
             self.sources.bind(count_up=warpgroup.count_up)
             return warpgroup
 

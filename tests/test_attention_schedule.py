@@ -100,11 +100,7 @@ def random_backward(rng: np.random.Generator) -> Case:
         block_q, num_stages = pick(rng, 64, 128), pick(rng, 2, 3, 4)
         if attention_backward_fused.smem_bytes(*padded, block_q, num_stages) <= spec.target.smem_bytes:
             config = attention_backward.Config(
-                dkv_block_q=block_q,
-                dkv_num_stages=num_stages,
-                fused=True,
-                head_multiple=multiple,
-                rounds_dq=attention_backward_fused.rounds(spec) and chance(rng, 0.5),
+                dkv_block_q=block_q, dkv_num_stages=num_stages, fused=True, head_multiple=multiple
             )
             return Case(spec, config, random_integers(spec, rng))
 
@@ -262,9 +258,6 @@ BUGS = {
             "waits for -",
             (91, 0, 46),
         ),
-        "rounded too soon": ("before == end - first - 1", "before == 0", "rounded before", (16, 84, 251)),
-        "rounded too late": ("before == end - first - 1", "before == end - first", "not rounded", (7, 8)),
-        "a message too few": ("_MESSAGES = 3", "_MESSAGES = 2", "race|another|deadlock|round twice", (7, 8)),
         "later keys first": (
             "for kv_block in kv_blocks for stream",
             "for kv_block in kv_blocks[::-1] for stream",

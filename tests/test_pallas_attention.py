@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import re
 from typing import Any
 
@@ -933,57 +932,34 @@ def test_refuses_what_has_no_kernel_shape() -> None:
             lambda: attention_backward.Config(dq_num_stages=0),
             "attention_backward[pallas]: block sizes must be multiples of 64 and stages at least 1; got "
             "Config(dq_block_kv=64, dq_num_stages=0, dkv_block_q=64, dkv_num_stages=2, split_outputs=False, "
-            "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=1, "
-            "rounds_dq=False).",
+            "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=1).",
         ),
         (
             lambda: attention_backward.Config(dkv_num_stages=1, fused=True),
             "attention_backward[pallas]: fused needs dkv_num_stages of at least 2 and excludes split_outputs; got "
             "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=64, dkv_num_stages=1, split_outputs=False, "
-            "fused=True, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=1, "
-            "rounds_dq=False).",
+            "fused=True, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=1).",
         ),
         (
             lambda: attention_backward.Config(split_outputs=True, head_multiple=32),
             "attention_backward[pallas]: head_multiple must be 64 or, without split_outputs, 32; got "
             "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=64, dkv_num_stages=2, split_outputs=True, "
-            "fused=False, multicast=True, ping_pong=True, head_multiple=32, workspace_bytes=0, group_parts=1, "
-            "rounds_dq=False).",
+            "fused=False, multicast=True, ping_pong=True, head_multiple=32, workspace_bytes=0, group_parts=1).",
         ),
         (
             lambda: attention_backward.Config(split_outputs=True, dkv_block_q=128),
             "attention_backward[pallas]: split_outputs needs blocks of 64 and stages of at least 2; got "
             "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=128, dkv_num_stages=2, split_outputs=True, "
-            "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=1, "
-            "rounds_dq=False).",
-        ),
-        (
-            lambda: attention_backward.Config(rounds_dq=True),
-            "attention_backward[pallas]: rounds_dq needs fused; got "
-            "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=64, dkv_num_stages=2, split_outputs=False, "
-            "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=1, "
-            "rounds_dq=True).",
+            "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=1).",
         ),
         (
             lambda: attention_backward.Config(group_parts=0),
             "attention_backward[pallas]: group_parts must be at least 1; got "
             "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=64, dkv_num_stages=2, split_outputs=False, "
-            "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=0, "
-            "rounds_dq=False).",
+            "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=0).",
         ),
     ],
-    ids=[
-        "block",
-        "no queries",
-        "one slot",
-        "consumers",
-        "backward",
-        "fused",
-        "split",
-        "blocks of the split",
-        "rounds",
-        "parts",
-    ],
+    ids=["block", "no queries", "one slot", "consumers", "backward", "fused", "split", "blocks of the split", "parts"],
 )
 def test_configs_refuse_what_cannot_run(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
@@ -1042,37 +1018,6 @@ def test_head_dimensions_padded_to_multiples_of_32_on_the_chip(dims: tuple[int, 
         assert actual.tobytes() == expected.tobytes()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("rules", [dict(causal=True), dict(), dict(causal=True, window=(300, None))], ids=str)
-@pytest.mark.parametrize(
-    ("dim", "lengths"), [(64, (4096, 4096)), (128, (4096, 4096)), (128, (1000, 968)), (96, (512, 512))]
-)
-def test_rounding_in_the_kernel_on_the_chip(dim: int, lengths: tuple[int, int], rules: dict[str, Any]) -> None:
-    """Adds in order and rounds: the same bits as XLA's; in any order often, as which CTA is last differs."""
-    spec = make_spec(*lengths, heads=(8, 4), dims=(dim, dim), batch=2, **rules)
-    spec = dataclasses.replace(spec, target=hardware.chip_of(jax.devices()[0]))
-    config = dataclasses.replace(attention_backward.shortlist(spec)[0], fused=True)
-    q, k, v = random_operands(spec)
-    out, lse = jax.jit(functools.partial(attention_forward.run, spec, attention_forward.Config()))(q, k, v)
-    dout, dlse = random_cotangents(spec)
-
-    def compiled(*, deterministic: bool, rounds_dq: bool) -> Any:
-        changed = dataclasses.replace(spec, deterministic=deterministic)
-        return jax.jit(
-            functools.partial(attention_backward.run, changed, dataclasses.replace(config, rounds_dq=rounds_dq))
-        )
-
-    operands = q, k, v, out, lse, dout, dlse
-    expected = [np.asarray(x) for x in compiled(deterministic=True, rounds_dq=False)(*operands)]
-    for actual, x in zip(compiled(deterministic=True, rounds_dq=True)(*operands), expected, strict=True):
-        assert np.asarray(actual).tobytes() == x.tobytes()
-    in_any_order = compiled(deterministic=False, rounds_dq=True)
-    scale = np.abs(np.float32(expected[0])).max()
-    for _ in range(50):
-        dq = np.float32(in_any_order(*operands)[0])
-        np.testing.assert_allclose(dq, np.float32(expected[0]), rtol=2**-7, atol=2**-12 * scale)
-
-
 _SANITIZED = """
 import dataclasses, functools
 from interpreted_attention import make_spec
@@ -1109,9 +1054,6 @@ def in_order(dim):
 def in_order_documents(dim):
     return backward(dim, extras, deterministic=True, **rules)
 
-def rounding(dim):
-    return backward(dim, changes=dict(fused=True, rounds_dq=True))
-
 def two_kernels(dim):
     return backward(dim, changes=dict(fused=False), deterministic=True)
 
@@ -1120,12 +1062,12 @@ def backward(dim, extras=(), changes={}, **rules):
     lse = jnp.ones((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
     return compiled(attention_backward, spec, **changes)(q, k, v, *extras, q, lse, q, lse)
 
-runs = (forward, documents, backward, backward_documents, in_order, in_order_documents, rounding, two_kernels)
+runs = (forward, documents, backward, backward_documents, in_order, in_order_documents, two_kernels)
 steps = {f"{run.__name__} {dim}": functools.partial(run, dim) for run in runs for dim in (64, 128, 256)}
 """
 _RUNS = ("forward", "documents", "backward", "backward_documents")
 _STEPS = [f"{run} {dim}" for run in _RUNS for dim in (64, 128, 256)]
-_STEPS += [f"{run} {dim}" for run in ("in_order", "in_order_documents", "rounding", "two_kernels") for dim in (64, 128)]
+_STEPS += [f"{run} {dim}" for run in ("in_order", "in_order_documents", "two_kernels") for dim in (64, 128)]
 
 
 @pytest.mark.gpu

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
-import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -64,33 +62,6 @@ def test_fused_head_dimensions_padded_to_multiples_of_32(dims: tuple[int, int], 
     check_backward(spec, attention_backward.Config(fused=True, head_multiple=32))
 
 
-_ROUNDED = [dict(), dict(causal=True), dict(causal=True, window=(70, None)), dict(window=(20, 30), soft_cap=20.0)]
-
-
-@_feature
-@pytest.mark.one_version
-@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
-@pytest.mark.parametrize("rules", _ROUNDED, ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_fused_rounds_dq_itself(dim: int, rules: dict[str, Any], deterministic: bool) -> None:
-    spec = make_spec(200, 264, dims=(dim, dim), batch=2, deterministic=deterministic, **rules)
-    check_backward(spec, dataclasses.replace(FUSED[dim], rounds_dq=True))
-
-
-@pytest.mark.one_version
-@pytest.mark.parametrize(
-    ("rules", "extras"),
-    [(dict(key_lengths=True), ([70],)), (dict(window=(20, 0)), ()), (dict(segments=True), ([[0] * 200], [[0] * 136]))],
-    ids=["lengths", "queries that see nothing", "segments"],
-)
-def test_rounding_where_not_all_can_tell_who_adds_is_refused(rules: dict[str, Any], extras: tuple[Any, ...]) -> None:
-    spec, config = make_spec(200, 136, **rules), dataclasses.replace(FUSED[64], rounds_dq=True)
-    q, k, v = random_operands(spec)
-    message = "attention_backward[pallas]: rounds_dq takes no lengths or segments, and a key for each query; got "
-    with pytest.raises(ValueError, match=re.escape(message)):
-        attention_backward.run(spec, config, q, k, v, *map(np.int32, extras), q, np.ones((1, 2, 200)), q, q)
-
-
 @_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
@@ -106,7 +77,7 @@ def test_fused_with_grouped_heads(heads: tuple[int, int], dim: int, deterministi
 def test_row_sums_and_zeros(head_dim: int, value_dim: int) -> None:
     out, dout = (jnp.asarray(np.random.default_rng(i).normal(size=(2, 136, 3, value_dim)), "bfloat16") for i in (0, 1))
     with interpret():
-        sums, zeros = attention_delta.row_sums_and_zeros(out, dout, out.shape[1], head_dim)
+        sums, zeros = attention_delta.row_sums_and_zeros(out, dout, head_dim)
         sums, zeros = np.asarray(sums), np.asarray(zeros)
     expected = np.sum(np.float64(out) * np.float64(dout), axis=-1)
     np.testing.assert_allclose(sums[:, :, :136].swapaxes(1, 2), expected, rtol=1e-5, atol=1e-4)
@@ -154,19 +125,6 @@ def test_a_missing_wait_of_the_fused_kernel_is_noticed(missing: int) -> None:
     spec = make_spec(392, 264, causal=True)
     with missing_wait(missing, _FUSED_WAITS):
         run_backward(spec, attention_backward.Config(fused=True), deadlock_after=3.0)
-
-
-_ROUNDING_WAITS = [*_FUSED_WAITS[:7], "dQ added", "dQ added at last", "the last dQ added"]
-_ROUNDING_WAITS += _FUSED_WAITS[7:]
-
-
-@pytest.mark.sampled(one_in=4)
-@pytest.mark.one_version
-@pytest.mark.parametrize("missing", range(len(_ROUNDING_WAITS)), ids=_ROUNDING_WAITS)
-def test_a_missing_wait_of_the_kernel_that_rounds_is_noticed(missing: int) -> None:
-    with missing_wait(missing, _ROUNDING_WAITS):
-        config = attention_backward.Config(fused=True, rounds_dq=True)
-        run_backward(make_spec(392, 264, causal=True), config, deadlock_after=3.0)
 
 
 @pytest.mark.one_version

@@ -373,17 +373,9 @@ def _inline_mgpu_rule(self, eqn, token, invals):
 
 @_host
 def _update(memory, thread, info, refs, *, emulate):
-    """Replaces what references hold by what `emulate` makes of it; in global memory atomically.
-
-    Where `emulate.is_told`, threads that do so are ordered as they come, by the first reference's place.
-    """
+    """Replaces what references hold by what `emulate` makes of it; in global memory atomically."""
     races, clock = gpu_callbacks.get_races(), memory.incr_clock(thread).generic_clock
     views = [_view(memory, ref) for ref in refs]
-    if getattr(emulate, "is_told", False):
-        key, access = views[0]
-        place = key, *map(str, access.range)
-        memory.signal_semaphore(thread, place, 0)
-        memory.wait_semaphore(thread, place, 0, decrement=False)
     with _reducing:
         values = emulate(*(_read(memory, key, access) for key, access in views))
         for (key, access), value in zip(views, values, strict=True):
