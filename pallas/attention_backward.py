@@ -66,12 +66,12 @@ from jaxkernels.pallas.attention_blocks import (
     unsupported,
     visible_pairs,
 )
-from jaxkernels.pallas.attention_delta import row_sums_and_zeros
+from jaxkernels.pallas.attention_delta import row_sums
 from jaxkernels.specs import MASKED_LOGIT, AttentionSpec
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
-VERSION = 4
+VERSION = 5
 
 #: Rows of a consumer's tile: queries in kernel 1, keys in kernel 2.
 _ROWS_PER_CONSUMER = 64
@@ -108,6 +108,9 @@ class Config:
         anew; of one head of keys, if that is more. 0: it is not kept.
       group_parts: in how many parts a group of query heads is dealt with, as if each had keys and values of its own, of
         whose gradients XLA makes sums. Where there are few of these, more SMs then have something to do.
+      stores_first: whether in the fused kernel the first block of keys stores each block of dQ's sum, and the others
+        wait for that; else the sum begins with zeros. Only where a causal mask, or none, is all there is; with it not
+        for groups of query heads, nor more blocks of keys than SMs. In order the first one stores anyway.
     """
 
     dq_block_kv: int = 64
@@ -121,6 +124,7 @@ class Config:
     head_multiple: int = 64
     workspace_bytes: int = 0
     group_parts: int = 1
+    stores_first: bool = False
 
     def __post_init__(self) -> None:
         if self.dq_block_kv % 64 or self.dkv_block_q % 64 or min(self.dq_num_stages, self.dkv_num_stages) < 1:
@@ -134,6 +138,8 @@ class Config:
                 "attention_backward[pallas]: fused needs dkv_num_stages of at least 2 and excludes split_outputs; "
                 f"got {self}."
             )
+        if self.stores_first and not self.fused:
+            raise ValueError(f"attention_backward[pallas]: stores_first needs fused; got {self}.")
         if self.head_multiple not in ((64,) if self.split_outputs else (64, 32)):
             raise ValueError(
                 f"attention_backward[pallas]: head_multiple must be 64 or, without split_outputs, 32; got {self}."
@@ -174,7 +180,10 @@ def _with_parts(spec: AttentionSpec, config: Config) -> Config:
     num_parts = [n for n in range(1, spec.group_size + 1) if spec.group_size % n == 0]
     configs = [dataclasses.replace(config, group_parts=n) for n in num_parts]
     seconds = [estimate(spec, config) for config in configs]
-    return next(config for config, time in zip(configs, seconds) if time < _GAIN_OF_PARTS * min(seconds))
+    chosen = next(config for config, time in zip(configs, seconds) if time < _GAIN_OF_PARTS * min(seconds))
+    in_parts = _in_parts(spec, chosen.group_parts)
+    stores_first = chosen.fused and attention_backward_fused.stores_first(in_parts, chosen.dkv_block_q)
+    return dataclasses.replace(chosen, stores_first=stores_first)
 
 
 def _in_parts(spec: AttentionSpec, num_parts: int) -> AttentionSpec:
@@ -189,9 +198,14 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
 
     A single slot, which nothing can be loaded beside, only where two do not fit. The fused kernel up to head dimension
     128, alone where there is more than a causal mask, also with head dimensions padded to multiples of 32 where that is
-    less; above it the consumers that share their keys, too. Each with its groups in the parts that suit it.
+    less; above it the consumers that share their keys, too. Each with its groups in the parts that suit it, and the
+    fused one, where it can, with dQ's sum begun in both ways.
     """
-    return itertools.chain(shortlist(spec), (_with_parts(spec, config) for config in _schedules(spec)))
+    for config in itertools.chain(shortlist(spec), (_with_parts(spec, config) for config in _schedules(spec))):
+        yield config
+        in_parts = _in_parts(spec, config.group_parts)
+        if config.fused and not spec.deterministic and attention_backward_fused.can_store_first(in_parts):
+            yield dataclasses.replace(config, stores_first=not config.stores_first)
 
 
 def _schedules(spec: AttentionSpec) -> Iterator[Config]:
@@ -259,14 +273,15 @@ def estimate(spec: AttentionSpec, config: Config) -> float:
             steps = max(longest, average * ctas / spec.target.num_sms)
         return LAUNCH_SECONDS * max(1.0, ctas / spec.target.num_sms) + steps * step
 
-    if config.fused:  # Five products; float32 sums are zeroed, read and rounded by other kernels.
+    if config.fused:  # Five products; float32 sums are read and rounded, and if need be zeroed, by other kernels.
         products = kernel(
             batch * num_kv_heads * pl.cdiv(num_keys, keys_per_cta),
             spec.group_size * pl.cdiv(num_queries, config.dkv_block_q),
             2 * keys_per_cta * config.dkv_block_q * (2 * columns + head_dim),
             config.dkv_num_stages,
         )
-        sums = 10 * batch * num_queries * num_heads * head_dim
+        is_zeroed = attention_backward_fused.is_zeroed(spec, stores_first=config.stores_first)
+        sums = (10 if is_zeroed else 6) * batch * num_queries * num_heads * head_dim
         return products + sums / (spec.target.memory_bytes_per_s or math.inf)
     # Three products of 128 queries in the one, or one where dS is kept; in the other four.
     rows = NUM_CONSUMERS * _ROWS_PER_CONSUMER
@@ -295,6 +310,12 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
             f"attention_backward[pallas]: group_parts must divide the {spec.group_size} query heads of a key head; got "
             f"{config}."
         )
+    in_parts = _in_parts(spec, config.group_parts)
+    if config.stores_first and not attention_backward_fused.can_store_first(in_parts):
+        raise ValueError(
+            "attention_backward[pallas]: stores_first takes no windows, lengths or segments, and with a causal mask no "
+            f"groups of query heads and {spec.target.num_sms} blocks of 128 keys at most; got {config}."
+        )
     *given, out, lse, dout, dlse = rest
     extras = dict(zip(spec.extra_names, given))
     is_query = queries_inside(spec, extras) if spec.query_lengths else None
@@ -304,9 +325,11 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
         is_key = keys_inside(spec, extras)
         k, v = (jnp.where(is_key[:, :, None, None], x, 0) for x in (k, v))
     zeros = None
-    if config.fused and attention_backward_fused.is_zeroed(spec):
+    if config.fused:
         head_dim, value_dim = padded_head_dims(spec, config.head_multiple)
-        sums, zeros = row_sums_and_zeros(pad_heads(out, value_dim), pad_heads(dout, value_dim), head_dim)
+        is_zeroed = attention_backward_fused.is_zeroed(spec, stores_first=config.stores_first)
+        zeros_dim = head_dim if is_zeroed else None
+        sums, zeros = row_sums(pad_heads(out, value_dim), pad_heads(dout, value_dim), zeros_dim)
         sums = sums[:, :, : q.shape[1]]
     else:
         sums = jnp.swapaxes(jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1), 1, 2)
@@ -323,7 +346,6 @@ def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.
     if config.group_parts == 1:
         dq, dk, dv = _gradients(spec, config, extras, q, k, v, lse, dout, delta, zeros)
     else:
-        in_parts = _in_parts(spec, config.group_parts)
         k, v = (jnp.repeat(x, config.group_parts, axis=2) for x in (k, v))
         dq, *parts = _gradients(in_parts, config, extras, q, k, v, lse, dout, delta, zeros)
         apart = lambda x: x.reshape(*x.shape[:2], -1, config.group_parts, x.shape[3])

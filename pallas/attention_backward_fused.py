@@ -25,6 +25,10 @@ The order of dQ's sum. TMA adds what comes, and the sum's last bits may differ f
 added. The first stores, and nothing need be zeroed. All walk queries from the last, which every block of keys sees:
 whoever comes later is one step behind and stays there.
 
+Zeros, of another kernel, are written and read once for nothing. Where items have few steps that is much, and the first
+block of keys stores in any order, too: the producers of the others wait for its semaphore before they add, which is
+where they wait for dQ anyway. The plan has first blocks on the first CTAs (`_plan_behind_the_first`).
+
 The order of items. At any time all CTAs should be at the same few blocks of queries: Q, dO and dQ then come from
 memory, and go there, once. CTAs begin with as many streams (heads of all batch elements) as there are CTAs for. With a
 causal mask, under which blocks of keys see different queries, CTAs that begin together, at the last queries, end one
@@ -82,6 +86,7 @@ from jaxkernels.pallas.attention_blocks import (
     is_known_at_run_time,
     kernel_inputs,
     keys_seen_by_any,
+    num_even_ctas,
     planned_offset,
     queries_that_see_all,
     queries_that_see_any,
@@ -93,7 +98,7 @@ from jaxkernels.pallas.attention_blocks import (
 )
 from jaxkernels.specs import AttentionSpec
 
-__all__ = ["gradients", "is_zeroed", "smem_bytes"]
+__all__ = ["can_store_first", "gradients", "is_zeroed", "smem_bytes", "stores_first"]
 
 #: Keys of a consumer warpgroup, and of a CTA.
 _KEYS_PER_CONSUMER = 64
@@ -109,6 +114,8 @@ _DQ_ROWS = 64
 _ITEM_STEPS = 2.0
 #: Steps of an item at head dimension 64, on average, from which on a persistent grid is slower.
 _MANY_STEPS = 24
+#: What zeros for dQ's sum take at least where the first block of keys stores instead, for which the others wait.
+_ZEROS_SECONDS = 10e-6
 #: How much longer the last CTA may take than with another order of items before that is taken.
 _MOST_IDLE = 1.05
 #: Streams, heads and batches, whose blocks of keys are worked on side by side, at most: with lengths, segments or a
@@ -146,14 +153,14 @@ def gradients(
     Args:
       operands: q, k, v, dout, lse in base 2, infinite where a query adds nothing, and delta.
       extras: the optional operands by name.
-      zeros: like q in float32, if `is_zeroed`.
+      zeros: like q in float32, if `is_zeroed`; else the first block of keys stores what others add to.
     """
     q, k, v = operands[:3]
     like = lambda x, dtype=None: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
     inputs = _inputs(spec, block_q, extras)
-    plan = jnp.asarray(_plan(spec, block_q))
+    plan = jnp.asarray(_plan(spec, block_q, zeros is not None))
     run = plgpu.kernel(
-        functools.partial(_kernel, spec=spec, block_q=block_q, num_stages=num_stages),
+        functools.partial(_kernel, spec=spec, block_q=block_q, num_stages=num_stages, is_zeroed=zeros is not None),
         out_type=[*([like(q, jnp.float32)] if zeros is None else []), like(k), like(v)],
         grid=(len(plan),),
         grid_names=("cta",),
@@ -173,9 +180,23 @@ def gradients(
     return dq[...], dk, dv
 
 
-def is_zeroed(spec: AttentionSpec) -> bool:
-    """Whether dQ's sum begins with zeros: else the first block of keys, which then visits all queries, stores."""
-    return not (spec.deterministic and hides_by_causality_alone(spec))
+def can_store_first(spec: AttentionSpec) -> bool:
+    """Whether the first block of keys, which then visits all queries, can store what the others add to: all walk their
+    queries from the last."""
+    return hides_by_causality_alone(spec) and not _alternates(spec)
+
+
+def is_zeroed(spec: AttentionSpec, *, stores_first: bool) -> bool:
+    """Whether dQ's sum begins with zeros; in order it does only where no block of keys is sure to be the first."""
+    return not (stores_first or (spec.deterministic and hides_by_causality_alone(spec)))
+
+
+def stores_first(spec: AttentionSpec, block_q: int) -> bool:
+    """Whether to let the first block of keys store, by default: where zeros take long beside the steps."""
+    steps = _steps(spec, block_q)
+    zeros = 4 * math.prod(spec.q.shape) / (spec.target.memory_bytes_per_s or math.inf)
+    has_few = sum(steps) <= _MANY_STEPS * len(steps) and zeros >= _ZEROS_SECONDS
+    return can_store_first(spec) and not spec.deterministic and (has_few or len(steps) == 1)
 
 
 def _inputs(spec: AttentionSpec, block_q: int, extras: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -227,7 +248,7 @@ def _alternates(spec: AttentionSpec) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(spec: AttentionSpec, block_q: int) -> np.ndarray:
+def _plan(spec: AttentionSpec, block_q: int, is_zeroed: bool) -> np.ndarray:
     """The items of each CTA (`balanced_plan`); an item's number is 2 * (stream * num_kv_blocks + kv_block), and one
     more if it walks its queries from the first on.
 
@@ -240,9 +261,42 @@ def _plan(spec: AttentionSpec, block_q: int) -> np.ndarray:
     ]
     if _has_one_item_each(spec, block_q):
         return np.array([(1, number, 0) for number, _ in items], np.int32)
+    if not is_zeroed:
+        return _plan_behind_the_first(num_streams, steps, spec.target.num_sms)
     longest_first = sorted(items, key=lambda item: -item[1])
     by_streams, by_length = (balanced_plan(order, spec.target.num_sms) for order in (items, longest_first))
     return by_streams[0] if by_streams[1] < _MOST_IDLE * by_length[1] else by_length[0]
+
+
+def _plan_behind_the_first(num_streams: int, steps: list[int], num_sms: int) -> np.ndarray:
+    """A plan where the first block of keys stores what the others, which wait for it, add to.
+
+    First blocks are for the first CTAs, the others of a stream for the same or later ones: if a CTA that waits is on
+    the chip, so is the one it waits for. These CTAs are about as few as do not end last by first blocks alone; the
+    streams of which they begin one each together are a set, so that nobody waits long.
+    """
+    durations = [n + _ITEM_STEPS for n in steps]
+    num_ctas = num_even_ctas(num_streams * durations, num_sms)
+    first_in_a_cta = max(1, int(num_streams * sum(durations) / num_ctas // durations[0]))
+
+    def plan(num_first_ctas: int) -> tuple[np.ndarray, float]:
+        items = [
+            (2 * (stream * len(steps) + kv_block), duration)
+            for some in itertools.batched(range(num_streams), num_first_ctas)
+            for kv_block, duration in enumerate(durations)
+            for stream in some
+        ]
+
+        def ctas(number: int) -> range:
+            stream, kv_block = divmod(number // 2, len(steps))
+            begin = stream % num_first_ctas
+            return range(begin, begin + 1 if kv_block == 0 else num_ctas)
+
+        return balanced_plan(items, num_ctas, ctas)
+
+    fewest = min(num_ctas, pl.cdiv(num_streams, first_in_a_cta))
+    plans = [plan(n) for n in range(fewest, min(fewest + 2, num_ctas) + 1)]
+    return min(plans, key=lambda plan: plan[1])[0]
 
 
 def _items_by_streams(spec: AttentionSpec, num_streams: int, num_kv_blocks: int) -> list[tuple[int, int, int]]:
@@ -297,7 +351,7 @@ class _Item:
 def _kernel(
     q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, statistics_gmem: Any, plan_gmem: Any,
     inputs: dict[str, Any], dq_gmem: Any, dk_gmem: Any, dv_gmem: Any,
-    *, spec: AttentionSpec, block_q: int, num_stages: int,
+    *, spec: AttentionSpec, block_q: int, num_stages: int, is_zeroed: bool,
 ) -> None:  # fmt: skip
     dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
     num_keys, num_heads, group = spec.k.shape[1], spec.q.shape[2], spec.group_size
@@ -336,7 +390,8 @@ def _kernel(
 
     masks_places = spec.causal or spec.window is not None or is_cut
     added: Any = None
-    if spec.deterministic:
+    others_wait = not (spec.deterministic or is_zeroed or num_kv_blocks == 1)
+    if spec.deterministic or others_wait:
         added = pl.get_global(plgpu.SemaphoreType.REGULAR((spec.q.shape[0] * num_heads * num_q_blocks,)))
     following = lambda slot: jnp.where(slot == num_stages - 1, 0, slot + 1)
 
@@ -424,19 +479,26 @@ def _kernel(
                 """Adds a step's dQ to the sum."""
                 head, q_block = queries_of(item, step)
                 to = dq_gmem.at[item.batch, pl.ds(q_block * block_q, block_q), head]
+                is_first = item.kv_block == 0
+                if others_wait:
+                    stored = added.at[counter_of(item, step)]
+                    pl.when(~is_first)(lambda: plgpu.semaphore_wait(stored, 1, decrement=False, memory_scope="gpu"))
                 plgpu.barrier_wait(dq_full)
-                if is_zeroed(spec):
+                if is_zeroed:
                     plgpu.copy_smem_to_gmem(dq_smem, to, reduction_op="add")
                 else:
-                    is_first = item.kv_block == 0
                     pl.when(is_first)(lambda: plgpu.copy_smem_to_gmem(dq_smem, to))
                     pl.when(~is_first)(lambda: plgpu.copy_smem_to_gmem(dq_smem, to, reduction_op="add"))
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(dq_empty)
 
             def announce(item: _Item, step: Any) -> None:
-                """Tells the next block of keys that a step's dQ is in the sum."""
+                """Tells the next block of keys, or all others, that a step's dQ is in the sum."""
                 plgpu.semaphore_signal(added.at[counter_of(item, step)], memory_scope="gpu")
+
+            def announce_when_added(item: _Item, step: Any, num_pending: int) -> None:
+                plgpu.wait_smem_to_gmem(num_pending)
+                announce(item, step)
 
             def copy_item(nth: Any, slot: Any) -> Any:
                 item = item_of(nth)
@@ -453,6 +515,9 @@ def _kernel(
                     if spec.deterministic:
                         plgpu.wait_smem_to_gmem(1)
                         pl.when(adding > 0)(lambda: announce(item, adding - 1))
+                    elif others_wait:
+                        is_awaited = (item.kv_block == 0) & (adding > 0)
+                        pl.when(is_awaited)(lambda: announce_when_added(item, adding - 1, 1))
                     return following(slot)
 
                 # The steps beyond the last come round to the same slot.
@@ -460,6 +525,8 @@ def _kernel(
                 if spec.deterministic:
                     plgpu.wait_smem_to_gmem(0)
                     pl.when(num_steps > 0)(lambda: announce(item, num_steps - 1))
+                elif others_wait:
+                    pl.when(item.kv_block == 0)(lambda: announce_when_added(item, num_steps - 1, 0))
                 return slot
 
             for_each_item(copy_item, jnp.int32(0))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -312,31 +311,46 @@ def _count_up(ctx: Any, counter: Any, before: Any) -> None:
     mgpu.warpgroup_barrier()
 
 
-def balanced_plan(items: Sequence[tuple[int, float]], num_ctas: int) -> tuple[np.ndarray, float]:
+def num_even_ctas(durations: Collection[float], num_ctas: int) -> int:
+    """As many CTAs, at most, as have a use: of items of equal duration as few as end at the same time.
+
+    Of 2048 for 132 CTAs 16 each for 128, which then begin the same sets of heads together, and find each other's blocks
+    in L2.
+    """
+    num_ctas = min(len(durations), num_ctas)
+    if len(set(durations)) == 1:
+        num_ctas = pl.cdiv(len(durations), pl.cdiv(len(durations), num_ctas))
+    return num_ctas
+
+
+def balanced_plan(
+    items: Sequence[tuple[int, float]], num_ctas: int, ctas: Callable[[int], range] | None = None
+) -> tuple[np.ndarray, float]:
     """A row for each CTA of a grid: how many items it has, their numbers, and one that stands for none; and how long
     the last CTA takes.
 
-    Each item goes to the CTA that has least to do so far. Items of equal duration are for as few CTAs as end at the
-    same time: of 2048 for 132 CTAs 16 each for 128, which then begin the same sets of heads together, and find each
-    other's blocks in L2.
+    Each item goes to the CTA that has least to do so far.
 
     Args:
       items: numbers and durations, in the order in which they are begun.
-      num_ctas: how many there are at most.
+      num_ctas: how many there are at most (`num_even_ctas`).
+      ctas: which of these an item's number may have; what may have one only counts from the beginning.
     """
-    num_ctas = min(len(items), num_ctas)
-    if len({duration for _, duration in items}) == 1:
-        num_ctas = pl.cdiv(len(items), pl.cdiv(len(items), num_ctas))
-    loads = [(0.0, cta) for cta in range(num_ctas)]
-    taken: list[list[int]] = [[] for _ in loads]
-    for number, duration in items:
-        load, cta = loads[0]
+    num_ctas = num_even_ctas([duration for _, duration in items], num_ctas)
+    loads, taken = np.zeros(num_ctas), [list[int]() for _ in range(num_ctas)]
+    choices = [ctas(number) if ctas else range(num_ctas) for number, _ in items]
+    for (_, duration), choice in zip(items, choices):
+        if len(choice) == 1:
+            loads[choice[0]] += duration
+    for (number, duration), choice in zip(items, choices):
+        cta = choice[int(np.argmin(loads[choice.start : choice.stop]))]
+        if len(choice) > 1:
+            loads[cta] += duration
         taken[cta].append(number)
-        heapq.heapreplace(loads, (load + duration, cta))
-    plan = np.zeros((len(loads), 2 + max(map(len, taken))), np.int32)
+    plan = np.zeros((num_ctas, 2 + max(map(len, taken))), np.int32)
     for row, numbers in zip(plan, taken):
         row[: 1 + len(numbers)] = len(numbers), *numbers
-    return plan, max(loads)[0]
+    return plan, float(loads.max())
 
 
 def is_known_at_run_time(spec: AttentionSpec) -> bool:

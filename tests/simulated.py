@@ -18,7 +18,7 @@ import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -41,6 +41,9 @@ __all__ = [
     "only",
     "run",
 ]
+
+#: In which CTAs store to a place: in any, one by one, or one before all that add.
+type Order = Literal["any", "as added", "one stores first"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,11 +311,13 @@ class Cta:
 
     Attributes:
       cluster: the numbers of the CTAs in its cluster.
-      is_ordered: whether its stores are to come before or after those of others to the same place.
+      order: in which CTAs store to the same place, and add to it.
+      sums: what others, if any, have stored where it adds to.
     """
 
-    def __init__(self, number: int, cluster: Sequence[int], is_ordered: bool) -> None:
-        self.number, self.cluster, self.is_ordered = number, cluster, is_ordered
+    def __init__(self, number: int, cluster: Sequence[int], order: Order) -> None:
+        self.number, self.cluster, self.order = number, cluster, order
+        self.sums: list[Read] = []
         self.num_arrivals: dict[str, int] = {}
         self.shared_barriers: set[str] = set()
         self.stores: list[Store] = []
@@ -391,10 +396,15 @@ class Warpgroup:
         staged = self.read(smem, is_async=True)
         self.group.append(staged)
         self.cta.stores.append(Store(self.index, to.block, staged, reduction_op))
-        if self.cta.is_ordered:
+        if self.cta.order == "as added" or (self.cta.order == "one stores first" and reduction_op is None):
             write = Write(to.block, (), staged, is_async=True)
             self.trace.append(("write", write))
             self.group.append(write)
+        elif self.cta.order == "one stores first":
+            # To each other those who add are like readers.
+            sum_before = Read(to.block, (), is_async=False)
+            self.trace.append(("read", sum_before))
+            self.cta.sums.append(sum_before)
         if commit_group:
             self.commit_smem_to_gmem_group()
 
@@ -626,10 +636,10 @@ class Launch:
     num_warpgroups: int
     cluster: dict[str, int] = dataclasses.field(default_factory=dict)
     warpgroup: Callable[[Cta, int], Warpgroup] = Warpgroup
-    is_ordered: bool = False
+    order: Order = "any"
 
 
-def launch_with(sources: Sources, function: Callable[..., Any], *args: Any, is_ordered: bool = False) -> Any:
+def launch_with(sources: Sources, function: Callable[..., Any], *args: Any, order: Order = "any") -> Any:
     """Calls a function outside of kernels; returns the kernels that it launches, and its results."""
     launches: list[Launch] = []
 
@@ -640,7 +650,7 @@ def launch_with(sources: Sources, function: Callable[..., Any], *args: Any, is_o
         def call(*args: Any) -> list[Ref]:
             outs = [Ref("output", shape=x.shape) for x in out_type]
             refs = [_in_memory("array", arg) for arg in args]
-            launches.append(Launch(functools.partial(body, *refs, *outs), *sizes, is_ordered=is_ordered))
+            launches.append(Launch(functools.partial(body, *refs, *outs), *sizes, order=order))
             return outs
 
         return call
@@ -664,7 +674,7 @@ def run(sources: Sources, launch: Launch) -> list[list[Warpgroup]]:
     for number, index in enumerate(np.ndindex(*launch.grid.values())):
         cluster = []
         numbers = range(number * size, (number + 1) * size)
-        for rank, cta in enumerate(Cta(number, numbers, launch.is_ordered) for number in numbers):
+        for rank, cta in enumerate(Cta(number, numbers, launch.order) for number in numbers):
             for warpgroup in (launch.warpgroup(cta, i) for i in reversed(range(launch.num_warpgroups))):
                 axes = dict(zip(launch.grid, map(np.int32, index)), warpgroup=np.int32(warpgroup.index))
                 axes |= dict.fromkeys(launch.cluster, np.int32(rank)) or dict(cluster=np.int32(0))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from simulated import Case, Launch, Product, Ref, Sources, Store, Tile, launch_with, only, run
+from simulated import Case, Launch, Order, Product, Ref, Sources, Store, Tile, launch_with, only, run
 from simulated_replay import Read, Write, replay
 
 from jaxkernels.pallas import attention_backward_fused
@@ -37,24 +37,29 @@ class Simulation:
     def check(self, case: Case, rng: np.random.Generator) -> None:
         """CTAs that wait for each other are replayed together."""
         spec, config = case.spec, case.config
-        is_zeroed = self.fused.is_zeroed(spec)
+        is_zeroed = self.fused.is_zeroed(spec, stores_first=config.stores_first)
         operands = operands_of(case, is_bounded=True)
         settings = spec, config.dkv_block_q, config.dkv_num_stages, operands, case.integers
         zeros = Ref("dq", shape=operands[0].shape) if is_zeroed else None
-        (launch,) = launches_of(self.sources, self.fused.gradients, *settings, zeros, is_ordered=spec.deterministic)
+        order: Order = "as added" if spec.deterministic else "any" if is_zeroed else "one stores first"
+        (launch,) = launches_of(self.sources, self.fused.gradients, *settings, zeros, order=order)
         ctas = run(self.sources, launch)
         stores = [store for warpgroups in ctas for store in warpgroups[0].cta.stores]
-        if spec.deterministic:
-            _check_order(replay(ctas, rng, most_resident=len(ctas)))
-        else:
+        if order == "any":
             for cta in ctas:
                 replay([cta], rng)
+        else:
+            added = replay(ctas, rng, most_resident=len(ctas))
+            if spec.deterministic:
+                _check_order(added)
+            for sum_before in (x for warpgroups in ctas for x in warpgroups[0].cta.sums):
+                assert sum_before.contents, f"{sum_before.place} is added to before it is stored"
         _Gradients(case).check(stores, is_zeroed=is_zeroed)
 
 
-def launches_of(sources: Sources, gradients: Callable[..., Any], *args: Any, is_ordered: bool = False) -> list[Launch]:
+def launches_of(sources: Sources, gradients: Callable[..., Any], *args: Any, order: Order = "any") -> list[Launch]:
     """The kernels of a backward pass, whose results have names."""
-    launches, results = launch_with(sources, gradients, *args, is_ordered=is_ordered)
+    launches, results = launch_with(sources, gradients, *args, order=order)
     for ref, name in zip(results, ("dq", "dk", "dv"), strict=True):
         ref.name = name
     return launches

@@ -100,7 +100,11 @@ def random_backward(rng: np.random.Generator) -> Case:
         block_q, num_stages = pick(rng, 64, 128), pick(rng, 2, 3, 4)
         if attention_backward_fused.smem_bytes(*padded, block_q, num_stages) <= spec.target.smem_bytes:
             config = attention_backward.Config(
-                dkv_block_q=block_q, dkv_num_stages=num_stages, fused=True, head_multiple=multiple
+                dkv_block_q=block_q,
+                dkv_num_stages=num_stages,
+                fused=True,
+                head_multiple=multiple,
+                stores_first=attention_backward_fused.can_store_first(spec) and chance(rng, 0.7),
             )
             return Case(spec, config, random_integers(spec, rng))
 
@@ -252,6 +256,20 @@ BUGS = {
         "a turn too soon": ("turn, rank, decr", "turn, jnp.maximum(rank - 1, 0), decr", "race: .*'dq'", (49, 70, 11)),
         "a turn too late": ("turn, rank, decr", "turn, rank + 1, decr", "deadlock", (2, 8, 4)),
         "added too soon": ("plgpu.wait_smem_to_gmem(1)", "plgpu.wait_smem_to_gmem(2)", "race: .*'dq'", (70, 11, 32)),
+        "added before it is stored": (
+            "(lambda: plgpu.semaphore_wait(stored, 1,",
+            "(lambda: plgpu.semaphore_wait(stored, 0,",
+            "race: .*'dq'|before it is stored",
+            (251, 837, 907),
+        ),
+        "stored, but not there": ("adding - 1, 1))", "adding - 1, 2))", "race: .*'dq'", (907, 419, 1273)),
+        "the last one not announced": ("num_steps - 1, 0))", "num_steps - 2, 0))", "deadlock", (645, 215, 205)),
+        "some wait for a later CTA": (
+            "return range(begin, begin + 1",
+            "return range(begin if kv_block == 0 else 0, begin + 1",
+            "deadlock",
+            (419, 210, 1361),
+        ),
         "gaps between segments": (
             "first, end = lax.cummin(first, axis=1, reverse=True), lax.cummax(end, axis=1)",
             "pass",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -866,7 +867,7 @@ def test_summary_has_a_line_for_each_suite(documents):
         ),
         (
             "<!-- benchmark: gemm-square sustained -->\n<!-- end -->\n",
-            "report: docs/benchmarks/gemm.json has no rows of gemm-square in the regime sustained.",
+            "report: gemm.json: no rows of gemm-square in the regime sustained.",
         ),
         (
             "<!-- benchmark: gemm-square cold -->\n<!-- end -->\n",
@@ -887,9 +888,25 @@ def test_tables_that_cannot_be_written(documents, text, message):
     assert refusal("report", "README.md") == f"error: {message}\n"
 
 
-def test_two_files_of_one_suite_are_refused(documents):
+def test_a_row_in_two_files_is_refused(documents):
     results.save(Results(ENVIRONMENT, (row(),)), documents / "docs/benchmarks/newer.json")
-    assert refusal("report") == "error: report: gemm-square is in gemm.json and in newer.json. Keep one of them.\n"
+    assert refusal("report") == (
+        "error: report: gemm-square 8192x8192x8192 nn bfloat16 burst is in gemm.json and in newer.json. "
+        "Keep one of them.\n"
+    )
+
+
+def test_a_suite_may_be_of_several_files(tmp_path):
+    """Its table has the suite's order, and says how many rows are of which run."""
+    run = lambda commit, *rows: Results(ENVIRONMENT | dict(commit=commit), rows)
+    results.save(run("1" * 40, row(), row(regime="sustained")), tmp_path / "a.json")
+    results.save(run("2" * 40, row(shape="2048x2048x2048 nn"), row(shape="16384x16384x16384 nn")), tmp_path / "b.json")
+    library = report.Library(tmp_path)
+    text = report.render("<!-- benchmark: gemm-square -->\n<!-- end -->\n", library, where="README.md")
+    assert re.findall(r"^\| (\d+)x", text, re.MULTILINE) == ["2048", "8192", "16384"]
+    of_runs = re.findall(r"(\d) rows: [^`]*commit (\d)\d*; `[^`]*`, (\w\.json)\.", text)
+    assert of_runs == [("2", "2", "b.json"), ("1", "1", "a.json")]
+    assert "of 3)" in report.summary(library)
 
 
 def test_training_steps_have_a_table_of_their_own():
@@ -901,14 +918,14 @@ def test_training_steps_have_a_table_of_their_own():
         ),
         flops=2.6e13,
     )  # fmt: skip
-    text = report.table([step], Results(ENVIRONMENT, (step,)), pathlib.Path("train.json"))
+    text = report.table([report.Found(step, pathlib.Path("train.json"), Results(ENVIRONMENT, (step,)))])
     assert "| preset | dtype | xla | auto |" in text
     assert "| 66.0 ms, 496,485 tokens/s, MFU 39.8% (1.25 x) |" in text
 
 
 def test_tables_of_a_real_run_name_every_problem():
     found = results.load(SMOKE)
-    text = report.table(found.rows, found, SMOKE)
+    text = report.table([report.Found(each, SMOKE, found) for each in found.rows])
     for problem in SUITES["gemm-smoke"].problems:
         assert f"| {problem.shape} | {problem.case.dtype} | xla " in text
 
@@ -993,9 +1010,18 @@ def test_training_rows(monkeypatch):
 
 
 def test_rows_thin_out_a_suite(monkeypatch):
-    taken = lambda rows: [p.shape for _, p in bench_cli._work("gemm", ["gemm-square"], [], rows, settings(), None)]
+    select = functools.partial(bench_cli._work, "gemm", ["gemm-square"], [])
+    taken = lambda rows: [p.shape for _, p in select(rows, None, settings(), None)]
     assert taken(3) == ["256x256x256 nn", "1024x1024x1024 nn", "4096x4096x4096 nn"]
     assert len(taken(100)) == len(taken(None)) == 9
+
+
+def test_a_pattern_chooses_rows():
+    """Of shape, dtype and name."""
+    select = functools.partial(bench_cli._work, "gemm", ["gemm-square", "gemm-llm"], [], None)
+    taken = lambda match: {p.label for _, p in select(match, settings(), None)}
+    assert taken("^16384x8192.*70B o") == {"Llama 3 70B o", "Llama 3 70B o, dgrad"}
+    assert [p.shape for _, p in select("^1024x", settings(), None)] == ["1024x1024x1024 nn"]
 
 
 def test_suites_are_listed():
@@ -1018,6 +1044,19 @@ def test_suites_are_listed():
         (["gemm", "--regime", "hot"], "bench: unknown regime 'hot'; use one of burst, sustained."),
         (["train", "--baseline", "xla"], "bench: train takes no --baseline."),
         (["gemm", "--rows", "0"], "bench: --rows must be at least 1; got 0."),
+        (
+            ["gemm", "--suite", "gemm-smoke", "--match", "H(128"],
+            "bench: --match 'H(128' is no regular expression: missing ), unterminated subpattern at position 1.",
+        ),
+        (
+            ["gemm", "--suite", "gemm-smoke", "--match", "H128"],
+            f"bench: --match 'H128' is found in none of {len(SUITES['gemm-smoke'].problems)} rows. The first: "
+            f"{SUITES['gemm-smoke'].problems[0].shape}.",
+        ),
+        (
+            ["train", "--suite", "train-tiny", "--match", "x"],
+            "bench: --match chooses rows of products or attentions; a suite of train is one row.",
+        ),
     ],
 )  # fmt: skip
 def test_what_bench_refuses(arguments, message):

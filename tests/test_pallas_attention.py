@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -250,7 +251,7 @@ def test_every_item_of_the_backward_pass_is_planned_once_behind_those_it_waits_f
 ) -> None:
     spec = _planned_spec(heads, **options)
     steps = np.array(attention_backward_fused._steps(spec, 64))
-    plan = attention_backward_fused._plan(spec, 64)
+    plan = attention_backward_fused._plan(spec, 64, is_zeroed=True)
     items = [row[1 : 1 + row[0]] // 2 for row in plan]
     assert sorted(np.concatenate(items)) == list(range(spec.k.shape[0] * heads[1] * len(steps)))
     if spec.deterministic:  # CTAs begin in their order: whom they wait for has begun.
@@ -279,7 +280,7 @@ def test_the_backward_pass_reads_queries_once(heads: tuple[int, int], options: d
     """Of a cache of 24 MB, in time, a model: each CTA takes a step at a time, two beside them for each item."""
     spec = _planned_spec(heads, **options)
     steps = attention_backward_fused._steps(spec, 64)
-    plan = attention_backward_fused._plan(spec, 64)
+    plan = attention_backward_fused._plan(spec, 64, is_zeroed=True)
     num_q_blocks, group = pl.cdiv(spec.q.shape[1], 64), spec.group_size
     visits = []  # When, and of which block of queries of which head.
     for row in plan:
@@ -301,6 +302,51 @@ def test_the_backward_pass_reads_queries_once(heads: tuple[int, int], options: d
         if len(cache) > 24 * 2**20 // (64 * 128 * 8):  # Queries, output gradients and dQ.
             cache.popitem(last=False)
     assert loads <= most * spec.k.shape[0] * heads[0] * num_q_blocks
+
+
+@pytest.mark.one_version
+@pytest.mark.parametrize(
+    ("options", "block_q"),
+    [
+        (dict(length=512, batch=32, causal=True), 64),
+        (dict(length=512, batch=32), 64),
+        (dict(length=1000, batch=16, causal=True), 64),
+        (dict(length=2048, batch=8, causal=True), 64),
+        (dict(length=2048, batch=8, causal=True), 128),
+        (dict(length=384, batch=1), 64),
+        (dict(length=100, batch=3), 64),
+    ],
+    ids=str,
+)
+def test_nobody_waits_long_for_the_first_block_of_keys(options: dict[str, Any], block_q: int) -> None:
+    """Steps are as long as each other, and a block of queries stored first may be added to 1.5 steps later."""
+    spec = _planned_spec((16, 16), **options)
+    steps = attention_backward_fused._steps(spec, block_q)
+    plan = attention_backward_fused._plan(spec, block_q, is_zeroed=False)
+    items = [[divmod(number // 2, len(steps)) for number in row[1 : 1 + row[0]]] for row in plan]
+    num_items = spec.k.shape[0] * 16 * len(steps)
+    assert len({item for some in items for item in some}) == sum(map(len, items)) == num_items
+    cta_of = {item: cta for cta, some in enumerate(items) for item in some}
+    assert all(cta_of[stream, 0] <= cta for (stream, _), cta in cta_of.items())
+    stored: dict[int, list[float]] = {}
+    ends, waiting = [0.0] * len(items), collections.deque(range(len(items)))
+    while waiting:  # CTAs whose next item's first block is not begun come later.
+        cta = waiting.popleft()
+        while items[cta]:
+            stream, kv_block = items[cta][0]
+            if kv_block and stream not in stored:
+                waiting.append(cta)
+                break
+            time, times = ends[cta] + 1, list[float]()
+            for i in range(steps[kv_block]):
+                time = max(time + 1, stored[stream][i] + 1.5) if kv_block else time + 1
+                times.append(time)
+            if kv_block == 0:
+                stored[stream] = times
+            ends[cta] = time + 1
+            del items[cta][0]
+    average = spec.k.shape[0] * 16 * sum(n + 2 for n in steps) / len(plan)
+    assert max(ends) < 1.035 * average + 2
 
 
 @pytest.mark.one_version
@@ -932,34 +978,57 @@ def test_refuses_what_has_no_kernel_shape() -> None:
             lambda: attention_backward.Config(dq_num_stages=0),
             "attention_backward[pallas]: block sizes must be multiples of 64 and stages at least 1; got "
             "Config(dq_block_kv=64, dq_num_stages=0, dkv_block_q=64, dkv_num_stages=2, split_outputs=False, "
-            "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=1).",
+            "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=1, "
+            "stores_first=False).",
         ),
         (
             lambda: attention_backward.Config(dkv_num_stages=1, fused=True),
             "attention_backward[pallas]: fused needs dkv_num_stages of at least 2 and excludes split_outputs; got "
             "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=64, dkv_num_stages=1, split_outputs=False, "
-            "fused=True, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=1).",
+            "fused=True, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=1, "
+            "stores_first=False).",
         ),
         (
             lambda: attention_backward.Config(split_outputs=True, head_multiple=32),
             "attention_backward[pallas]: head_multiple must be 64 or, without split_outputs, 32; got "
             "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=64, dkv_num_stages=2, split_outputs=True, "
-            "fused=False, multicast=True, ping_pong=True, head_multiple=32, workspace_bytes=0, group_parts=1).",
+            "fused=False, multicast=True, ping_pong=True, head_multiple=32, workspace_bytes=0, group_parts=1, "
+            "stores_first=False).",
         ),
         (
             lambda: attention_backward.Config(split_outputs=True, dkv_block_q=128),
             "attention_backward[pallas]: split_outputs needs blocks of 64 and stages of at least 2; got "
             "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=128, dkv_num_stages=2, split_outputs=True, "
-            "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=1).",
+            "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=1, "
+            "stores_first=False).",
         ),
         (
             lambda: attention_backward.Config(group_parts=0),
             "attention_backward[pallas]: group_parts must be at least 1; got "
             "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=64, dkv_num_stages=2, split_outputs=False, "
-            "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=0).",
+            "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=0, "
+            "stores_first=False).",
+        ),
+        (
+            lambda: attention_backward.Config(stores_first=True),
+            "attention_backward[pallas]: stores_first needs fused; got "
+            "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=64, dkv_num_stages=2, split_outputs=False, "
+            "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=1, "
+            "stores_first=True).",
         ),
     ],
-    ids=["block", "no queries", "one slot", "consumers", "backward", "fused", "split", "blocks of the split", "parts"],
+    ids=[
+        "block",
+        "no queries",
+        "one slot",
+        "consumers",
+        "backward",
+        "fused",
+        "split",
+        "blocks of the split",
+        "parts",
+        "first",
+    ],
 )
 def test_configs_refuse_what_cannot_run(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
@@ -1018,13 +1087,43 @@ def test_head_dimensions_padded_to_multiples_of_32_on_the_chip(dims: tuple[int, 
         assert actual.tobytes() == expected.tobytes()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("dim", "lengths", "batch"),
+    [(128, (512, 512), 32), (128, (1000, 968), 3), (64, (4096, 4096), 2), (96, (520, 520), 9), (128, (4096, 100), 1)],
+)
+def test_the_first_block_of_keys_stores_on_the_chip(
+    dim: int, lengths: tuple[int, int], batch: int, causal: bool
+) -> None:
+    """200 runs: no block of dQ's sum is added to before it is stored, whichever values were there."""
+    spec = make_spec(*lengths, heads=(8, 8), dims=(dim, dim), batch=batch, causal=causal)
+    spec = dataclasses.replace(spec, target=hardware.chip_of(jax.devices()[0]))
+    config = dataclasses.replace(attention_backward.shortlist(spec)[0], fused=True)
+    q, k, v = random_operands(spec)
+    out, lse = jax.jit(functools.partial(attention_forward.run, spec, attention_forward.Config()))(q, k, v)
+    operands = (q, k, v, out, lse, *random_cotangents(spec))
+
+    def compiled(*, stores_first: bool) -> Any:
+        changed = dataclasses.replace(config, stores_first=stores_first)
+        return jax.jit(functools.partial(attention_backward.run, spec, changed)).lower(*operands).compile()
+
+    expected, stores_first = compiled(stores_first=False)(*operands), compiled(stores_first=True)
+    for i in range(200):
+        actual = stores_first(*operands)
+        assert all((x == y).all() for x, y in zip(actual[1:], expected[1:], strict=True))
+        scale = float(jnp.abs(expected[0].astype(jnp.float32)).max())
+        error = float(jnp.abs(actual[0].astype(jnp.float32) - expected[0].astype(jnp.float32)).max())
+        assert error <= 2**-8 * scale, f"run {i}"  # Two roundings to 16 bits, of the largest.
+
+
 _SANITIZED = """
 import dataclasses, functools
 from interpreted_attention import make_spec
 from jaxkernels.pallas import attention_backward, attention_forward
 
-def operands(dim, **rules):
-    spec = make_spec(200, 136, heads=(4, 2), dims=(dim, dim), batch=2, causal=True, **rules)
+def operands(dim, heads=(4, 2), **rules):
+    spec = make_spec(200, 136, heads=heads, dims=(dim, dim), batch=2, causal=True, **rules)
     return spec, *(jnp.ones(x.shape, x.dtype) for x in (spec.q, spec.k, spec.v))
 
 def compiled(kernel, spec, **changes):
@@ -1047,6 +1146,9 @@ def documents(dim):
 def backward_documents(dim):
     return backward(dim, extras, **rules)
 
+def first_stores(dim):
+    return backward(dim, changes=dict(fused=True, stores_first=True), heads=(2, 2))
+
 # Above head dimension 128 everything is.
 def in_order(dim):
     return backward(dim, changes=dict(fused=True), deterministic=True)
@@ -1062,12 +1164,13 @@ def backward(dim, extras=(), changes={}, **rules):
     lse = jnp.ones((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
     return compiled(attention_backward, spec, **changes)(q, k, v, *extras, q, lse, q, lse)
 
-runs = (forward, documents, backward, backward_documents, in_order, in_order_documents, two_kernels)
+runs = (forward, documents, backward, backward_documents, first_stores, in_order, in_order_documents, two_kernels)
 steps = {f"{run.__name__} {dim}": functools.partial(run, dim) for run in runs for dim in (64, 128, 256)}
 """
 _RUNS = ("forward", "documents", "backward", "backward_documents")
 _STEPS = [f"{run} {dim}" for run in _RUNS for dim in (64, 128, 256)]
-_STEPS += [f"{run} {dim}" for run in ("in_order", "in_order_documents", "two_kernels") for dim in (64, 128)]
+_FUSED_RUNS = ("first_stores", "in_order", "in_order_documents", "two_kernels")
+_STEPS += [f"{run} {dim}" for run in _FUSED_RUNS for dim in (64, 128)]
 
 
 @pytest.mark.gpu

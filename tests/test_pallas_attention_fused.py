@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
+import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -46,6 +48,30 @@ def test_fused(lengths: tuple[int, int], causal: bool, deterministic: bool) -> N
 
 
 @_feature
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("lengths", [(128, 128), (136, 200), (200, 300), (1, 130), (130, 1)], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_fused_where_the_first_block_of_keys_stores(dim: int, lengths: tuple[int, int], causal: bool) -> None:
+    spec = make_spec(*lengths, heads=(2, 2), dims=(dim, dim), causal=causal, batch=2)
+    check_backward(spec, dataclasses.replace(FUSED[dim], stores_first=True))
+
+
+@pytest.mark.one_version
+@pytest.mark.parametrize(
+    "rules",
+    [dict(window=(90, None)), dict(key_lengths=True), dict(segments=True), dict(causal=True, heads=(4, 2))],
+    ids=str,
+)
+def test_the_first_block_of_keys_stores_only_where_all_queries_begin_with_it(rules: dict[str, Any]) -> None:
+    spec, config = make_spec(200, 136, **{"heads": (2, 2), **rules}), dataclasses.replace(FUSED[64], stores_first=True)
+    operands = [jnp.zeros(x.shape, x.dtype) for x in (spec.q, spec.k, spec.v)]
+    message = "attention_backward[pallas]: stores_first takes no windows, lengths or segments, and with a causal mask "
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        attention_backward.run(spec, config, *operands)
+    assert not any(config.stores_first for config in attention_backward.search_space(spec))
+
+
+@_feature
 @pytest.mark.parametrize("dims", [(128, 128), (64, 128), (128, 64)], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
 def test_fused_head_dimensions(dims: tuple[int, int], deterministic: bool) -> None:
@@ -73,16 +99,18 @@ def test_fused_with_grouped_heads(heads: tuple[int, int], dim: int, deterministi
 
 
 @pytest.mark.one_version
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 128), (128, 64), (96, 32)])
-def test_row_sums_and_zeros(head_dim: int, value_dim: int) -> None:
+@pytest.mark.parametrize(("zeros_dim", "value_dim"), [(64, 128), (128, 64), (96, 32), (None, 128)])
+def test_row_sums(zeros_dim: int | None, value_dim: int) -> None:
     out, dout = (jnp.asarray(np.random.default_rng(i).normal(size=(2, 136, 3, value_dim)), "bfloat16") for i in (0, 1))
     with interpret():
-        sums, zeros = attention_delta.row_sums_and_zeros(out, dout, head_dim)
-        sums, zeros = np.asarray(sums), np.asarray(zeros)
+        sums, zeros = attention_delta.row_sums(out, dout, zeros_dim)
+        sums = np.asarray(sums)
     expected = np.sum(np.float64(out) * np.float64(dout), axis=-1)
     np.testing.assert_allclose(sums[:, :, :136].swapaxes(1, 2), expected, rtol=1e-5, atol=1e-4)
-    assert zeros.shape == (2, 136, 3, head_dim)
-    assert (zeros == 0).all()
+    if zeros_dim is None:
+        assert zeros is None
+    else:
+        np.testing.assert_array_equal(np.asarray(zeros), np.zeros((2, 136, 3, zeros_dim), np.float32))
 
 
 @_feature
@@ -137,18 +165,22 @@ def test_queries_freed_before_their_product_are_noticed(monkeypatch: pytest.Monk
 
 
 @pytest.mark.one_version
-def test_a_sum_that_does_not_wait_for_its_turn_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_order", [False, True], ids=["any order", "in order"])
+def test_a_sum_that_does_not_wait_for_its_turn_is_noticed(monkeypatch: pytest.MonkeyPatch, in_order: bool) -> None:
     """The first block of keys stores, the others add: these must come later."""
     monkeypatch.setattr(plgpu, "semaphore_wait", lambda *args, **kwargs: None)
+    config = dataclasses.replace(FUSED[64], stores_first=not in_order)
     with pytest.raises(RaceError, match="is not ordered"):
-        run_backward(make_spec(136, 136, deterministic=True), FUSED[64])
+        run_backward(make_spec(136, 136, deterministic=in_order), config)
 
 
 @pytest.mark.one_version
-def test_a_sum_that_is_never_announced_is_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_order", [False, True], ids=["any order", "in order"])
+def test_a_sum_that_is_never_announced_is_a_deadlock(monkeypatch: pytest.MonkeyPatch, in_order: bool) -> None:
     monkeypatch.setattr(plgpu, "semaphore_signal", lambda *args, **kwargs: None)
+    config = dataclasses.replace(FUSED[64], stores_first=not in_order)
     with pytest.raises(TimeoutError, match="deadlock: "):
-        run_backward(make_spec(136, 136, deterministic=True), FUSED[64], deadlock_after=1.0)
+        run_backward(make_spec(136, 136, deterministic=in_order), config, deadlock_after=1.0)
 
 
 @_feature

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pathlib
+import re
 import sys
 import time
 from collections.abc import Iterable
@@ -48,6 +49,15 @@ def bench(
         int | None,
         typer.Option(
             help="At most this many rows of each suite, spread over it: for a first look.",
+            show_default="all",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    match: Annotated[
+        str | None,
+        typer.Option(
+            help="Only rows of suites in whose shape, dtype or name, as tables show them, this regular expression is "
+            "found: 'H128.*backward', '70B'.",
             show_default="all",
             rich_help_panel=_WHAT,
         ),
@@ -117,7 +127,7 @@ def bench(
             f"bench: {json} has rows of {earlier.rows[0].op}, not of {op}. Write another file with --json."
         )
     settings = _settings(op, regime, backend, baseline)
-    work = _work(op, suite or [], shapes or [], rows, settings, console)
+    work = _work(op, suite or [], shapes or [], rows, match, settings, console)
     results = _run(op, work, settings, console, json, earlier)
     _summary(results, console)
     _phases(results, console)
@@ -183,7 +193,13 @@ def _settings(op: Op, regimes: list[str] | None, backends: list[str] | None, bas
 
 
 def _work(
-    op: Op, names: list[str], shapes: list[str], rows: int | None, settings: Settings, console: Console
+    op: Op,
+    names: list[str],
+    shapes: list[str],
+    rows: int | None,
+    match: str | None,
+    settings: Settings,
+    console: Console,
 ) -> list[tuple[str, Any]]:
     """(suite, problem) pairs; of training (suite, preset)."""
     from jaxkernels.bench import suites
@@ -199,9 +215,28 @@ def _work(
             f"Ask for the others by name, with --suite: {', '.join(left_out)}."
         )
     if op == "train":
+        if match is not None:
+            raise InputError("bench: --match chooses rows of products or attentions; a suite of train is one row.")
         return [(suite.name, suite.name.removeprefix("train-")) for suite in selected]
     step = lambda suite: 1 if rows is None else math.ceil(len(suite.problems) / rows)
-    return [(suite.name, problem) for suite in selected for problem in suite.problems[:: step(suite)]] + own
+    work = [(suite.name, problem) for suite in selected for problem in suite.problems[:: step(suite)]]
+    return _matching(work, match) + own
+
+
+def _matching(work: list[tuple[str, Any]], match: str | None) -> list[tuple[str, Any]]:
+    """The pairs in whose problem a regular expression is found."""
+    if match is None:
+        return work
+    try:
+        pattern = re.compile(match)
+    except re.error as e:
+        raise InputError(f"bench: --match {match!r} is no regular expression: {e}.") from e
+    found = [(suite, p) for suite, p in work if pattern.search(f"{p.shape} {p.case.dtype} {p.label}")]
+    if not found:
+        raise InputError(
+            f"bench: --match {match!r} is found in none of {len(work)} rows. The first: {work[0][1].shape}."
+        )
+    return found
 
 
 #: A run that ends otherwise than by itself or an interrupt loses no more than this of its JSON.
@@ -292,7 +327,7 @@ def _summary(results: Results, console: Console) -> None:
     table = Table(title="times as fast as the fastest baseline")
     for name in ("suite", "regime", "backend", "rows", "geometric mean", "least", "most"):
         table.add_column(name)
-    for key, found in ratios(results).items():
+    for key, found in ratios(results.rows).items():
         ends = [f"{value:.3f}" for value in (geometric_mean(found), min(found), max(found))]
         table.add_row(*key, str(len(found)), *ends)
     console.print(table)

@@ -7,6 +7,8 @@ a line for each suite.
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import json
 import math
 import pathlib
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from jaxkernels.bench import results as results_lib
 from jaxkernels.bench.measure import REGIMES
 from jaxkernels.bench.results import Results, Row, Side
+from jaxkernels.bench.suites import SUITES
 from jaxkernels.models.config import InputError
 
 __all__ = ["Library", "geometric_mean", "ratios", "render", "summary", "table"]
@@ -27,35 +30,47 @@ _BLOCK = re.compile(r"(<!-- benchmark: (?P<name>[^>]*?) -->\n)(?P<body>.*?)(<!--
 _MARKER = re.compile(r"<!-- benchmark: ")
 
 
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A row, the file it is in, and the run that the file holds."""
+
+    row: Row
+    path: pathlib.Path
+    run: Results
+
+
 class Library:
-    """The results in a folder, by suite.
+    """The results in a folder, by suite, of which each row is in one file.
 
     Raises:
-      InputError: two files hold the same suite, or one cannot be read.
+      InputError: two files hold the same row, or one cannot be read.
     """
 
     def __init__(self, folder: pathlib.Path):
         self._folder = folder
-        self._found: dict[str, tuple[pathlib.Path, Results]] = {}
+        self._found: dict[str, dict[tuple[str, ...], Found]] = {}
         for path in sorted(folder.glob("*.json")):
             if not _is_benchmark(path):
                 continue
             results = results_lib.load(path)
-            for suite in dict.fromkeys(row.suite for row in results.rows):
-                if suite in self._found:
-                    other = self._found[suite][0].name
-                    raise InputError(f"report: {suite} is in {other} and in {path.name}. Keep one of them.")
-                self._found[suite] = path, results
+            for row in results.rows:
+                found = self._found.setdefault(row.suite, {}).setdefault(row.key, Found(row, path, results))
+                if found.path != path:
+                    what = " ".join(row.key)
+                    raise InputError(f"report: {what} is in {found.path.name} and in {path.name}. Keep one of them.")
 
-    def __iter__(self) -> Iterator[Results]:
-        """Each file's once."""
-        yield from dict(self._found.values()).values()
+    def __iter__(self) -> Iterator[Row]:
+        """All rows."""
+        return (found.row for of_suite in self._found.values() for found in of_suite.values())
 
-    def __getitem__(self, suite: str) -> tuple[pathlib.Path, Results]:
+    def __getitem__(self, suite: str) -> list[Found]:
+        """The rows of a suite, in its order."""
         if suite not in self._found:
             known = ", ".join(self._found) or "none"
             raise InputError(f"report: no results of suite {suite!r} in {self._folder}; there are: {known}.")
-        return self._found[suite]
+        problems = SUITES[suite].problems if suite in SUITES else ()
+        places = {(suite, p.shape, p.case.dtype): i for i, p in enumerate(problems)}
+        return sorted(self._found[suite].values(), key=lambda found: places.get(found.row.problem, len(places)))
 
 
 def _is_benchmark(path: pathlib.Path) -> bool:
@@ -89,12 +104,13 @@ def render(text: str, library: Library, *, where: str) -> str:
         regime = rest[0] if rest else "burst"
         if len(rest) > 1 or regime not in REGIMES:
             raise InputError(f"report: {where}: a table is `SUITE` or `SUITE REGIME`; got {match['name']!r}.")
-        path, results = library[suite]
-        rows = [row for row in results.rows if row.suite == suite and row.tokens is None and row.regime == regime]
-        steps = [row for row in results.rows if row.suite == suite and row.tokens is not None]
+        found = library[suite]
+        rows = [x for x in found if x.row.tokens is None and x.row.regime == regime]
+        steps = [x for x in found if x.row.tokens is not None]
         if not rows and not steps:
-            raise InputError(f"report: {path} has no rows of {suite} in the regime {regime}.")
-        return match[1] + table(rows or steps, results, path) + match[4]
+            files = ", ".join(dict.fromkeys(x.path.name for x in found))
+            raise InputError(f"report: {files}: no rows of {suite} in the regime {regime}.")
+        return match[1] + table(rows or steps) + match[4]
 
     return _BLOCK.sub(write, text)
 
@@ -102,27 +118,27 @@ def render(text: str, library: Library, *, where: str) -> str:
 def summary(library: Library) -> str:
     """A line for each suite and backend in Markdown: the geometric mean of its ratios, and how far they reach."""
     cells: dict[tuple[str, str], dict[str, str]] = {}
-    for results in library:
-        for (suite, regime, backend), found in ratios(results).items():
-            text = f"{geometric_mean(found):.3f} ({min(found):.2f} to {max(found):.2f}, of {len(found)})"
-            cells.setdefault((suite, backend), {})[regime] = text
+    for (suite, regime, backend), found in ratios(library).items():
+        text = f"{geometric_mean(found):.3f} ({min(found):.2f} to {max(found):.2f}, of {len(found)})"
+        cells.setdefault((suite, backend), {})[regime] = text
     lines = [[*key, *(by_regime.get(regime, "-") for regime in REGIMES)] for key, by_regime in cells.items()]
     text = _markdown(["suite", "backend", *REGIMES], lines)
     return text + "\nTimes as fast as the fastest baseline: geometric mean (least to most, of so many rows).\n"
 
 
-def ratios(results: Results) -> dict[tuple[str, str, str], list[float]]:
+def ratios(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[float]]:
     """(suite, regime, backend) -> how many times as fast as the fastest baseline in each row."""
     found: dict[tuple[str, str, str], list[float]] = {}
-    for row in results.rows:
+    for row in rows:
         for side in row.ours:
             if (ratio := row.ratio(side)) is not None:
                 found.setdefault((row.suite, row.regime, side.name), []).append(ratio)
     return found
 
 
-def table(rows: Sequence[Row], results: Results, path: pathlib.Path) -> str:
+def table(found: Sequence[Found]) -> str:
     """Rows of one suite in Markdown, and below them where they come from."""
+    rows = [x.row for x in found]
     names = list(dict.fromkeys(side.name for row in rows for side in row.ours))
     is_training = rows[0].tokens is not None
     if is_training:
@@ -134,7 +150,7 @@ def table(rows: Sequence[Row], results: Results, path: pathlib.Path) -> str:
         if any(row.fastest_baseline for row in rows):
             means = [_mean(row.ratio(s) for row in rows for s in row.ours if s.name == name) for name in names]
             lines.append(["geometric mean", "", "", *means])
-    return _markdown(head, lines) + "\n" + _source(rows, results, path, is_training=is_training)
+    return _markdown(head, lines) + "\n" + _sources(found, is_training=is_training)
 
 
 def _markdown(head: list[str], lines: list[list[str]]) -> str:
@@ -190,11 +206,19 @@ def _mean(ratios: Iterable[float | None]) -> str:
     return "-" if mean is None else f"{mean:.3f} x"
 
 
-def _source(rows: Sequence[Row], results: Results, path: pathlib.Path, *, is_training: bool) -> str:
-    where = results.environment
+def _sources(found: Sequence[Found], *, is_training: bool) -> str:
+    what = "Step time, speed" if is_training else f"TFLOP/s, {found[0].row.regime}"
+    against = "xla" if is_training else "the fastest baseline"
+    runs = collections.Counter(x.path for x in found)
+    texts = [_run(next(x for x in found if x.path == path)) for path in runs]
+    if len(runs) > 1:
+        texts = [f"{n} rows: {text}" for n, text in zip(runs.values(), texts)]
+    return f"{what}; x: times as fast as {against}. {' '.join(texts)}\n"
+
+
+def _run(found: Found) -> str:
+    where = found.run.environment
     machine = [where["device"], *([f"driver {where['driver']}"] if where["driver"] else [])]
     machine += [f"jax {where['versions']['jax']}", where["date"][:10]]
     machine += [f"commit {where['commit'][:12]}"] if where["commit"] else []
-    what = "Step time, speed" if is_training else f"TFLOP/s, {rows[0].regime}"
-    against = "xla" if is_training else "the fastest baseline"
-    return f"{what}; x: times as fast as {against}. {', '.join(machine)}; `{where['command']}`, {path.name}.\n"
+    return f"{', '.join(machine)}; `{where['command']}`, {found.path.name}."
