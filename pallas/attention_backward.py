@@ -182,7 +182,7 @@ def _with_parts(spec: AttentionSpec, config: Config) -> Config:
     seconds = [estimate(spec, config) for config in configs]
     chosen = next(config for config, time in zip(configs, seconds) if time < _GAIN_OF_PARTS * min(seconds))
     in_parts = _in_parts(spec, chosen.group_parts)
-    stores_first = chosen.fused and attention_backward_fused.stores_first(in_parts, chosen.dkv_block_q)
+    stores_first = chosen.fused and attention_backward_fused.stores_first_by_default(in_parts, chosen.dkv_block_q)
     return dataclasses.replace(chosen, stores_first=stores_first)
 
 

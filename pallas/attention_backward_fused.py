@@ -98,7 +98,7 @@ from jaxkernels.pallas.attention_blocks import (
 )
 from jaxkernels.specs import AttentionSpec
 
-__all__ = ["can_store_first", "gradients", "is_zeroed", "smem_bytes", "stores_first"]
+__all__ = ["can_store_first", "gradients", "is_zeroed", "smem_bytes", "stores_first_by_default"]
 
 #: Keys of a consumer warpgroup, and of a CTA.
 _KEYS_PER_CONSUMER = 64
@@ -191,8 +191,8 @@ def is_zeroed(spec: AttentionSpec, *, stores_first: bool) -> bool:
     return not (stores_first or (spec.deterministic and hides_by_causality_alone(spec)))
 
 
-def stores_first(spec: AttentionSpec, block_q: int) -> bool:
-    """Whether to let the first block of keys store, by default: where zeros take long beside the steps."""
+def stores_first_by_default(spec: AttentionSpec, block_q: int) -> bool:
+    """Where zeros take long beside the steps, or nobody would wait."""
     steps = _steps(spec, block_q)
     zeros = 4 * math.prod(spec.q.shape) / (spec.target.memory_bytes_per_s or math.inf)
     has_few = sum(steps) <= _MANY_STEPS * len(steps) and zeros >= _ZEROS_SECONDS

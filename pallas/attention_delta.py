@@ -60,11 +60,11 @@ def _kernel(out_gmem: Any, dout_gmem: Any, sums_gmem: Any, zeros_gmem: Any = Non
     def scope(out_smem: Any, dout_smem: Any, zeros_smem: Any, sums_smem: Any, full: Any) -> None:
         plgpu.copy_gmem_to_smem(out_gmem.at[batch, rows, head], out_smem, full)
         plgpu.copy_gmem_to_smem(dout_gmem.at[batch, rows, head], dout_smem, full)
-        if zeros_dim:
+        if zeros_gmem is not None:
             zeros_smem[...] = plgpu.layout_cast(jnp.zeros((_ROWS, zeros_span), jnp.float32), TILE)
             plgpu.commit_smem()
-        for first in range(0, zeros_dim, zeros_span):
-            plgpu.copy_smem_to_gmem(zeros_smem, zeros_gmem.at[batch, rows, head, pl.ds(first, zeros_span)])
+            for first in range(0, zeros_dim, zeros_span):
+                plgpu.copy_smem_to_gmem(zeros_smem, zeros_gmem.at[batch, rows, head, pl.ds(first, zeros_span)])
         plgpu.barrier_wait(full)
         sums = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), ROWS)
         for first in range(0, columns, span):
