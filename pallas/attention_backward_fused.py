@@ -112,7 +112,8 @@ _REGISTERS = (208, 64, 32)
 _DQ_ROWS = 64
 #: What an item costs beside its steps, in steps.
 _ITEM_STEPS = 2.0
-#: Steps of an item at head dimension 64, on average, from which on a persistent grid is slower.
+#: Steps of an item, on average, from which on a persistent grid is slower at head dimension 64, and waiting for the
+#: first block of keys at any.
 _MANY_STEPS = 24
 #: What zeros for dQ's sum take at least where the first block of keys stores instead, for which the others wait.
 _ZEROS_SECONDS = 10e-6
@@ -193,10 +194,9 @@ def is_zeroed(spec: AttentionSpec, *, stores_first: bool) -> bool:
 
 def stores_first_by_default(spec: AttentionSpec, block_q: int) -> bool:
     """Where zeros take long beside the steps, or nobody would wait."""
-    steps = _steps(spec, block_q)
     zeros = 4 * math.prod(spec.q.shape) / (spec.target.memory_bytes_per_s or math.inf)
-    has_few = sum(steps) <= _MANY_STEPS * len(steps) and zeros >= _ZEROS_SECONDS
-    return can_store_first(spec) and not spec.deterministic and (has_few or len(steps) == 1)
+    gains = zeros >= _ZEROS_SECONDS and not _has_many_steps(spec, block_q)
+    return can_store_first(spec) and not spec.deterministic and (gains or spec.k.shape[1] <= _KEYS)
 
 
 def _inputs(spec: AttentionSpec, block_q: int, extras: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -224,6 +224,11 @@ def _steps(spec: AttentionSpec, block_q: int) -> list[int]:
     return steps
 
 
+def _has_many_steps(spec: AttentionSpec, block_q: int) -> bool:
+    steps = _steps(spec, block_q)
+    return sum(steps) > _MANY_STEPS * len(steps)
+
+
 def _has_one_item_each(spec: AttentionSpec, block_q: int) -> bool:
     """Whether the grid has a CTA for each item, which take turns on the SMs, and is not persistent.
 
@@ -234,8 +239,7 @@ def _has_one_item_each(spec: AttentionSpec, block_q: int) -> bool:
     """
     if spec.deterministic or is_known_at_run_time(spec):
         return True
-    steps = _steps(spec, block_q)
-    return max(spec.q.shape[3], spec.v.shape[3]) <= 64 and sum(steps) > _MANY_STEPS * len(steps)
+    return max(spec.q.shape[3], spec.v.shape[3]) <= 64 and _has_many_steps(spec, block_q)
 
 
 def _alternates(spec: AttentionSpec) -> bool:
@@ -255,17 +259,23 @@ def _plan(spec: AttentionSpec, block_q: int, is_zeroed: bool) -> np.ndarray:
     By streams (see above), or the longest of all first where else too many SMs would have nothing to do in the end.
     """
     num_streams, steps = spec.k.shape[0] * spec.k.shape[2], _steps(spec, block_q)
-    items = [
-        (2 * (stream * len(steps) + kv_block) + is_upward, steps[kv_block] + _ITEM_STEPS)
-        for stream, kv_block, is_upward in _items_by_streams(spec, num_streams, len(steps))
-    ]
-    if _has_one_item_each(spec, block_q):
-        return np.array([(1, number, 0) for number, _ in items], np.int32)
-    if not is_zeroed:
+    has_one_item = _has_one_item_each(spec, block_q)
+    if not (has_one_item or is_zeroed):
         return _plan_behind_the_first(num_streams, steps, spec.target.num_sms)
+    items = _numbered(_items_by_streams(spec, num_streams, len(steps)), steps)
+    if has_one_item:
+        return np.array([(1, number, 0) for number, _ in items], np.int32)
     longest_first = sorted(items, key=lambda item: -item[1])
     by_streams, by_length = (balanced_plan(order, spec.target.num_sms) for order in (items, longest_first))
     return by_streams[0] if by_streams[1] < _MOST_IDLE * by_length[1] else by_length[0]
+
+
+def _numbered(items: list[tuple[int, int, int]], steps: list[int]) -> list[tuple[int, float]]:
+    """Numbers and durations, in steps, of items given as stream, block of keys and direction."""
+    return [
+        (2 * (stream * len(steps) + kv_block) + is_upward, steps[kv_block] + _ITEM_STEPS)
+        for stream, kv_block, is_upward in items
+    ]
 
 
 def _plan_behind_the_first(num_streams: int, steps: list[int], num_sms: int) -> np.ndarray:
@@ -280,19 +290,13 @@ def _plan_behind_the_first(num_streams: int, steps: list[int], num_sms: int) -> 
     first_in_a_cta = max(1, int(num_streams * sum(durations) / num_ctas // durations[0]))
 
     def plan(num_first_ctas: int) -> tuple[np.ndarray, float]:
-        items = [
-            (2 * (stream * len(steps) + kv_block), duration)
-            for some in itertools.batched(range(num_streams), num_first_ctas)
-            for kv_block, duration in enumerate(durations)
-            for stream in some
-        ]
-
         def ctas(number: int) -> range:
             stream, kv_block = divmod(number // 2, len(steps))
             begin = stream % num_first_ctas
             return range(begin, begin + 1 if kv_block == 0 else num_ctas)
 
-        return balanced_plan(items, num_ctas, ctas)
+        items = _in_sets(num_streams, len(steps), num_first_ctas)
+        return balanced_plan(_numbered(items, steps), num_ctas, ctas)
 
     fewest = min(num_ctas, pl.cdiv(num_streams, first_in_a_cta))
     plans = [plan(n) for n in range(fewest, min(fewest + 2, num_ctas) + 1)]
@@ -308,8 +312,7 @@ def _items_by_streams(spec: AttentionSpec, num_streams: int, num_kv_blocks: int)
             at_once = _STREAMS_IN_ORDER
         elif not hides_by_causality_alone(spec):
             at_once = _STREAMS
-        sets = itertools.batched(streams, at_once)
-        return [(stream, kv_block, 0) for some in sets for kv_block in kv_blocks for stream in some]
+        return _in_sets(num_streams, num_kv_blocks, at_once)
     evenly = lambda xs, most: [x.tolist() for x in np.array_split(xs, 2 * pl.cdiv(len(xs), 2 * most))]
     if num_kv_blocks <= num_sms:
         sets = [(some, kv_blocks) for some in evenly(streams, at_once)]
@@ -318,6 +321,12 @@ def _items_by_streams(spec: AttentionSpec, num_streams: int, num_kv_blocks: int)
         pairs = list(zip(reversed(parts), parts))[: len(parts) // 2]
         sets = [((stream,), part) for stream in streams for pair in pairs for part in pair]
     return [(stream, kv_block, i % 2) for i, (some, part) in enumerate(sets) for kv_block in part for stream in some]
+
+
+def _in_sets(num_streams: int, num_kv_blocks: int, at_once: int) -> list[tuple[int, int, int]]:
+    """All items, downward: of so many streams at once the first block of keys, then the next."""
+    sets, kv_blocks = itertools.batched(range(num_streams), at_once), range(num_kv_blocks)
+    return [(stream, kv_block, 0) for some in sets for kv_block in kv_blocks for stream in some]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,6 +355,11 @@ class _Item:
     @property
     def kv_base(self) -> Any:
         return self.kv_block * _KEYS
+
+    @property
+    def is_first(self) -> Any:
+        """Whether it has the first block of keys."""
+        return self.kv_block == 0
 
 
 def _kernel(
@@ -479,16 +493,17 @@ def _kernel(
                 """Adds a step's dQ to the sum."""
                 head, q_block = queries_of(item, step)
                 to = dq_gmem.at[item.batch, pl.ds(q_block * block_q, block_q), head]
-                is_first = item.kv_block == 0
                 if others_wait:
                     stored = added.at[counter_of(item, step)]
-                    pl.when(~is_first)(lambda: plgpu.semaphore_wait(stored, 1, decrement=False, memory_scope="gpu"))
+                    pl.when(~item.is_first)(
+                        lambda: plgpu.semaphore_wait(stored, 1, decrement=False, memory_scope="gpu")
+                    )
                 plgpu.barrier_wait(dq_full)
                 if is_zeroed:
                     plgpu.copy_smem_to_gmem(dq_smem, to, reduction_op="add")
                 else:
-                    pl.when(is_first)(lambda: plgpu.copy_smem_to_gmem(dq_smem, to))
-                    pl.when(~is_first)(lambda: plgpu.copy_smem_to_gmem(dq_smem, to, reduction_op="add"))
+                    pl.when(item.is_first)(lambda: plgpu.copy_smem_to_gmem(dq_smem, to))
+                    pl.when(~item.is_first)(lambda: plgpu.copy_smem_to_gmem(dq_smem, to, reduction_op="add"))
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(dq_empty)
 
@@ -516,7 +531,7 @@ def _kernel(
                         plgpu.wait_smem_to_gmem(1)
                         pl.when(adding > 0)(lambda: announce(item, adding - 1))
                     elif others_wait:
-                        is_awaited = (item.kv_block == 0) & (adding > 0)
+                        is_awaited = item.is_first & (adding > 0)
                         pl.when(is_awaited)(lambda: announce_when_added(item, adding - 1, 1))
                     return following(slot)
 
@@ -526,7 +541,7 @@ def _kernel(
                     plgpu.wait_smem_to_gmem(0)
                     pl.when(num_steps > 0)(lambda: announce(item, num_steps - 1))
                 elif others_wait:
-                    pl.when(item.kv_block == 0)(lambda: announce_when_added(item, num_steps - 1, 0))
+                    pl.when(item.is_first)(lambda: announce_when_added(item, num_steps - 1, 0))
                 return slot
 
             for_each_item(copy_item, jnp.int32(0))

@@ -257,8 +257,8 @@ BUGS = {
         "a turn too late": ("turn, rank, decr", "turn, rank + 1, decr", "deadlock", (2, 8, 4)),
         "added too soon": ("plgpu.wait_smem_to_gmem(1)", "plgpu.wait_smem_to_gmem(2)", "race: .*'dq'", (70, 11, 32)),
         "added before it is stored": (
-            "(lambda: plgpu.semaphore_wait(stored, 1,",
-            "(lambda: plgpu.semaphore_wait(stored, 0,",
+            "plgpu.semaphore_wait(stored, 1,",
+            "plgpu.semaphore_wait(stored, 0,",
             "race: .*'dq'|before it is stored",
             (251, 837, 907),
         ),

@@ -261,7 +261,7 @@ def _run(
     with settings.telemetry, console.status("starting") as spinner:
         where = results_lib.environment(settings.device, settings.telemetry, sys.argv[1:])
         if earlier is not None:
-            keys = [(suite, problem.shape, problem.case.dtype) for suite, problem in work]
+            keys = [problem.key(suite) for suite, problem in work]
             earlier = results_lib.resumed(earlier, where, keys)
             where, begin = earlier.environment, begin - earlier.environment["seconds"]
             rows.extend(earlier.rows)

@@ -69,7 +69,7 @@ class Library:
             known = ", ".join(self._found) or "none"
             raise InputError(f"report: no results of suite {suite!r} in {self._folder}; there are: {known}.")
         problems = SUITES[suite].problems if suite in SUITES else ()
-        places: dict[tuple[str, ...], int] = {(suite, p.shape, p.case.dtype): i for i, p in enumerate(problems)}
+        places = {problem.key(suite): i for i, problem in enumerate(problems)}
         return sorted(self._found[suite].values(), key=lambda found: places.get(found.row.problem, len(places)))
 
 

@@ -40,6 +40,10 @@ class Problem[C: MatmulCase | AttentionCase]:
     def op(self) -> Op:
         return "gemm" if isinstance(self.case, MatmulCase) else "attention"
 
+    def key(self, suite: str) -> tuple[str, ...]:
+        """What makes it the same in two runs, as `Row.problem`."""
+        return suite, self.shape, self.case.dtype
+
     @property
     def shape(self) -> str:
         """The case in a few words, without its dtype: sizes, then what is not plain."""
