@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+import jaxkernels
 from jaxkernels import dispatch
 from jaxkernels.bench.cli import bench, report, study
 from jaxkernels.models.config import PRESETS, InputError, TrainingConfig
@@ -49,8 +50,18 @@ def _sizes() -> str:
     return ", ".join(f"{name} ({preset.model.num_params / 1e6:,.1f} M parameters)" for name, preset in PRESETS.items())
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"jaxkernels {jaxkernels.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _jaxkernels() -> None:
+def _jaxkernels(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     """Matmul and attention at the speed of the Hopper chip, and a transformer that is trained with them.
 
     `jaxkernels train` trains a small language model on this machine; `jaxkernels sample` lets it write;

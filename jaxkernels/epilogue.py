@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import jax
 
-from jaxkernels.specs import MatmulSpec
+from jaxkernels.specs import Activation, MatmulSpec
 
 __all__ = ["ACTIVATIONS", "apply_epilogue"]
 
-#: Name, as the API takes it -> elementwise function, as `jax.nn` defines it.
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+#: Name -> elementwise function, as `jax.nn` defines it.
+ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=True),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxkernels.hardware import Chip
 
-__all__ = ["MASKED_LOGIT", "ArrayType", "AttentionSpec", "DimensionNumbers", "Gemm", "MatmulSpec"]
+__all__ = ["MASKED_LOGIT", "Activation", "ArrayType", "AttentionSpec", "DimensionNumbers", "Gemm", "MatmulSpec"]
 
 #: What a masked logit of an attention counts as, jax.nn's choice: finite, so that a query that sees no key averages all
 #: values, and no row of probabilities is NaN. To rounding it is the logsumexp of such a query, too.
@@ -26,6 +26,9 @@ MASKED_LOGIT = float(-0.7 * np.finfo(np.float32).max)
 
 #: As `jax.lax.dot_general` takes them: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
 DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+
+#: The activations of a product's epilogue: keys of `jaxkernels.epilogue.ACTIVATIONS`.
+Activation = Literal["relu", "silu", "gelu", "gelu_erf"]
 
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "bool": "b1"}
 
@@ -102,7 +105,7 @@ class MatmulSpec:
     precision: Any = None
     alpha: float = 1.0
     bias: ArrayType | None = None
-    activation: str | None = None
+    activation: Activation | None = None
     residual: ArrayType | None = None
     save_preactivation: bool = False
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ class Projection(nnx.Module):
         self.config = config
 
     def __call__(
-        self, x: Float[Array, "B T In"], *, activation: str | None = None, residual: jax.Array | None = None
+        self, x: Float[Array, "B T In"], *, activation: Literal["silu"] | None = None, residual: jax.Array | None = None
     ) -> Float[Array, "B T Out"]:
         kernel = self.kernel[...].astype(self.config.dtype)
         return jk.matmul(x, kernel, activation=activation, residual=residual, backend=self.config.backend)

@@ -16,6 +16,8 @@ from packaging.requirements import Requirement
 from scikit_build_core.settings import skbuild_overrides
 from scikit_build_core.settings.skbuild_read_settings import SettingsReader
 
+import jaxkernels as jk
+
 ROOT = pathlib.Path(__file__).parent.parent
 LIBRARY = "jaxkernels/ffi/libjaxkernels_launcher.so"
 NOTE = "jaxkernels/ffi/launcher.txt"
@@ -65,6 +67,21 @@ def environment(tmp_path) -> str:
 @pytest.fixture(scope="module")
 def built_wheel(tmp_path_factory) -> zipfile.ZipFile:
     return wheel(tmp_path_factory.mktemp("wheel"))
+
+
+def test_version_is_that_of_the_project():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert jk.__version__ == version
+    outcome = subprocess.run([sys.executable, "-m", "jaxkernels", "--version"], capture_output=True, text=True)
+    assert outcome.stdout == f"jaxkernels {version}\n"
+
+
+def test_completion_shows_the_public_names():
+    assert sorted(dir(jk)) == sorted(jk.__all__)
+    assert {"ffi", "models"} <= set(dir(jk))
+    assert all(hasattr(jk, name) for name in dir(jk))
+    with pytest.raises(AttributeError, match="module 'jaxkernels' has no attribute 'nonsense'"):
+        _ = jk.nonsense
 
 
 def test_wheel_holds_nothing_but_the_package(built_wheel):
@@ -117,6 +134,8 @@ def test_editable_install_finds_launcher_and_sources(environment, tmp_path):
             rf"{BUILT} \({re.escape(str(site / LIBRARY))}\)", evaluate(environment, "jaxkernels.ffi.status()", **env)
         )
         assert evaluate(environment, "jaxkernels.ffi.__file__", **env) == str(ROOT / "ffi" / "__init__.py")
+    links = {name: (ROOT / "jaxkernels" / name).readlink() for name in ("ffi", "models", "pallas")}
+    assert links == {name: pathlib.Path("..", name) for name in links}, "type checkers follow these"
     built_here = [path.name for path in (ROOT / "ffi").iterdir() if path.suffix in (".so", ".o", ".txt")]
     assert not built_here, "the checkout stays as it is"
 
@@ -149,6 +168,25 @@ def test_cmake_runs_on_linux_only(monkeypatch, platform, runs_cmake):
     monkeypatch.setattr(skbuild_overrides.sys, "platform", platform)
     settings = SettingsReader.from_file(ROOT / "pyproject.toml", state="wheel").settings
     assert settings.wheel.cmake is runs_cmake
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12"])
+def test_an_older_python_is_named_in_the_error(monkeypatch, version):
+    monkeypatch.setattr(skbuild_overrides.sys, "version_info", (*map(int, version.split(".")), 0, "final", 0))
+    settings = SettingsReader.from_file(ROOT / "pyproject.toml", state="metadata_wheel").settings
+    assert settings.fail is (version == "3.11")
+    assert settings.fail == ("needs Python 3.12 or newer" in settings.messages.after_failure)
+
+
+def test_no_build_requirement_needs_a_newer_python_than_pip_runs_on():
+    # pip installs the build requirements before it reads which Python the package needs.
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (jaxlib,) = [
+        requirement
+        for requirement in map(Requirement, pyproject["build-system"]["requires"])
+        if requirement.name == "jaxlib" and requirement.marker.evaluate({"python_version": "3.14"})
+    ]
+    assert not jaxlib.marker.evaluate({"python_version": "3.11"})
 
 
 def test_launcher_is_built_with_the_oldest_headers_we_support():

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkernels as jk
+from jaxkernels.specs import Activation
 
 __all__ = ["AttentionCase", "Draw", "MatmulCase", "Operands", "random_array"]
 
@@ -68,7 +69,7 @@ class MatmulCase:
     out_dtype: str | None = None
     alpha: float = 1.0
     bias: bool = False
-    activation: str | None = None
+    activation: Activation | None = None
     residual: bool = False
     gate: bool = False
     precision: str | None = None

@@ -24,7 +24,7 @@ from jaxkernels.epilogue import ACTIVATIONS, apply_epilogue
 from jaxkernels.ops.kernel_op import KernelOp, usual_promotion
 from jaxkernels.ops.operands import as_array, as_number
 from jaxkernels.ops.sharding import Assignment, Factors
-from jaxkernels.specs import ArrayType, DimensionNumbers, MatmulSpec, free_dims
+from jaxkernels.specs import Activation, ArrayType, DimensionNumbers, MatmulSpec, free_dims
 
 __all__ = ["dot_general", "matmul"]
 
@@ -38,7 +38,7 @@ class Product:
     precision: Any = None
     alpha: float = 1.0
     bias: bool = False
-    activation: str | None = None
+    activation: Activation | None = None
     residual: bool = False
     save_preactivation: bool = False
 
@@ -274,7 +274,7 @@ def matmul(
     *,
     alpha: float = 1.0,
     bias: ArrayLike | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     residual: ArrayLike | None = None,
     out_dtype: Any = None,
     precision: Any = None,
