@@ -174,8 +174,8 @@ def test_cmake_runs_on_linux_only(monkeypatch, platform, runs_cmake):
 def test_an_older_python_is_named_in_the_error(monkeypatch, version):
     monkeypatch.setattr(skbuild_overrides.sys, "version_info", (*map(int, version.split(".")), 0, "final", 0))
     settings = SettingsReader.from_file(ROOT / "pyproject.toml", state="metadata_wheel").settings
-    assert settings.fail is (version == "3.11")
-    assert settings.fail == ("needs Python 3.12 or newer" in settings.messages.after_failure)
+    assert bool(settings.fail) is (version == "3.11")
+    assert bool(settings.fail) is ("needs Python 3.12 or newer" in settings.messages.after_failure)
 
 
 def test_no_build_requirement_needs_a_newer_python_than_pip_runs_on():
