@@ -23,7 +23,7 @@ def blocks(language: str) -> list[str]:
 
 
 def table() -> list[dict[str, str]]:
-    lines = re.findall(r"^\| (.*) \|$", README.split("## Operations")[1], re.MULTILINE)
+    lines = re.findall(r"^\| (.*) \|$", README.split("## Operations")[1].split("\n## ")[0], re.MULTILINE)
     header, *rows = ([cell.strip() for cell in line.split("|")] for line in lines)
     return [dict(zip(header, row, strict=True)) for row in rows]
 
@@ -39,12 +39,43 @@ def call(operation: str, dtype: str, backend: str):
 
 
 def test_example_prints_what_is_shown():
-    (example,), (shown,) = blocks("python"), blocks("text")
+    (example, *_), (shown,) = blocks("python"), blocks("text")
     assert len(example.replace("\n\n", "\n").splitlines()) == 6
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(example, "README.md", "exec"), {})
     assert printed.getvalue() == shown
+
+
+@pytest.mark.parametrize("snippet", blocks("python")[1:])
+def test_snippets_run(snippet):
+    exec(compile(snippet, "README.md", "exec"), {})
+
+
+#: Row of README.md's tables of speed -> suite and backend in the generated table of docs/benchmarks.md.
+SUITES = {
+    "attention in training": ("attention-train", "pallas"),
+    "attention with a sliding window": ("attention-window", "pallas"),
+    "attention over packed documents": ("attention-segments", "pallas"),
+    "products of Llama 3": ("gemm-llm", "cuda"),
+    "products with rows that are not a multiple of 16 bytes": ("gemm-odd", "cuda"),
+    "products with a fused epilogue": ("gemm-epilogue", "cuda"),
+    "attention with a dense bias or mask": ("attention-bias", "xla"),
+    "attention of one query on a cache of keys": ("attention-decode", "pallas"),
+    "products with few rows (decoding)": ("gemm-decode", "cuda"),
+}
+
+
+def test_speeds_are_those_of_the_results():
+    rows = re.findall(r"^\| (.*?) \| `(\w+)` \| ([\d.]+)", README.split("## Speed")[1].split("\n## ")[0], re.MULTILINE)
+    results = (pathlib.Path(jk.__file__).parent.parent / "docs" / "benchmarks.md").read_text()
+    assert [work for work, _, _ in rows] == list(SUITES)
+    for work, backend, quoted in rows:
+        suite, expected_backend = SUITES[work]
+        assert backend == expected_backend
+        measured = re.search(rf"^\| {suite} \| {backend} \| ([\d.]+)", results, re.MULTILINE)[1]
+        digits = len(quoted.partition(".")[2])
+        assert quoted == f"{float(measured):.{digits}f}", work
 
 
 @pytest.mark.parametrize("row", table(), ids=lambda row: f"{row['operation']}-{row['backend']}")
