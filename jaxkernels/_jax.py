@@ -6,8 +6,9 @@ stands on, so that a JAX release that moves one breaks this file and no other.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ __all__ = [
     "evaluate_eagerly",
     "explicit_axes_of",
     "has_plugin",
+    "ignore_x64",
     "is_auto_partitioned",
     "is_exported",
     "lower_traced",
@@ -153,6 +155,26 @@ def has_plugin(platform: str) -> bool:
     That is settled when JAX's backends have been created (`xla_client._custom_callback_handler`).
     """
     return platform in _xla_client._custom_callback_handler
+
+
+_WIDE_DTYPES = ("int64", "uint64", "float64", "complex128")
+
+
+def ignore_x64(types: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
+    """Lets an operation be traced and lowered as if `jax_enable_x64` was off, whatever it is.
+
+    Under the flag Python's integers become 64 bits wide in a kernel: the kernel is another one, or does not
+    lower at all. Both steps depend on the flag, so the context must enclose both. It leaves the flag as it is
+
+    - if one of `types` (operands and results, anything with shape and dtype) has 64 bits, which would be truncated;
+    - if a shape is symbolic, as in a program for `jax.export`: sizes that are known at run time only have 64 bits then.
+    """
+    types = list(types)
+    is_wide = any(jnp.dtype(x.dtype).name in _WIDE_DTYPES for x in types)
+    is_symbolic = any(not isinstance(size, int) for x in types for size in x.shape)
+    if is_wide or is_symbolic or not jax.config.jax_enable_x64:
+        return contextlib.nullcontext()
+    return jax.enable_x64(False)
 
 
 def partition_spec(sharding: Any, mesh: Mesh) -> PartitionSpec:

@@ -164,7 +164,7 @@ class KernelOp:
             run = self._whole(static, types, backend, config)
         else:
             run = functools.partial(dispatch.load(self.name, choice.backend).run, choice.spec, choice.config)
-        with usual_promotion():
+        with usual_promotion(), _jax.ignore_x64([*ctx.avals_in, *ctx.avals_out]):
             return _jax.lower_traced(ctx, run, values, multiple_results=self.primitive.multiple_results)
 
     def _partition(

@@ -9,6 +9,7 @@ turns by the bench's own method.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import os
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxkernels import dispatch, hardware
+from jaxkernels import _jax, dispatch, hardware
 from jaxkernels.bench.measure import Call, MeasureError, num_rotations
 from jaxkernels.bench.measure import measure as bench_measure
 from jaxkernels.specs import ArrayType
@@ -220,7 +221,8 @@ class _Trial:
             self._types = jax.eval_shape(lambda *xs: jax.tree.leaves(run(spec, config, *xs)), *self._operands)
             small, cut_operands, cut_results = operands_lib.first_heads(op, spec)
             reference = jax.jit(lambda *xs: jax.tree.leaves(run(small, config, *cut_operands(xs))))
-            self._expected = jax.block_until_ready(reference(*self._operands))
+            with self._tracing():
+                self._expected = jax.block_until_ready(reference(*self._operands))
             self._errors = jax.jit(lambda xs, ys: [_errors(x, y) for x, y in zip(cut_results(xs), ys, strict=True)])
             num_bytes = sum(x.nbytes for x in self._operands)
             copy = lambda: tuple(jnp.copy(x) for x in self._operands)
@@ -259,6 +261,10 @@ class _Trial:
         first = next(iter(self.candidates()), None)
         return None if first is None or first.seconds is None else first
 
+    def _tracing(self) -> contextlib.AbstractContextManager[None]:
+        """As the operation is traced in a program."""
+        return _jax.ignore_x64([*self._operands, *self._types])
+
     def _settle(self, candidate: Candidate, **found: Any) -> None:
         self._tried[candidate.backend, candidate.config] = dataclasses.replace(candidate, **found)
 
@@ -274,7 +280,8 @@ class _Trial:
             if not is_default and time.monotonic() > (self._end if tried_before else self._end_of_compiling):
                 raise TimeoutError("out of time")
             run = dispatch.load(self._op, candidate.backend).run
-            return jax.jit(functools.partial(run, self._spec, candidate.config)).lower(*structs).compile()
+            with self._tracing():
+                return jax.jit(functools.partial(run, self._spec, candidate.config)).lower(*structs).compile()
 
         fits = {}
         with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, len(candidates) or 1)) as pool:
