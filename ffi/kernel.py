@@ -384,6 +384,7 @@ _jax.evaluate_eagerly(_cuda_kernel_p)
 
 @_cuda_kernel_p.def_abstract_eval
 def _abstract_eval(*avals: Any, kernel: CudaKernel, constants: _Constants) -> list[Any]:
+    _jax.lower_by_device_if_unlike(_cuda_kernel_p)
     results = kernel._call(avals, _thawed(constants), hardware.cuda_target()).results
     if not avals:
         return [jax.core.ShapedArray(result.shape, result.dtype) for result in results]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,12 +18,12 @@ import jax.numpy as jnp
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
-from jax._src import sharding as _sharding
 from jax._src import sharding_impls as _sharding_impls
+from jax._src import xla_bridge as _xla_bridge
 from jax._src.lax import lax as _lax
 from jax._src.lib import xla_client as _xla_client
 from jax.interpreters import batching, mlir
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 __all__ = [
     "abstract_output",
@@ -33,22 +35,35 @@ __all__ = [
     "ignore_x64",
     "is_auto_partitioned",
     "is_exported",
+    "lower_by_device_if_unlike",
     "lower_traced",
     "match_varying_axes",
-    "partition_spec",
+    "partition_specs",
     "register_batcher",
+    "with_unknown_devices",
 ]
 
 
 def evaluate_eagerly(primitive: Any) -> None:
-    """Lets `primitive` run outside jit, by compiling it on its own (`dispatch.apply_primitive`).
-
-    It also asks JAX to know the devices while it lowers the primitive
-    (`dispatch.prim_requires_devices_during_lowering`): the kernels are chosen by chip, and automatic
-    partitioning needs the mesh.
-    """
+    """Lets `primitive` run outside jit, by compiling it on its own (`dispatch.apply_primitive`)."""
     primitive.def_impl(functools.partial(_dispatch.apply_primitive, primitive))
-    _dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def lower_by_device_if_unlike(primitive: Any) -> None:
+    """Asks JAX to lower `primitive` for each set of devices anew, if this process has unlike GPUs.
+
+    Kernels are chosen by chip. Usually all devices of a process are one chip, and a lowered program holds for
+    all of them. With an H100 beside an L4 it does not, so JAX must know the devices while it lowers
+    (`dispatch.prim_requires_devices_during_lowering`). JAX then refuses an AbstractMesh, and two meshes in one
+    program: it is not asked without need. The rule for abstract evaluation calls this, before any lowering.
+    """
+    if _xla_bridge.backends_are_initialized() and _has_unlike_gpus():
+        _dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+@functools.cache
+def _has_unlike_gpus() -> bool:
+    return len({device.device_kind for device in jax.local_devices() if device.platform == "gpu"}) > 1
 
 
 def canonical_precision(precision: Any) -> Any:
@@ -177,30 +192,90 @@ def ignore_x64(types: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
     return jax.enable_x64(False)
 
 
-def partition_spec(sharding: Any, mesh: Mesh) -> PartitionSpec:
-    """Decodes a sharding that XLA's partitioner hands to `custom_partitioning` undecoded (`GSPMDSharding`).
+def partition_specs(shardings: Sequence[Any], ndims: Sequence[int]) -> tuple[AbstractMesh, list[PartitionSpec]]:
+    """Decodes shardings that XLA's partitioner hands to `custom_partitioning` undecoded (`GSPMDSharding`).
 
-    The partitioner may split one mesh axis between two dimensions, which no PartitionSpec can say: left to
-    decode it, `custom_partitioning` fails (`sharding_impls.parse_flatten_op_sharding`). It counts as
-    replicated here.
+    XLA counts devices and knows no mesh. A sharding splits each dimension by some digits of the device's number.
+    The mesh returned has the coarsest axes of which all these digits consist: for 8 devices of which one
+    dimension takes the even or the odd ones, (4, 2). It needs no devices, and the partitioner may split an axis of
+    the user's mesh. A sharding that fits no common mesh counts as replicated; XLA then gathers the array.
     """
-    if sharding is None:
-        return PartitionSpec()
+    num_devices = next(sharding.num_devices for sharding in shardings if sharding is not None)
+    bounds = {1, num_devices}
+    decoded: list[list[_Digit]] = []
+    for sharding in shardings:
+        digits = _digits(sharding._hlo_sharding) if sharding is not None else []
+        mixed = sorted(bounds.union(*((low, high) for _, low, high in digits)))
+        fits = all(high % low == 0 for low, high in itertools.pairwise(mixed))
+        decoded.append(digits if fits else [])
+        bounds = set(mixed) if fits else bounds
+    steps = list(itertools.pairwise(sorted(bounds)))[::-1]  # The first axis is the major digit.
+    name = lambda low: f"devices{low}"
+    mesh = AbstractMesh(tuple(high // low for low, high in steps), tuple(name(low) for low, _ in steps))
+
+    def spec(digits: list[_Digit], ndim: int) -> PartitionSpec:
+        entries: list[tuple[str, ...]] = [()] * ndim
+        for dim, low, high in digits:
+            if dim < ndim:
+                entries[dim] += tuple(name(step) for step, _ in steps if low <= step < high)
+        return PartitionSpec(*(entry or None for entry in entries))
+
+    return mesh, list(map(spec, decoded, ndims))
+
+
+#: A dimension, and the part of the device's number that splits it: (number % high) // low. Dimensions past the
+#: array's own are those over which it is replicated.
+_Digit = tuple[int, int, int]
+
+
+def _digits(sharding: Any) -> list[_Digit]:
+    """The digits of an `HloSharding`, major first within each dimension; none if it is replicated or irregular."""
+    if not sharding.is_tiled():
+        return []
+    tiles = sharding.tile_assignment_dimensions()
     try:
-        return _sharding_impls.parse_flatten_op_sharding(sharding._hlo_sharding, mesh)[0]
-    except _sharding.IndivisibleError:
-        return PartitionSpec()
+        groups = iter(_sharding_impls.unflatten_superdims(sharding.tile_assignment_devices()))  # (size, stride)
+    except NotImplementedError:
+        return []
+    digits: list[_Digit] = []
+    size, low = 1, 1
+    for dim, tile in reversed(list(enumerate(tiles))):
+        while tile > 1:
+            if size == 1:
+                size, low = (int(number) for number in next(groups))
+            step = math.gcd(tile, size)
+            if step == 1:
+                return []
+            digits.append((dim, low, low * step))
+            tile, size, low = tile // step, size // step, low * step
+    return digits[::-1]
 
 
 def devices_during_lowering(ctx: mlir.LoweringRuleContext) -> Sequence[Any]:
-    """Returns the devices the module is lowered for, as far as they are known."""
+    """Returns the devices the module is lowered for; where they are not known, this process's in the same client.
+
+    JAX lowers once for all devices of a client, unless a primitive asks for more (`lower_by_device_if_unlike`).
+    """
     axis_context = ctx.module_context.axis_context
     if isinstance(axis_context, mlir.ShardingContext):
-        return axis_context.device_assignment or ()
-    mesh = getattr(axis_context, "mesh", None)
-    if mesh is None or isinstance(mesh, AbstractMesh):
-        return ()
-    return tuple(mesh.devices.flat)
+        known = axis_context.device_assignment
+    else:
+        mesh = getattr(axis_context, "mesh", None)
+        known = None if mesh is None or isinstance(mesh, AbstractMesh) else tuple(mesh.devices.flat)
+    client = ctx.module_context.backend
+    if known or client is None:
+        return known or ()
+    return client.local_devices() or client.devices()
+
+
+def with_unknown_devices(ctx: mlir.LoweringRuleContext) -> mlir.LoweringRuleContext:
+    """Returns `ctx` as `custom_partitioning` needs it, which asks for devices and uses their number only.
+
+    (`custom_partitioning._custom_partitioning_lowering_rule`, with `decode_shardings=False`.)
+    """
+    num_devices = ctx.module_context.axis_context.num_devices
+    axis_context = mlir.ShardingContext(num_devices, (None,) * num_devices)
+    return ctx.replace(module_context=ctx.module_context.replace(axis_context=axis_context))
 
 
 def lower_traced(

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from cases import random_array
 from jax import export
+from jax._src import dispatch as jax_dispatch
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numerics import assert_close
 
 import jaxkernels as jk
-from jaxkernels import dispatch
+from jaxkernels import _jax, dispatch
+from jaxkernels.ops.matmul import dot_general_op
 
 PLATFORMS = ("cpu", "cuda")
 
@@ -151,3 +153,39 @@ def test_kernels_on_a_mesh(meshes):
         for name in kernels:
             with pytest.raises(NotImplementedError, match="host_callbacks"):
                 exported(functools.partial(f, backend=name), *xs, platforms=("cuda",))
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("name", ["product", "attention"])
+def test_abstract_mesh(opaque, meshes, kind, name):
+    """A program is lowered for a mesh whose devices are not known, and runs on one that has devices."""
+    f, shapes = PROGRAMS[name]
+    f, shapes = with_gradients(f), [(8, *shape[1:]) for shape in shapes[:3]]
+    spec = P("x", *[None] * (len(shapes[0]) - 1))
+    mesh = getattr(meshes, kind)
+    specs = [spec if name == "attention" or i == 0 else P(None, None) for i in range(len(shapes))]
+    if name == "product":
+        shapes = [(8, 7), (7, 3)]
+    types = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh.abstract_mesh, spec))
+        for shape, spec in zip(shapes, specs)
+    ]
+    program = exported(f, *types)
+    assert program.nr_devices == 8
+    xs = [draw(*shape) for shape in shapes]
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(xs, specs)]
+    assert_close(jax.jit(program.call)(*placed), jax.jit(f)(*xs))
+    # A kernel too, which jax.export itself would refuse on Auto axes.
+    named = jax.jit(functools.partial(PROGRAMS[name][0], backend=opaque)).trace(*types)
+    assert "sdy" in named.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_devices_are_asked_for_where_gpus_are_unlike(monkeypatch):
+    """One program for all devices of a process would then have the kernels of the first one's chip."""
+    asked = jax_dispatch.prim_requires_devices_during_lowering
+    jax.make_jaxpr(jk.matmul)(A, B)
+    assert dot_general_op.primitive not in asked
+    monkeypatch.setattr(jax_dispatch, "prim_requires_devices_during_lowering", set())
+    monkeypatch.setattr(_jax, "_has_unlike_gpus", lambda: True)
+    jax.make_jaxpr(jk.matmul)(A[:64], B)  # Another shape: JAX remembers the abstract evaluation of the first.
+    assert dot_general_op.primitive in jax_dispatch.prim_requires_devices_during_lowering

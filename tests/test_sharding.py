@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import random_array
+from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numerics import assert_close, compile_quickly
 
 import jaxkernels as jk
+from jaxkernels import _jax
 from jaxkernels.ops.sharding import Factors, assign
 from jaxkernels.specs import ArrayType
 
@@ -416,6 +418,38 @@ def test_mesh_with_explicit_and_auto_axes(opaque, meshes, name):
         results = compile_quickly(with_gradients(make(opaque)))(*placed)
     assert_close(results, compile_quickly(with_gradients(reference))(*xs))
     assert results[0].sharding.spec[0] == "x"
+
+
+@every_operation
+def test_two_meshes_of_the_same_devices(opaque, meshes, name):
+    make, reference, shapes = OPERATIONS[name]
+    other = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    xs = arrays(*shapes)
+    second = P(("a", "b")) if name == "attention" else P(None, ("c", "a"))
+    placed = place(meshes.auto, xs[:1], (P("x"),)) + place(other, xs[1:], (second,))
+    assert_close(compile_quickly(make(opaque))(*placed), compile_quickly(reference)(*xs))
+
+
+def test_shardings_are_decoded_without_a_mesh():
+    """Each as it was, by axes common to all; one that fits no common mesh counts as replicated."""
+
+    def decode(num_devices: int, *specs: tuple[tuple[int, ...], P]) -> Any:
+        shardings = []
+        for sizes, spec in specs:
+            mesh = jax.sharding.AbstractMesh(sizes, ("a", "b", "c")[: len(sizes)])
+            hlo = NamedSharding(mesh, spec)._to_xla_hlo_sharding(2)
+            shardings.append(GSPMDSharding((None,) * num_devices, hlo))
+        mesh, decoded = _jax.partition_specs(shardings, [2] * len(shardings))
+        again = [NamedSharding(mesh, spec)._to_xla_hlo_sharding(2) for spec in decoded]
+        return mesh.axis_sizes, [new == old._hlo_sharding for new, old in zip(again, shardings)]
+
+    assert decode(8, ((4, 2), P("b", "a"))) == ((4, 2), [True])
+    assert decode(8, ((4, 2), P("b", None)), ((2, 4), P(None, ("b", "a")))) == ((2, 2, 2), [True, True])
+    assert decode(8, ((2, 2, 2), P(("c", "a"))), ((8,), P(None, "a"))) == ((2, 2, 2), [True, True])
+    assert decode(6, ((2, 3), P("b"))) == ((2, 3), [True])
+    assert decode(6, ((3, 2), P("b", "a"))) == ((3, 2), [True])
+    assert decode(6, ((3, 2), P("b", "a")), ((2, 3), P("b"))) == ((3, 2), [True, False])
+    assert decode(24, ((2, 3, 4), P(("c", "a"), "b")), ((6, 4), P("b"))) == ((2, 3, 4), [True, True])
 
 
 @every_operation

@@ -138,6 +138,7 @@ class KernelOp:
     # The rules.
 
     def _abstract_eval(self, *avals: Any, static: Any, backend: str | None, config: Any) -> Any:
+        _jax.lower_by_device_if_unlike(self.primitive)
         types = [ArrayType.of(aval) for aval in avals]
         name = self.primitive.name
         outs = [_jax.abstract_output(name, avals, t.shape, t.dtype) for t in self.results(static, types)]
@@ -162,6 +163,7 @@ class KernelOp:
         )
         if choice.backend != "xla" and partitioned:
             run = self._whole(static, types, backend, config)
+            ctx = _jax.with_unknown_devices(ctx)
         else:
             run = functools.partial(dispatch.load(self.name, choice.backend).run, choice.spec, choice.config)
         with usual_promotion(), _jax.ignore_x64([*ctx.avals_in, *ctx.avals_out]):
@@ -179,9 +181,10 @@ class KernelOp:
         def whole(*xs: jax.Array) -> Any:
             return self.primitive.bind(*xs, **params)
 
-        def partition(mesh: jax.sharding.Mesh, arg_shapes: Any, result_shapes: Any) -> Any:
-            in_specs = [_jax.partition_spec(s.sharding, mesh) for s in arg_shapes]
-            out_specs = [_jax.partition_spec(s.sharding, mesh) for s in self._list(result_shapes)]
+        def partition(_: jax.sharding.Mesh, arg_shapes: Any, result_shapes: Any) -> Any:
+            arrays = [*arg_shapes, *self._list(result_shapes)]
+            mesh, specs = _jax.partition_specs([x.sharding for x in arrays], [x.ndim for x in arrays])
+            in_specs, out_specs = specs[: len(types)], specs[len(types) :]
             assignment = assign(factors, types, in_specs, dict(mesh.shape), results, out_specs)
             local = self.local(static, assignment, backend=backend, config=config)
 
