@@ -38,6 +38,7 @@ __all__ = [
     "lower_by_device_if_unlike",
     "lower_traced",
     "match_varying_axes",
+    "on_auto_axes",
     "partition_specs",
     "register_batcher",
     "with_unknown_devices",
@@ -79,13 +80,18 @@ def canonical_precision(precision: Any) -> Any:
 def match_varying_axes(*xs: jax.Array) -> tuple[jax.Array, ...]:
     """Makes all `xs` vary over the union of their manual mesh axes, as `shard_map(check_vma=True)` needs.
 
-    A cast is differentiable: its transpose is the psum that a replicated operand's gradient owes.
+    A cast is differentiable. Its transpose is the psum that a replicated operand's gradient owes; of an operand
+    whose type has the axis as reduced, the gradient is left unreduced.
     """
-    varying = [jax.typeof(x).manual_axis_type.varying for x in xs]
-    union = frozenset().union(*varying)
-    return tuple(
-        jax.lax.pcast(x, tuple(sorted(union - v)), to="varying") if union - v else x for x, v in zip(xs, varying)
-    )
+    types = [jax.typeof(x).manual_axis_type for x in xs]
+    union = frozenset().union(*(t.varying for t in types))
+
+    def cast(x: jax.Array, missing: frozenset[str], reduced: frozenset[str]) -> jax.Array:
+        for axes in (missing & reduced, missing - reduced):  # JAX casts one kind at a time.
+            x = jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+        return x
+
+    return tuple(cast(x, union - t.varying, t.reduced) for x, t in zip(xs, types))
 
 
 def abstract_output(name: str, avals: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:
@@ -93,10 +99,11 @@ def abstract_output(name: str, avals: Sequence[Any], shape: tuple[int, ...], dty
 
     Raises ValueError where the operands vary over different axes (`core.standard_vma_rule`).
     """
-    _core.standard_vma_rule(name, *avals)
+    varying = _core.standard_vma_rule(name, *avals)
     like = avals[0]
     sharding = NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * len(shape)))
-    return like.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
+    manual = type(like.manual_axis_type)(varying=varying)
+    return like.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding, manual_axis_type=manual)
 
 
 def explicit_axes_of(*xs: jax.Array) -> tuple[AbstractMesh, tuple[str, ...]]:
@@ -113,7 +120,7 @@ def explicit_axes_of(*xs: jax.Array) -> tuple[AbstractMesh, tuple[str, ...]]:
         for name, kind in zip(mesh.axis_names, mesh.axis_types)
         if kind == jax.sharding.AxisType.Explicit and name not in taken
     )
-    is_sharded = any(entry is not None for s in shardings for entry in s.spec)
+    is_sharded = any(entry is not None for s in shardings for entry in s.spec.partitions)
     return mesh, free if is_sharded else ()
 
 
@@ -276,6 +283,24 @@ def with_unknown_devices(ctx: mlir.LoweringRuleContext) -> mlir.LoweringRuleCont
     num_devices = ctx.module_context.axis_context.num_devices
     axis_context = mlir.ShardingContext(num_devices, (None,) * num_devices)
     return ctx.replace(module_context=ctx.module_context.replace(axis_context=axis_context))
+
+
+def on_auto_axes(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fun` traced as on Auto axes, where a caller's mesh with Explicit axes is still set.
+
+    XLA's partitioner asks for a shard's program while the user's program is compiled, often inside `set_mesh`.
+    On Explicit axes JAX would write shardings into that program, which is past partitioning.
+    """
+
+    def traced(*xs: jax.Array) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.are_all_axes_auto:
+            return fun(*xs)
+        mesh = mesh.update(axis_types=(jax.sharding.AxisType.Auto,) * len(mesh.axis_names))
+        with jax.sharding.use_abstract_mesh(mesh):
+            return fun(*(jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec())) for x in xs))
+
+    return traced
 
 
 def lower_traced(

@@ -194,13 +194,77 @@ def test_sum_over_shards_is_scattered(opaque, meshes):
         assert collectives(compile_quickly(f).lower(*xs).compile()) == {"reduce-scatter": 1}
 
 
-def test_unreduced_out_sharding_is_refused(meshes):
-    xs = place(meshes.explicit, arrays((16, 32), (32, 8)), PRODUCTS["contracted"][:2])
-    spec = P(None, None, unreduced={"x"})
-    with jax.set_mesh(meshes.explicit), pytest.raises(NotImplementedError) as error:
-        compile_quickly(lambda lhs, rhs: jk.dot_general(lhs, rhs, NUMBERS, out_sharding=spec))(*xs)
-    assert str(error.value).startswith("dot_general[auto]: out_sharding must not have unreduced axes; got P(")
-    assert str(error.value).endswith("Use jax.lax.dot_general.")
+@pytest.mark.parametrize(
+    ("a_spec", "b_spec", "unreduced"),
+    [
+        (P(None, "x"), P("x", None), {"x"}),
+        (P("y", "x"), P("x", None), {"x"}),
+        (P(None, ("x", "y")), P(("x", "y"), None), {"x", "y"}),
+        (P(None, "x"), P(None, None), {"x"}),  # lax refuses these two.
+        (P(None, ("x", "y")), P(("x", "y"), None), {"x"}),
+    ],
+    ids=str,
+)
+def test_unreduced_out_sharding(opaque, meshes, a_spec, b_spec, unreduced):
+    """Every shard keeps its terms of the sum, without communication."""
+    xs = place(meshes.explicit, arrays((16, 32), (32, 8)), (a_spec, b_spec))
+    spec = P(a_spec[0], None, unreduced=unreduced)
+
+    def attempt(dot_general: Callable[..., jax.Array]) -> Any:
+        product = lambda a, b: dot_general(a, b, NUMBERS, out_sharding=spec)
+        reduced = lambda a, b: jax.sharding.reshard(product(a, b), P(*spec.partitions))
+        try:
+            types = [jax.typeof(x) for x in jax.jit(with_gradients(reduced))(*xs)[1]]
+            counts = collectives(compile_quickly(product).lower(*xs).compile())
+            return jax.typeof(jax.jit(product)(*xs)), types, counts, jax.jit(with_gradients(reduced))(*xs)
+        except Exception as e:
+            return f"{type(e).__name__}: {e}"
+
+    with jax.set_mesh(meshes.explicit):
+        ours, reference = attempt(functools.partial(jk.dot_general, backend=opaque)), attempt(jax.lax.dot_general)
+    if isinstance(reference, str):
+        assert ours == reference
+        return
+    assert ours[:2] == reference[:2]
+    assert not ours[2]
+    assert_close(ours[3], reference[3])
+
+
+@pytest.mark.parametrize(
+    ("a_spec", "b_spec"),
+    [
+        (P("x", None), P(None, None, reduced={"x"})),
+        (P("x", None, reduced={"y"}), P(None, "y", reduced={"x"})),
+        (P(("x", "y"), None), P(None, None, reduced={"x", "y"})),
+        (P(("x", "y"), None), P(None, None, reduced={"x"})),  # lax refuses the gradient.
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["product", "dense"])
+def test_operands_whose_gradients_stay_unreduced(opaque, meshes, name, a_spec, b_spec):
+    make, reference, shapes = OPERATIONS[name]
+    xs = arrays(*shapes)
+    placed = place(meshes.explicit, xs, (a_spec, b_spec))
+    with jax.set_mesh(meshes.explicit):
+        compiled = compile_quickly(with_gradients(make(opaque))).lower(*placed).compile()
+        out, grads = compiled(*placed)
+        assert collectives(compiled).total() == (b_spec.reduced == {"x"} and a_spec.partitions[0] == ("x", "y"))
+        for x, grad in zip(placed, grads):
+            assert grad.sharding.spec.unreduced == x.sharding.spec.reduced
+        summed = [jax.sharding.reshard(x, P(*[None] * x.ndim)) for x in (out, *grads)]
+        inside = jax.shard_map(make(opaque), out_specs=P(a_spec.partitions[0], b_spec.partitions[1]))
+        by_hand = compile_quickly(with_gradients(inside))(*placed)
+        assert [jax.typeof(x) for x in jax.tree.leaves(by_hand)] == [jax.typeof(x) for x in (out, *grads)]
+    expected = compile_quickly(with_gradients(reference))(*xs)
+    assert_close(summed, jax.tree.leaves(expected))
+
+
+def test_reduced_operand_inside_shard_map(opaque, meshes):
+    """No other operand varies over its axis: the result is no more reduced than plain JAX's is."""
+    placed = place(meshes.explicit, arrays((16, 32), (32, 8)), (P(None, None, reduced={"x"}), P(None, None)))
+    with jax.set_mesh(meshes.explicit):
+        f = jax.shard_map(functools.partial(jk.matmul, backend=opaque), out_specs=P())
+        assert_close(compile_quickly(f)(*placed), placed[0] @ placed[1])
 
 
 def test_axis_of_size_1_stays_in_the_type(opaque):
@@ -336,6 +400,11 @@ OPERATIONS = {
         ((16, 32), (32, 8)),
     ),
     "dense": (dense, plain_dense, ((16, 32), (32, 8))),
+    "dot_general": (
+        lambda backend: lambda a, b: jk.dot_general(a, b, NUMBERS, backend=backend),
+        jnp.matmul,
+        ((16, 32), (32, 8)),
+    ),
     "attention": (attention, plain_attention, ((8, 6, 4, 8), (8, 6, 2, 8))),
 }
 every_operation = pytest.mark.parametrize("name", OPERATIONS)
@@ -421,6 +490,18 @@ def test_mesh_with_explicit_and_auto_axes(opaque, meshes, name):
 
 
 @every_operation
+@pytest.mark.parametrize("axes", ["y", ("x", "y")])
+def test_explicit_axes_made_auto(opaque, meshes, name, axes):
+    make, reference, shapes = OPERATIONS[name]
+    xs = arrays(*shapes)
+    with jax.set_mesh(meshes.explicit):
+        placed = place(meshes.explicit, xs, (P("x"), P("x") if name == "attention" else P(None, "y")))
+        f = jax.sharding.auto_axes(make(opaque), axes=axes, out_sharding=P("x"))
+        results = compile_quickly(with_gradients(f))(*placed)
+    assert_close(results, compile_quickly(with_gradients(reference))(*xs))
+
+
+@every_operation
 def test_two_meshes_of_the_same_devices(opaque, meshes, name):
     make, reference, shapes = OPERATIONS[name]
     other = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
@@ -478,6 +559,22 @@ def test_vmap_over_a_sharded_axis(opaque, meshes, name):
     assert specs_of(results) == [
         P(*spec, *[None] * (x.ndim - len(spec))) for x, spec in zip(jax.tree.leaves(results), (specs[0], *specs))
     ]
+
+
+@pytest.mark.parametrize("out_spec", [P(None, None), P("y", None), P(None, "y")], ids=str)
+def test_vmap_over_a_sharded_axis_with_out_sharding(opaque, meshes, out_spec):
+    """A sum over shards of another axis, wanted scattered or not."""
+    xs = place(meshes.explicit, arrays((8, 16, 32), (8, 32, 8)), (P("x", None, "y"), P("x", "y", None)))
+
+    def program(dot_general: Callable[..., jax.Array]) -> Any:
+        f = lambda lhs, rhs: dot_general(lhs, rhs, NUMBERS, out_sharding=out_spec)
+        return compile_quickly(jax.vmap(with_gradients(f))).lower(*xs).compile()
+
+    with jax.set_mesh(meshes.explicit):
+        ours, reference = program(functools.partial(jk.dot_general, backend=opaque)), program(jax.lax.dot_general)
+    assert_close(ours(*xs), reference(*xs))
+    assert specs_of(ours(*xs)) == specs_of(reference(*xs))
+    assert collectives(ours).total() <= collectives(reference).total(), (collectives(ours), collectives(reference))
 
 
 @every_kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
@@ -106,9 +107,13 @@ class KernelOp:
             return self.bind(*xs, static=static, backend=backend, config=config)
         specs = [jax.typeof(x).sharding.spec for x in xs]
         sizes = {name: mesh.shape[name] for name in explicit}
+        factors = self.factors(static, types)
+        if len(explicit) < sum(kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types):
+            # An enclosing vmap has the others. JAX cannot lower a psum_scatter beside sharded dimensions.
+            factors = dataclasses.replace(factors, scatter=False)
         plan = functools.partial(
             assign,
-            self.factors(static, types),
+            factors,
             types,
             specs,
             results=self.results(static, types),
@@ -194,7 +199,12 @@ class KernelOp:
 
             in_shardings = tuple(NamedSharding(mesh, spec) for spec in assignment.in_specs)
             out_shardings = [NamedSharding(mesh, spec) for spec in assignment.out_specs]
-            return mesh, shard, out_shardings if self.primitive.multiple_results else out_shardings[0], in_shardings
+            return (
+                mesh,
+                _jax.on_auto_axes(shard),
+                out_shardings if self.primitive.multiple_results else out_shardings[0],
+                in_shardings,
+            )
 
         rule, options = factors.shardy_rule()
         whole.def_partition(partition, sharding_rule=rule, decode_shardings=False, **options)
@@ -206,9 +216,9 @@ class KernelOp:
 
 def _same(a: PartitionSpec, b: PartitionSpec) -> bool:
     def canonical(spec: PartitionSpec) -> list[Any]:
-        entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e or None for e in spec]
+        entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e or None for e in spec.partitions]
         while entries and entries[-1] is None:
             entries.pop()
-        return entries
+        return [entries, spec.reduced, spec.unreduced]
 
     return canonical(a) == canonical(b)

@@ -416,8 +416,7 @@ def dot_general(
     Raises:
       ValueError: shapes, dimension numbers, backend name or config are wrong.
       JAX's ShardingTypeError: as from `jax.lax.dot_general`, where the result's sharding is ambiguous.
-      NotImplementedError: the named backend cannot compute this, or `out_sharding` leaves a sum over shards
-        unreduced; the message says which.
+      NotImplementedError: the named backend cannot compute this; the message says why.
 
     Differentiability: in both modes, any number of times, in both operands.
 
@@ -443,10 +442,6 @@ def dot_general(
         raise ValueError(f"{op}: {e}") from e
     static = Product(numbers, jnp.dtype(like.dtype), precision)
     _, explicit = _jax.explicit_axes_of(lhs, rhs)
-    if explicit and like.sharding.spec.unreduced:
-        raise NotImplementedError(
-            f"{op}: out_sharding must not have unreduced axes; got {like.sharding.spec}. Use jax.lax.dot_general."
-        )
     result_specs = (like.sharding.spec,) if explicit else ()
     out = dot_general_op(lhs, rhs, static=static, backend=backend, config=config, result_specs=result_specs)
     return out if out_sharding is None and not explicit else jax.sharding.reshard(out, like.sharding)

@@ -75,6 +75,7 @@ class Assignment:
       sums: for each result, the mesh axes over which shards are added up and all keep the sum.
       scatters: for each result, (mesh axis, dimension) pairs over which shards are added up and each
         keeps its slice of the dimension.
+      unreduced: for each result, the mesh axes over which shards keep their terms of the sum.
     """
 
     axes: Mapping[str, Axes]
@@ -82,14 +83,16 @@ class Assignment:
     out_specs: tuple[PartitionSpec, ...]
     sums: tuple[Axes, ...]
     scatters: tuple[tuple[tuple[str, int], ...], ...]
+    unreduced: tuple[Axes, ...]
 
     def add_up(self, results: Sequence[jax.Array]) -> list[jax.Array]:
         """Adds up, inside the mesh, what each shard computed of every result."""
         outs = []
-        for out, sums, scatters in zip(results, self.sums, self.scatters):
+        for out, sums, scatters, unreduced in zip(results, self.sums, self.scatters, self.unreduced):
             for axis, dim in scatters:
                 out = jax.lax.psum_scatter(out, axis, scatter_dimension=dim, tiled=True)
-            outs.append(jax.lax.psum(out, sums) if sums else out)
+            out = jax.lax.psum(out, sums) if sums else out
+            outs.append(jax.lax.pcast(out, unreduced, to="unreduced") if unreduced else out)
         return outs
 
 
@@ -136,26 +139,34 @@ def assign(
                 break
 
     axes_of = lambda label: tuple(a for factor in _factors(label) for a in chosen.get(factor, ()))
-    out_specs, sums, scatters = [], [], []
+    out_specs, sums, scatters, unreduced = [], [], [], []
     for i, (labels, result) in enumerate(zip(factors.results, results)):
         entries = [axes_of(label) for label in labels]
         present = {factor for label in labels for factor in _factors(label)}
         add = [a for factor, axes in chosen.items() if factor not in present for a in axes]
+        terms = frozenset(add) & result_specs[i].unreduced if result_specs else frozenset()
+        add = [a for a in add if a not in terms]
         scatter = []
         for d, axes in enumerate(wanted[i] if wanted and factors.scatter else []):
             if not entries[d] and len(axes) == 1 and axes[0] in add and result.shape[d] % axis_sizes[axes[0]] == 0:
                 scatter.append((axes[0], d))
                 entries[d] = axes
                 add.remove(axes[0])
-        out_specs.append(_spec(entries))
+        out_specs.append(_spec(entries, unreduced=terms))
         sums.append(tuple(add))
         scatters.append(tuple(scatter))
+        unreduced.append(tuple(sorted(terms)))
+    in_specs = []
+    for labels, spec in zip(factors.operands, operand_specs):
+        entries = [axes_of(label) for label in labels]
+        in_specs.append(_spec(entries, reduced=spec.reduced.difference(*entries)))
     return Assignment(
         axes=chosen,
-        in_specs=tuple(_spec([axes_of(label) for label in labels]) for labels in factors.operands),
+        in_specs=tuple(in_specs),
         out_specs=tuple(out_specs),
         sums=tuple(sums),
         scatters=tuple(scatters),
+        unreduced=tuple(unreduced),
     )
 
 
@@ -175,9 +186,9 @@ def _fitting(axes: Sequence[str], axis_sizes: Mapping[str, int], size: int) -> A
 
 def _entries(spec: PartitionSpec, ndim: int) -> list[Axes]:
     """A partition spec as one tuple of axis names for each dimension."""
-    entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+    entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec.partitions]
     return entries + [()] * (ndim - len(entries))
 
 
-def _spec(entries: Sequence[Axes]) -> PartitionSpec:
-    return PartitionSpec(*((axes[0] if len(axes) == 1 else axes) if axes else None for axes in entries))
+def _spec(entries: Sequence[Axes], **sets: frozenset[str]) -> PartitionSpec:
+    return PartitionSpec(*((axes[0] if len(axes) == 1 else axes) if axes else None for axes in entries), **sets)
