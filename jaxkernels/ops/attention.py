@@ -274,7 +274,7 @@ def _tangent_jvp(primals: Any, tangents: Any, *, static: Attention, backend: str
         spec = tangent_op.spec(static, [ArrayType.of(x) for x in args], hardware.host())
         q, k, v, *rest = args
         extras, (_, _, *linear) = Extras.unpack(spec, rest)
-        return list(reference.tangent(spec, q, k, v, extras, linear)[1])
+        return list(reference.tangent(spec, q, k, v, extras, linear))
 
     return outs, _differentiate_reference(f, primals, tangents)[1]
 
@@ -287,9 +287,7 @@ def _backward_jvp(primals: Any, tangents: Any, *, static: Attention, backend: st
         spec = backward_op.spec(static, [ArrayType.of(x) for x in args], hardware.host())
         q, k, v, *rest = args
         extras, (_, _, dout, dlse) = Extras.unpack(spec, rest)
-        # out is computed anew: as an operand it would be a constant of the differentiation.
-        out, _ = reference.attend(spec, q, k, v, extras)
-        return list(reference.backward(spec, q, k, v, extras, out, dout, dlse))
+        return list(reference.backward(spec, q, k, v, extras, dout, dlse))
 
     return outs, _differentiate_reference(f, primals, tangents)[1]
 

@@ -19,5 +19,5 @@ def unsupported(spec: AttentionSpec) -> str | None:
 
 def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array):
     """Returns [dq, dk, dv] (and dbias); the operands end with out, lse, dout, dlse."""
-    extras, (out, _, dout, dlse) = Extras.unpack(spec, rest)
-    return list(reference.backward(spec, q, k, v, extras, out, dout, dlse))
+    extras, (_, _, dout, dlse) = Extras.unpack(spec, rest)
+    return list(reference.backward(spec, q, k, v, extras, dout, dlse))

@@ -20,4 +20,4 @@ def unsupported(spec: AttentionSpec) -> str | None:
 def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array):
     """Returns [dout, dlse]; the operands end with out, lse, dq, dk, dv (and dbias)."""
     extras, (_, _, *tangents) = Extras.unpack(spec, rest)
-    return list(reference.tangent(spec, q, k, v, extras, tangents)[1])
+    return list(reference.tangent(spec, q, k, v, extras, tangents))
