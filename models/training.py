@@ -33,7 +33,7 @@ from jaxkernels.models.plot import plot_losses
 from jaxkernels.models.progress import Progress, plain_console
 from jaxkernels.models.run import Run, check_free
 from jaxkernels.models.sampling import sample_text
-from jaxkernels.models.transformer import Transformer, abstract_params
+from jaxkernels.models.transformer import abstract_params, init_params
 
 __all__ = ["TrainState", "Trainer", "cross_entropy", "optimizer", "peak_flops_per_s", "resume", "train"]
 
@@ -144,11 +144,16 @@ class Trainer:
 
     def init_state(self) -> TrainState:
         """Returns the state before the first step, a function of the seed."""
-        return jax.jit(self._init, out_shardings=self.replicated)()
+        key = jax.device_put(jax.random.key(self.config.seed), self.replicated)
+        params = init_params(self.config.model, key)
+        # The optimizer's zeros come one program for each shape: a single program would compile each array's kernel.
+        state = TrainState(params, self._optimizer.init(params), jnp.int32(0))
+        return jax.device_put(state, self.replicated)
 
     def abstract_state(self) -> TrainState:
         """Returns its shapes and dtypes."""
-        return jax.eval_shape(self._init)
+        _, params = abstract_params(self.config.model)
+        return TrainState(params, jax.eval_shape(self._optimizer.init, params), jax.ShapeDtypeStruct((), jnp.int32))
 
     def put(self, batch: Any) -> jax.Array:
         """Starts the batch's way to the devices."""
@@ -162,11 +167,6 @@ class Trainer:
         )
         losses = [self.loss(params, self.put(batch)) for batch in batches]
         return math.fsum(map(float, losses)) / len(losses)
-
-    def _init(self) -> TrainState:
-        model = Transformer(self.config.model, rngs=nnx.Rngs(params=self.config.seed))
-        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-        return TrainState(params, self._optimizer.init(params), jnp.int32(0))
 
     def _loss(self, params: Any, batch: Int[Array, "B T+1"]) -> Float[Array, ""]:
         logits = nnx.merge(self.graphdef, params)(batch[:, :-1])

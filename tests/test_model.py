@@ -19,7 +19,15 @@ import jaxkernels as jk
 from jaxkernels.models.config import PRESETS, InputError, ModelConfig, preset
 from jaxkernels.models.sampling import generate
 from jaxkernels.models.training import cross_entropy
-from jaxkernels.models.transformer import Transformer, abstract_params, init_cache, rotate, rotation_at
+from jaxkernels.models.transformer import (
+    Transformer,
+    _stacked_params,
+    abstract_params,
+    init_cache,
+    init_params,
+    rotate,
+    rotation_at,
+)
 
 #: Every size distinct.
 SMALL = ModelConfig(
@@ -122,6 +130,31 @@ def test_options_do_not_change_the_initialisation():
         assert_same_bits(matrices(params), matrices(plain))
     other = build(SMALL, seed=1)[1]
     assert np.any(np.asarray(other["embedding"]) != np.asarray(plain["embedding"]))
+
+
+@pytest.mark.parametrize("name", ["untied", "scan"])
+def test_initial_parameters_are_those_of_the_model(name):
+    config = OPTIONS[name]
+    params = init_params(config, jax.random.key(3))
+    model = jax.jit(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(params=3)), nnx.Param))()
+    assert jax.tree.structure(params) == jax.tree.structure(nnx.to_pure_dict(model))
+    assert_close(params, nnx.to_pure_dict(model), rtol=1e-6)
+
+
+def test_layers_differ_at_the_start():
+    kernels = init_params(OPTIONS["scan"], jax.random.key(0))["layers"]["mlp"]["gate"]["kernel"]
+    assert len(np.unique(np.asarray(kernels))) > 0.99 * kernels.size  # float32 draws of one layer repeat a few
+
+
+def test_initialisation_compiles_one_layer_however_many_there_are():
+    """XLA took minutes for a program with the draws of 24 layers."""
+
+    def size(num_layers: int) -> int:
+        config = dataclasses.replace(preset("350m").model, num_layers=num_layers, scan=True)
+        key = jax.random.key(0)
+        return len(_stacked_params.lower(config, key).as_text().splitlines())
+
+    assert size(24) == size(2)
 
 
 def test_logits_do_not_see_later_tokens():
