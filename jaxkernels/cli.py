@@ -7,6 +7,8 @@ What a command needs is imported when it runs, so that `--help` does not wait fo
 from __future__ import annotations
 
 import pathlib
+import signal
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +16,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 import jaxkernels
-from jaxkernels import dispatch
+from jaxkernels import dispatch, hardware
 from jaxkernels.bench.cli import bench, report, study
 from jaxkernels.models.config import PRESETS, InputError, TrainingConfig
 from jaxkernels.tuning.cli import tune
@@ -23,13 +25,18 @@ __all__ = ["app", "main"]
 
 
 class _Group(TyperGroup):
-    """Turns what the user can mend (bad input, a backend that cannot) into one line and exit code 1."""
+    """Turns what the user can mend (bad input, a backend that cannot) into one line and exit code 1.
+
+    A training that a signal ended exits with 128 and the signal's number.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except (InputError, NotImplementedError) as e:
-            message = str(e)
+            message = str(e).replace(dispatch.WAY_OUT, "Leave --backend out, or use --backend xla.")
+        except KeyboardInterrupt as e:
+            raise typer.Exit(128 + getattr(e, "signum", signal.SIGINT)) from e
         Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(f"error: {message}")
         raise typer.Exit(1)
 
@@ -176,10 +183,21 @@ def train(
         bool,
         typer.Option(
             "--resume",
-            help="Continue a run from its newest checkpoint, to the same losses; options come from the run.",
+            help="Continue a run from its newest checkpoint, to the same losses. Options come from the run; --data (the "
+            "same text elsewhere), --eval-every, --checkpoint-every and --steps may be others. With other --steps the "
+            "learning rate follows the schedule of that many steps.",
             rich_help_panel=_RUN,
         ),
     ] = False,
+    init_from: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            help="Start from the weights of another run's newest checkpoint; options that are not given are that "
+            "run's. The optimizer and the schedule start anew.",
+            show_default="random weights",
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
     checkpoint_every: Annotated[
         int | None,
         typer.Option(help="Steps between checkpoints.", show_default="a quarter of the steps", rich_help_panel=_RUN),
@@ -219,6 +237,7 @@ def train(
         deterministic=deterministic,
         checkpoint_every=checkpoint_every,
         eval_every=eval_every,
+        init_from=None if init_from is None else str(init_from.absolute()),
     )
     import jax
 
@@ -230,21 +249,31 @@ def train(
     if devices is not None and not 1 <= devices <= len(visible):
         raise InputError(f"train: --devices must be from 1 to {len(visible)}, the devices here; got {devices}.")
     used = visible[:devices]
+    if backend is not None and not dispatch.runs_on(backend, hardware.chip_of(used[0])):
+        raise InputError(
+            f"train: --backend {backend} does not run on {hardware.chip_of(used[0]).platform}, the devices here. "
+            "Leave --backend out, or use --backend xla."
+        )
     if resume:
         run = Run.open(out or latest_run())
-        _check_same(run.config, run.folder, {"preset": preset, **options})
-        training.resume(run, devices=used)
+        _check_same(run.config, run.folder, {"preset": preset, **options}, training.CHANGEABLE)
+        training.resume(run, devices=used, **{name: options[name] for name in training.CHANGEABLE})
+    elif init_from is not None:
+        config = training.warm_config(Run.open(init_from), **options | {"preset": preset})
+        training.train(config, out=out, devices=used)
     else:
         config = config_lib.training_config(preset or "tiny", platform=used[0].platform, **options)
         training.train(config, out=out, devices=used)
 
 
-def _check_same(config: TrainingConfig, folder: pathlib.Path, options: dict[str, Any]) -> None:
-    """Raises InputError where an option that is given differs from the run's."""
+def _check_same(
+    config: TrainingConfig, folder: pathlib.Path, options: dict[str, Any], changeable: Collection[str]
+) -> None:
+    """Raises InputError where an option that is given, and not changeable, differs from the run's."""
     differences = []
     for name, value in options.items():
         theirs = getattr(config, name) if hasattr(config, name) else getattr(config.model, name)
-        if value is not None and value != theirs:
+        if value is not None and value != theirs and name not in changeable:
             differences.append(f"{name}={theirs!r} there, {value!r} here")
     if differences:
         raise InputError(
@@ -270,17 +299,21 @@ def sample(
     seed: Annotated[int, typer.Option(help="Another seed, another text.")] = 0,
 ) -> None:
     """Let a trained model continue a prompt, from the newest checkpoint of a run."""
-    from jaxkernels.models import sampling
+    from jaxkernels.models import progress, sampling
     from jaxkernels.models.run import Run, latest_run
 
-    text = sampling.text_from_run(
-        Run.open(run or latest_run()),
-        prompt=prompt,
-        num_tokens=tokens,
-        temperature=temperature,
-        top_k=top_k,
-        seed=seed,
-    )
+    source = Run.open(run or latest_run())
+    console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+    with progress.spinner(console, "reading the checkpoint and writing"):
+        text = sampling.text_from_run(
+            source,
+            log=lambda message: console.print(f"{source.folder}: {message}"),
+            prompt=prompt,
+            num_tokens=tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+        )
     print(prompt + text)
 
 

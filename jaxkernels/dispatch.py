@@ -37,8 +37,9 @@ from jaxkernels.hardware import Chip
 from jaxkernels.tuning import cache
 
 __all__ = [
-    "REGISTRY", "Choice", "Entry", "Policy", "backend_names", "check", "check_backend", "choose", "default_config",
-    "is_tuned", "policy", "recording", "search_space", "store_fastest", "store_winner", "usable_backends",
+    "REGISTRY", "WAY_OUT", "Choice", "Entry", "Policy", "backend_names", "check", "check_backend", "choose",
+    "default_config", "is_tuned", "policy", "recording", "runs_on", "search_space", "store_fastest", "store_winner",
+    "usable_backends",
 ]  # fmt: skip
 
 
@@ -63,6 +64,9 @@ class Entry:
     platforms: tuple[str, ...] | None = None
     is_exportable: bool = True
 
+
+#: How a message about a backend that was named ends.
+WAY_OUT = 'Use backend=None (chooses by itself) or backend="xla".'
 
 _CUDA = ("cuda",)
 
@@ -138,6 +142,11 @@ def load(op: str, backend: str) -> ModuleType:
         raise ImportError(f"{op}[{backend}]: the backend failed to load ({entry.module}): {e}") from e
 
 
+def runs_on(backend: str, chip: Chip) -> bool:
+    """Whether any kernel of the backend runs on chips of this platform."""
+    return any(_runs_on(entry, chip) for (_, name), entry in REGISTRY.items() if name == backend)
+
+
 def _runs_on(entry: Entry, chip: Chip) -> bool:
     return entry.platforms is None or chip.platform in entry.platforms
 
@@ -178,7 +187,7 @@ def check(op: str, spec: Spec, backend: str | None, config: Any = None) -> None:
             raise ValueError(f"{op}: config={config!r} needs the backend it is for. Name it with backend=.")
         return
     if (reason := _refusal(op, backend, spec)) is not None:
-        raise NotImplementedError(f'{op}[{backend}]: {reason}. Use backend=None (chooses by itself) or backend="xla".')
+        raise NotImplementedError(f"{op}[{backend}]: {reason}. {WAY_OUT}")
     module = load(op, backend)
     if config is not None and not isinstance(config, module.Config):
         raise ValueError(f"{op}[{backend}]: config must be a {module.__name__}.Config; got {config!r}.")

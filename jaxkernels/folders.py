@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import pathlib
+import tempfile
 import uuid
 
 import platformdirs
 
-__all__ = ["cache_root", "write_whole"]
+__all__ = ["cache_root", "check_writable", "write_whole"]
 
 
 def cache_root() -> pathlib.Path:
@@ -33,3 +34,18 @@ def write_whole(path: pathlib.Path, content: str | bytes) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def check_writable(folder: pathlib.Path) -> None:
+    """Raises OSError unless files can be written to `folder`, which need not exist; leaves nothing behind."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    made: list[pathlib.Path] = []
+    try:
+        for path in reversed(missing):
+            path.mkdir()
+            made.append(path)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0")
+    finally:
+        for path in reversed(made):
+            path.rmdir()

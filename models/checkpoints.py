@@ -1,72 +1,134 @@
-"""Checkpoints of a run, with Orbax: written in the background, complete or not there at all."""
+"""Checkpoints of a run, with Orbax: written in the background, complete or not there at all, and checked when read."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pathlib
+import zlib
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import LatestN
 
 from jaxkernels.models.config import InputError, TrainingConfig
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "complete_steps"]
 
 #: Older checkpoints are deleted.
 _NUM_KEPT = 2
 
-# Orbax reports every file it writes; what matters to a user, training says itself.
-logging.getLogger("absl").setLevel(logging.ERROR)
+# Orbax reports every file it writes and every error it raises; what matters to a user, training says itself.
+logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+
+def complete_steps(folder: pathlib.Path) -> list[int]:
+    """The steps that `folder` has checkpoints of, the newest first. Orbax names one that is incomplete otherwise."""
+    if not folder.is_dir():
+        return []
+    return sorted(
+        (int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()), reverse=True
+    )
 
 
 class Checkpoints:
     """The checkpoints in one folder; a context manager that waits for the last one to be written.
 
     A checkpoint has three parts: the parameters, the rest of the training state, and the run's
-    configuration, so that one made for another model is told from a fitting one.
+    configuration with checksums of the arrays. A checkpoint made for another model is told from a fitting one.
 
     Args:
       folder: where they are; made if need be.
       read_only: do not touch the folder: another process may be training there.
+      log: called with a line of text where a checkpoint cannot be read or written.
+
+    Raises:
+      InputError: the folder cannot be used; at the end, the last checkpoint could not be written.
     """
 
-    def __init__(self, folder: pathlib.Path, *, read_only: bool = False):
+    def __init__(
+        self, folder: pathlib.Path, *, read_only: bool = False, log: Callable[[str], None] = lambda message: None
+    ):
         self.folder = folder
-        if read_only:
+        self._read_only = read_only
+        self._log = log
+        #: The step whose checkpoint is being written, None where none is.
+        self._writing: int | None = None
+        #: Why the last checkpoint could not be written, None if it could.
+        self._failure: str | None = None
+        self._manager = self._open()
+
+    def _open(self) -> ocp.CheckpointManager:
+        if self._read_only:
             options = ocp.CheckpointManagerOptions(read_only=True, create=False)
         else:
             options = ocp.CheckpointManagerOptions(
                 preservation_policy=LatestN(_NUM_KEPT), cleanup_tmp_directories=True, enable_async_checkpointing=True
             )
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        try:
+            return ocp.CheckpointManager(self.folder.absolute(), options=options)
+        except OSError as e:
+            raise InputError(f"run: cannot use {self.folder}: {e.strerror or e}.") from e
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, *exception: object) -> None:
+        self.wait()
         self._manager.close()
+        if kind is None and self._failure is not None:
+            newest = self.latest_step()
+            kept = "There is no older one." if newest is None else f"The newest one is of step {newest}."
+            raise InputError(f"run: {self._failure} {kept} Make room, then continue the run with --resume.")
 
     def latest_step(self) -> int | None:
         """The step of the newest complete checkpoint, None where there is none."""
-        return self._manager.latest_step()
+        return next(iter(complete_steps(self.folder)), None)
 
     def save(self, step: int, config: TrainingConfig, params: Any, rest: Any) -> None:
-        """Copies the arrays to the host and writes them in the background."""
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave(params),
-                rest=ocp.args.StandardSave(rest),
-                config=ocp.args.JsonSave(config.to_json()),
-            ),
-        )
+        """Copies the arrays to the host and writes them in the background.
+
+        Where a checkpoint cannot be written, for example to a full disk, `log` is called and the ones before stay.
+        """
+        self.wait()
+        parts = dict(params=params, rest=rest)
+        content = config.to_json() | {"checksums": {name: checksum(tree) for name, tree in parts.items()}}
+        args = {name: ocp.args.StandardSave(tree) for name, tree in parts.items()}
+        self._writing, self._failure = step, None
+        try:
+            self._manager.save(step, args=ocp.args.Composite(config=ocp.args.JsonSave(content), **args))
+        except Exception as e:
+            self._fail(e)
+
+    def wait(self) -> bool:
+        """Waits until the last checkpoint is written; returns whether it could be."""
+        try:
+            self._manager.wait_until_finished()
+        except Exception as e:
+            self._fail(e)
+        self._writing = None
+        return self._failure is None
+
+    def _fail(self, error: Exception) -> None:
+        """Notes that a checkpoint could not be written, and removes what there is of it: it takes room."""
+        self._failure = f"the checkpoint of step {self._writing} could not be written: {_reason(error)}."
+        self._writing = None
+        self._log(self._failure)
+        with contextlib.suppress(Exception):  # The same error again.
+            self._manager.close()
+        self._manager = self._open()
 
     def restore(
         self, config: TrainingConfig, sharding: jax.sharding.Sharding, params: Any, rest: Any = None
     ) -> tuple[Any, Any]:
-        """Reads the newest checkpoint back.
+        """Reads the newest sound checkpoint back.
+
+        Newer ones that cannot be read, or whose arrays differ from their checksums, are reported to `log`. Unless
+        `read_only`, they are moved to the folder `damaged` beside this one: the run will write those steps again.
 
         Args:
           config: the run's configuration; the checkpoint must have been made for its model.
@@ -78,12 +140,52 @@ class Checkpoints:
           (params, rest), rest None if it was not asked for.
 
         Raises:
-          InputError: there is no checkpoint, or it is of another model.
+          InputError: there is no checkpoint, none is sound, or it is of another model.
         """
-        step = self.latest_step()
-        if step is None:
+        parts = dict(params=params) if rest is None else dict(params=params, rest=rest)
+        damaged: dict[int, str] = {}
+        for step in complete_steps(self.folder):
+            try:
+                restored = self._read(step, config, sharding, parts)
+            except (InputError, MemoryError, jax.errors.JaxRuntimeError):
+                raise
+            except Exception as e:  # Orbax and TensorStore raise exceptions of many types for damaged files.
+                damaged[step] = _reason(e)
+                continue
+            for bad, reason in damaged.items():
+                self._log(f"the checkpoint of step {bad} is damaged ({reason}); the one of step {step} is used")
+            if damaged and not self._read_only:
+                self._set_aside(damaged)
+            return restored["params"], restored.get("rest")
+        if not damaged:
             raise InputError(f"run: {self.folder.parent} holds no checkpoint.")
-        found = self._manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))["config"]
+        reasons = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
+        raise InputError(f"run: every checkpoint in {self.folder} is damaged: {reasons}. Start a new run.")
+
+    def _read(self, step: int, config: TrainingConfig, sharding: jax.sharding.Sharding, parts: Any) -> Any:
+        """Reads the parts of one checkpoint; raises some exception if they are not what was saved."""
+        found = self._config(step)
+        self._check_model(step, found, config)
+        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), parts)
+        args = {name: ocp.args.StandardRestore(tree) for name, tree in placed.items()}
+        restored = self._manager.restore(step, args=ocp.args.Composite(**args))
+        for name in parts:
+            if checksum(restored[name]) != found["checksums"][name]:
+                raise ValueError(f"the arrays of its part {name!r} differ from their checksum")
+        return restored
+
+    def _config(self, step: int) -> dict[str, Any]:
+        return self._manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))["config"]
+
+    def newest_config(self) -> dict[str, Any] | None:
+        """The configuration in the newest checkpoint in which it can be read, None where there is none."""
+        for step in complete_steps(self.folder):
+            with contextlib.suppress(Exception):  # Damaged, as in `restore`.
+                found = self._config(step)
+                return {name: value for name, value in found.items() if name != "checksums"}
+        return None
+
+    def _check_model(self, step: int, found: dict[str, Any], config: TrainingConfig) -> None:
         expected = config.to_json()
         theirs = {"tokenizer": found["tokenizer"], **found["model"]}
         ours = {"tokenizer": expected["tokenizer"], **expected["model"]}
@@ -97,8 +199,34 @@ class Checkpoints:
                 f"run: the checkpoint of step {step} in {self.folder.parent} is of another model: "
                 f"{'; '.join(differences)}."
             )
-        parts = dict(params=params) if rest is None else dict(params=params, rest=rest)
-        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), parts)
-        args = {name: ocp.args.StandardRestore(tree) for name, tree in placed.items()}
-        restored = self._manager.restore(step, args=ocp.args.Composite(**args))
-        return restored["params"], restored.get("rest")
+
+    def _set_aside(self, steps: dict[int, str]) -> None:
+        target = self.folder.parent / "damaged"
+        target.mkdir(exist_ok=True)
+        for step in steps:
+            free = next(
+                path for n in range(1000) if not (path := target / (f"{step}-{n}" if n else str(step))).exists()
+            )
+            (self.folder / str(step)).rename(free)
+        self._manager.reload()
+
+
+@jax.jit
+def _sum_of_bits(x: jax.Array) -> jax.Array:
+    """Sum of (2 i + 1) x_i over the elements' bits, modulo 2**32: a change of a single element always changes it."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32).reshape(-1)
+    return jnp.sum(bits * (2 * jax.lax.iota(jnp.uint32, bits.size) + 1), dtype=jnp.uint32)
+
+
+def checksum(tree: Any) -> int:
+    """A checksum of arrays of 32-bit elements, computed where they are."""
+    sums = jax.device_get([_sum_of_bits(x) for x in jax.tree.leaves(tree)])
+    return zlib.crc32(np.asarray(sums, np.uint32).tobytes())
+
+
+def _reason(error: Exception) -> str:
+    """One line that says what went wrong."""
+    if isinstance(error, OSError) and error.strerror is not None:
+        return error.strerror
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200].rstrip(".")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from typing import Any
 
 __all__ = ["PRESETS", "InputError", "ModelConfig", "Preset", "TrainingConfig", "preset", "training_config"]
@@ -12,18 +14,45 @@ class InputError(ValueError):
     """What the user gave cannot be used: the command line prints the message alone, without a traceback."""
 
 
+#: Integers stay below: steps are counted in int32, and no size of a model comes near.
+_INT_LIMIT = 2**31
+
+#: The types a field may be annotated with, and how a message names them. An int is a float too, a bool is no int.
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "an int"),
+    "float": ((int, float), "a number"),
+    "bool": ((bool,), "True or False"),
+    "str": ((str,), "a string"),
+    "None": ((type(None),), "None"),
+}
+
+
+def _require_types(config: object) -> None:
+    """Raises InputError where a field's value is not of the type that the field is annotated with."""
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        names = str(field.type).split(" | ")
+        value = getattr(config, field.name)
+        allowed = [_TYPES.get(name, ((globals().get(name, object),), f"a {name}")) for name in names]
+        types = tuple(itertools.chain.from_iterable(types for types, _ in allowed))
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            expected = " or ".join(said for _, said in allowed)
+            raise InputError(f"{type(config).__name__}: {field.name} must be {expected}; got {value!r}.")
+
+
 def _require_positive_ints(config: object, *fields: str) -> None:
     for field in fields:
         value = getattr(config, field)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if value < 1:
             raise InputError(f"{type(config).__name__}: {field} must be a positive int; got {value!r}.")
+        if value >= _INT_LIMIT:
+            raise InputError(f"{type(config).__name__}: {field} must be below 2**31; got {value!r}.")
 
 
 def _require_positive(config: object, *fields: str) -> None:
     for field in fields:
         value = getattr(config, field)
-        if not value > 0:
-            raise InputError(f"{type(config).__name__}: {field} must be positive; got {value!r}.")
+        if not 0 < value < math.inf:
+            raise InputError(f"{type(config).__name__}: {field} must be positive and finite; got {value!r}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +96,7 @@ class ModelConfig:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        _require_types(self)
         _require_positive_ints(
             self, "vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"
         )
@@ -241,6 +271,7 @@ class TrainingConfig:
       deterministic: on a GPU, compile with `xla_gpu_deterministic_ops`: equal runs have equal losses, bit for
         bit. XLA then adds up an embedding's gradient in order instead of atomically, and does not autotune
         its own matmuls; our attention adds up the queries' gradient in order. CPUs are repeatable without it.
+      init_from: folder of the run whose weights it starts from, or None for random weights.
     """
 
     preset: str
@@ -259,8 +290,10 @@ class TrainingConfig:
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     deterministic: bool = True
+    init_from: str | None = None
 
     def __post_init__(self) -> None:
+        _require_types(self)
         _require_positive_ints(
             self,
             "steps",
@@ -271,11 +304,18 @@ class TrainingConfig:
             "eval_batches",
             "checkpoint_every",
         )
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+        if not 0 <= self.seed < 2**32:
             raise InputError(f"TrainingConfig: seed must be an int from 0 to 2**32 - 1; got {self.seed!r}.")
         _require_positive(self, "learning_rate", "clip_norm")
-        if not self.weight_decay >= 0:
-            raise InputError(f"TrainingConfig: weight_decay must not be negative; got {self.weight_decay!r}.")
+        if not 0 <= self.weight_decay < math.inf:
+            raise InputError(
+                f"TrainingConfig: weight_decay must be finite and not negative; got {self.weight_decay!r}."
+            )
+        if self.batch_size * (self.sequence_length + 1) >= _INT_LIMIT:
+            raise InputError(
+                "TrainingConfig: batch_size * (sequence_length + 1) must be below 2**31 tokens; "
+                f"got {self.batch_size} * {self.sequence_length + 1}."
+            )
         if self.tokenizer not in ("bytes", "bpe"):
             raise InputError(f'TrainingConfig: tokenizer must be "bytes" or "bpe"; got {self.tokenizer!r}.')
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from typing import Self
+from collections.abc import Iterator
+from typing import Any, Self
 
 from rich import progress as rich_progress
 from rich.console import Console
 
-__all__ = ["Progress", "plain_console"]
+__all__ = ["Progress", "plain_console", "spinner"]
 
 
 def plain_console() -> Console:
     """A console for standard output that prints text as it is: no markup, no colours, no line breaks added."""
     return Console(markup=False, highlight=False, soft_wrap=True)
+
+
+def spinner(console: Console, text: str) -> contextlib.AbstractContextManager[Any]:
+    """Shows on a terminal that something takes time; prints nothing elsewhere."""
+    return console.status(text) if console.is_terminal else contextlib.nullcontext()
 
 
 class Progress:
@@ -56,6 +63,13 @@ class Progress:
         parts += [f"ETA {int(left) // 60}:{int(left) % 60:02d}"]
         self._text = "  ".join(parts)
         self._bar.update(self._task, completed=step, text=self._text)
+
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Shows beside the bar what the loop waits for."""
+        self._bar.update(self._task, text=what)
+        yield
+        self._bar.update(self._task, text=self._text)
 
     def evaluated(self, validation_loss: float) -> None:
         """Prints a line that stays."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,6 +20,12 @@ from jaxkernels.models.tokenizer import END_OF_TEXT, Tokenizer
 from jaxkernels.models.transformer import abstract_params, init_cache
 
 __all__ = ["generate", "sample_text", "text_from_run"]
+
+#: The key of every token is made before the first.
+_MOST_TOKENS = 1_000_000
+
+#: Logits divided by less may become infinite.
+_LEAST_TEMPERATURE = 1e-6
 
 
 @functools.partial(
@@ -92,13 +100,24 @@ def sample_text(
 
     An empty prompt starts a new document. The kernels are chosen for each operation, whatever backend
     the model was trained with: one token at a time is other work than training is.
+
+    Raises:
+      InputError: an option is out of range, or the prompt is no text.
     """
-    if num_tokens < 1:
-        raise InputError(f"sample: --tokens must be at least 1; got {num_tokens}.")
-    if not temperature >= 0:
-        raise InputError(f"sample: --temperature must not be negative; got {temperature}.")
+    if not 1 <= num_tokens <= _MOST_TOKENS:
+        raise InputError(f"sample: --tokens must be from 1 to {_MOST_TOKENS:,}; got {num_tokens}.")
+    if temperature != 0 and not _LEAST_TEMPERATURE <= temperature < math.inf:
+        raise InputError(
+            f"sample: --temperature must be 0, or finite and at least {_LEAST_TEMPERATURE:g}; got {temperature}."
+        )
     if top_k is not None and top_k < 1:
         raise InputError(f"sample: --top-k must be at least 1; got {top_k}.")
+    if not 0 <= seed < 2**32:
+        raise InputError(f"sample: --seed must be from 0 to 2**32 - 1; got {seed}.")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as e:
+        raise InputError(f"sample: --prompt must be UTF-8 text; got {prompt!r}.") from e
     tokens = np.concatenate([*tokenizer.encode([prompt])]) if prompt else np.array([END_OF_TEXT])
     graphdef, _ = abstract_params(dataclasses.replace(config, backend=None))
     new = generate(
@@ -117,11 +136,17 @@ def sample_text(
     return tokenizer.decode(new[: ends[0]] if ends.size else new)
 
 
-def text_from_run(run: Run, **options: Any) -> str:
-    """Returns the continuation of a prompt by a run's newest checkpoint; `options` as in `sample_text`."""
+def text_from_run(run: Run, *, log: Callable[[str], None] = lambda message: None, **options: Any) -> str:
+    """Returns the continuation of a prompt by a run's newest sound checkpoint.
+
+    Args:
+      run: the run.
+      log: called with a line of text for each newer checkpoint that is damaged.
+      **options: as in `sample_text`.
+    """
     config = run.config
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     _, params = abstract_params(config.model)
-    with run.checkpoints(read_only=True) as checkpoints:
+    with run.checkpoints(read_only=True, log=log) as checkpoints:
         params, _ = checkpoints.restore(config, device, params)
     return sample_text(config.model, params, run.tokenizer(), num_slots=config.sequence_length, **options)

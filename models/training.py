@@ -10,8 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
+import os
 import pathlib
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,16 +29,24 @@ from rich.console import Console
 
 from jaxkernels import hardware
 from jaxkernels.models import data as data_lib
+from jaxkernels.models import memory
 from jaxkernels.models.checkpoints import Checkpoints
 from jaxkernels.models.config import InputError, TrainingConfig
 from jaxkernels.models.data import TokenData
+from jaxkernels.models.interrupts import Interrupts
 from jaxkernels.models.plot import plot_losses
-from jaxkernels.models.progress import Progress, plain_console
+from jaxkernels.models.progress import Progress, plain_console, spinner
 from jaxkernels.models.run import Run, check_free
 from jaxkernels.models.sampling import sample_text
 from jaxkernels.models.transformer import abstract_params, init_params
 
-__all__ = ["TrainState", "Trainer", "cross_entropy", "optimizer", "peak_flops_per_s", "resume", "train"]
+__all__ = [
+    "CHANGEABLE", "TrainState", "Trainer", "cross_entropy", "optimizer", "peak_flops_per_s", "resume", "train",
+    "warm_config",
+]  # fmt: skip
+
+#: Fields of a `TrainingConfig` that may be others when a run is resumed. Only `steps` changes losses to come.
+CHANGEABLE = ("data", "steps", "eval_every", "checkpoint_every")
 
 #: What a step measures, in the order of metrics.jsonl.
 _MEASURED = ("loss", "grad_norm", "learning_rate")
@@ -111,12 +122,12 @@ class Trainer:
       devices: the devices; None for all that JAX sees.
 
     Raises:
-      InputError: the batch cannot be split evenly over the devices.
+      InputError: the batch cannot be split evenly over the devices, or a step does not fit into their memory.
       NotImplementedError: the config names a backend that cannot run the model here.
     """
 
     def __init__(self, config: TrainingConfig, devices: Sequence[Any] | None = None):
-        self.devices = tuple(jax.devices() if devices is None else devices)
+        self.devices = _as_devices(devices)
         if config.batch_size % len(self.devices):
             raise InputError(
                 f"train: --batch-size must be a multiple of the {len(self.devices)} devices it is split over; "
@@ -138,6 +149,7 @@ class Trainer:
         step = jax.jit(self._step, donate_argnums=0, out_shardings=self.replicated).lower(state, batch)
         #: (state, batch) -> (next state, metrics); the state's buffers are donated.
         self.step: Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]] = step.compile(options)
+        memory.check_compiled(config, self.devices, self.step)  # type: ignore[arg-type]
         loss = jax.jit(self._loss).lower(state.params, batch)
         #: (params, batch) -> loss.
         self.loss: Callable[[Any, jax.Array], jax.Array] = loss.compile(options)
@@ -184,66 +196,208 @@ class Trainer:
 def train(
     config: TrainingConfig,
     *,
-    out: pathlib.Path | None = None,
+    out: str | os.PathLike[str] | None = None,
     devices: Sequence[Any] | None = None,
     console: Console | None = None,
 ) -> Run:
-    """Trains a model from scratch and returns its finished run.
+    """Trains a model and returns its finished run.
+
+    The first Ctrl-C or SIGTERM saves the run and then raises `Interrupted`, a KeyboardInterrupt; the second raises it
+    at once. A run that fails before its first step leaves no folder.
 
     Args:
-      config: what to train.
+      config: what to train. With `init_from` the weights are those of another run, else random.
       out: folder of the run; None for a new one under ./runs.
       devices: the devices to train on; None for all that JAX sees.
       console: where to report; None for standard output.
 
     Raises:
-      InputError: the text, the folder or an option cannot be used.
+      InputError: the text, the folder or an option cannot be used, the memory does not suffice, another process trains
+        in the folder, or a loss is not finite.
       NotImplementedError: the config names a backend that cannot run the model here.
     """
+    if not isinstance(config, TrainingConfig):
+        raise InputError(f"train: config must be a TrainingConfig; got {config!r}.")
     console = console or plain_console()
-    if out is not None:
-        check_free(out)
+    folder = None if out is None else pathlib.Path(out)
+    devices = _as_devices(devices)
+    check_free(folder)
+    memory.check_config(config, devices)
+    if config.init_from is not None:
+        _check_same_model(config, Run.open(pathlib.Path(config.init_from)))
     data = _load_data(config, console)
     trainer = _compile(config, devices, console)
-    run = Run.create(out, config, data.key, data.tokenizer)
-    with run.checkpoints() as checkpoints, _hint_at_resuming(run, console):
-        state = trainer.init_state()
-        loss = trainer.evaluate(state.params, data.validation)
-        run.metrics().append([dict(step=0, validation_loss=loss)])
-        console.print(f"{run.folder}: validation loss {loss:.3f} before the first step")
-        state = _loop(run, trainer, data, checkpoints, state, console)
-    _finish(run, state, data, console)
+    run = Run.create(folder, config, data.key, data.tokenizer)
+    try:
+        with run.lock():
+            _run(run, trainer, data, console)
+    except Exception:
+        if not run.has_begun():
+            run.discard()
+        raise
     return run
 
 
-def resume(run: Run, *, devices: Sequence[Any] | None = None, console: Console | None = None) -> None:
-    """Continues a run from its newest checkpoint to its end.
+def resume(
+    run: Run,
+    *,
+    devices: Sequence[Any] | None = None,
+    console: Console | None = None,
+    **changes: Any,
+) -> Run:
+    """Continues a run from its newest sound checkpoint to its end, and returns it; interrupts as in `train`.
+
+    A run without a checkpoint starts from its first step again.
+
+    Args:
+      run: the run.
+      devices: the devices to train on; None for all that JAX sees.
+      console: where to report; None for standard output.
+      **changes: new values of the fields in `CHANGEABLE`; None keeps the run's. With another number of `steps`, the
+        learning rate follows the schedule of that many steps from here on. It jumps up where a run is prolonged that
+        had decayed already.
 
     Raises:
-      InputError: there is no checkpoint or it is of another model, or the text is not the one the run
-        was started with.
+      InputError: no checkpoint is sound or the newest is of another model, the text is not the one the run was started
+        with, another process trains the run, or a loss is not finite.
       NotImplementedError: the config names a backend that cannot run the model here.
     """
+    if unknown := sorted(changes.keys() - set(CHANGEABLE)):
+        raise InputError(f"train: {', '.join(unknown)} cannot change; {', '.join(CHANGEABLE)} can.")
     console = console or plain_console()
-    config = run.config
-    with run.checkpoints() as checkpoints, _hint_at_resuming(run, console):
-        if checkpoints.latest_step() is None:
-            raise InputError(f"run: {run.folder} holds no checkpoint to resume from. Start a new run.")
+    devices = _as_devices(devices)
+    with run.lock():
+        given = {name: value for name, value in changes.items() if value is not None}
+        config = dataclasses.replace(Run.open(run.folder).config, **given)
+        run = dataclasses.replace(run, config=config)
+        memory.check_config(config, devices)
         data = _load_data(config, console)
         if data.key != run.data_key:
             raise InputError(
                 f"data: the text is no longer the one {run.folder} was started with. Restore it, or start a new run."
             )
         trainer = _compile(config, devices, console)
-        shapes = trainer.abstract_state()
-        params, rest = checkpoints.restore(
-            config, trainer.replicated, shapes.params, dict(opt_state=shapes.opt_state, step=shapes.step)
+        _run(run, trainer, data, console)
+    return run
+
+
+def _as_devices(devices: Sequence[Any] | None) -> tuple[Any, ...]:
+    if devices is None:
+        return tuple(jax.devices())
+    if not isinstance(devices, Sequence) or not devices or not all(isinstance(d, jax.Device) for d in devices):
+        raise InputError(
+            f"train: devices must be a sequence of at least one JAX device, or None for all; got {devices!r}."
         )
+    return tuple(devices)
+
+
+def _run(run: Run, trainer: Trainer, data: TokenData, console: Console) -> None:
+    """Trains a run to its end, from its newest checkpoint if it has one; the run must be locked."""
+    say = lambda message: console.print(f"{run.folder}: {message}")
+    with Interrupts() as interrupts, _hint_at_resuming(run, console), memory.explained(run.config):
+        with run.checkpoints(log=say) as checkpoints:
+            state = _first_state(run, trainer, data, checkpoints, console)
+            interrupts.check()
+            state = _loop(run, trainer, data, checkpoints, state, interrupts, console)
+            with spinner(console, "writing the last checkpoint"):
+                checkpoints.wait()
+        interrupts.check()
+        try:
+            _finish(run, state, data, console)
+        except OSError as e:
+            raise InputError(f"run: cannot write to {run.folder}: {e.strerror}.") from e
+
+
+def _first_state(run: Run, trainer: Trainer, data: TokenData, checkpoints: Checkpoints, console: Console) -> TrainState:
+    """The state to go on from: the newest checkpoint's, another run's weights, or random ones."""
+    c = run.config
+    shapes = trainer.abstract_state()
+    if checkpoints.latest_step() is not None:
+        with spinner(console, "reading the checkpoint"):
+            params, rest = checkpoints.restore(
+                c, trainer.replicated, shapes.params, dict(opt_state=shapes.opt_state, step=shapes.step)
+            )
         state = TrainState(params, **rest)
-        run.metrics().truncate(int(state.step))
-        console.print(f"{run.folder}: resumed after step {int(state.step):,}")
-        state = _loop(run, trainer, data, checkpoints, state, console)
-    _finish(run, state, data, console)
+        step = int(state.step)
+        if step > c.steps:
+            raise InputError(
+                f"train: --steps must be at least {step}, the step of the newest checkpoint; got {c.steps}."
+            )
+        console.print(f"{run.folder}: resumed after step {step:,}")
+        if c != Run.open(run.folder).config:
+            run.save_config()
+        _forget_after(run, step, console)
+        return state
+    if run.has_begun():
+        console.print(f"{run.folder}: holds no checkpoint yet; starts from the first step again")
+    if c != Run.open(run.folder).config:
+        run.save_config()
+    _forget_after(run, -1, console)
+    with spinner(console, "making the weights"):
+        state = trainer.init_state()
+    if c.init_from is not None:
+        source = Run.open(pathlib.Path(c.init_from))
+        log = lambda message: console.print(f"{source.folder}: {message}")
+        with spinner(console, "reading the weights"), source.checkpoints(read_only=True, log=log) as others:
+            params, _ = others.restore(source.config, trainer.replicated, shapes.params)
+        console.print(f"{run.folder}: starts from the weights of {source.folder}")
+        state = dataclasses.replace(state, params=params)
+    with spinner(console, "evaluating"):
+        loss = trainer.evaluate(state.params, data.validation)
+    if not math.isfinite(loss):
+        raise _diverged(run, checkpoints, 0, "validation loss", loss)
+    run.metrics().append([dict(step=0, validation_loss=loss)])
+    console.print(f"{run.folder}: validation loss {loss:.3f} before the first step")
+    return state
+
+
+def _forget_after(run: Run, step: int, console: Console) -> None:
+    """Drops the measurements of the steps that will be done again, and damaged lines."""
+    metrics = run.metrics()
+    if num_damaged := metrics.truncate(step):
+        console.print(f"{metrics.path}: {num_damaged} damaged lines are left out")
+
+
+#: Fields of a `ModelConfig` that decide the parameters' shapes, layout and meaning.
+_ARCHITECTURE = (
+    "vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "rope_theta",
+    "norm_epsilon", "tied_embedding", "scan",
+)  # fmt: skip
+
+
+def warm_config(source: Run, **options: Any) -> TrainingConfig:
+    """The configuration of a run that starts from the weights of `source`.
+
+    Args:
+      source: the run whose newest checkpoint is taken.
+      **options: fields of `TrainingConfig` and `ModelConfig`; None, or none, keeps the source's. Evaluations and
+        checkpoints are a tenth and a quarter of other `steps` apart.
+
+    Raises:
+      InputError: a value is out of range, or one that the weights decide is another.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if "steps" in given:
+        given = {name: max(given["steps"] // n, 1) for name, n in (("eval_every", 10), ("checkpoint_every", 4))} | given
+    fields = {field.name for field in dataclasses.fields(TrainingConfig)}
+    model = dataclasses.replace(source.config.model, **{n: v for n, v in given.items() if n not in fields})
+    changed = {name: value for name, value in given.items() if name in fields}
+    init_from = str(source.folder.absolute())
+    config = dataclasses.replace(source.config, **changed, model=model, init_from=init_from)
+    _check_same_model(config, source)
+    return config
+
+
+def _check_same_model(config: TrainingConfig, source: Run) -> None:
+    """Raises InputError unless the weights of `source` are weights of `config`'s model."""
+    names = [*_ARCHITECTURE, "tokenizer"]
+    values = [{**dataclasses.asdict(c.model), "tokenizer": c.tokenizer} for c in (source.config, config)]
+    different = [f"{n}={values[0][n]!r} there, {values[1][n]!r} here" for n in names if values[0][n] != values[1][n]]
+    if different:
+        raise InputError(
+            f"train: the weights of {source.folder} are of another model: {'; '.join(different)}. "
+            "Leave these options out, or start without --init-from."
+        )
 
 
 @contextlib.contextmanager
@@ -251,7 +405,7 @@ def _hint_at_resuming(run: Run, console: Console) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        console.print(f"interrupted; to go on from the newest checkpoint: jaxkernels train --resume --out {run.folder}")
+        console.print(f"interrupted; to go on: jaxkernels train --resume --out {shlex.quote(str(run.folder))}")
         raise
 
 
@@ -273,7 +427,8 @@ def _load_data(config: TrainingConfig, console: Console) -> TokenData:
 
 def _compile(config: TrainingConfig, devices: Sequence[Any] | None, console: Console) -> Trainer:
     begin = time.perf_counter()
-    trainer = Trainer(config, devices)
+    with spinner(console, "compiling"), memory.explained(config):
+        trainer = Trainer(config, devices)
     console.print(
         f"{config.preset}: {config.model.num_params:,} parameters, {config.model.dtype}, backend "
         f"{config.model.backend or 'auto'}, on {len(trainer.devices)} x {trainer.devices[0].device_kind}; "
@@ -283,9 +438,15 @@ def _compile(config: TrainingConfig, devices: Sequence[Any] | None, console: Con
 
 
 def _loop(
-    run: Run, trainer: Trainer, data: TokenData, checkpoints: Checkpoints, state: TrainState, console: Console
+    run: Run,
+    trainer: Trainer,
+    data: TokenData,
+    checkpoints: Checkpoints,
+    state: TrainState,
+    interrupts: Interrupts,
+    console: Console,
 ) -> TrainState:
-    """Trains to the end of the schedule, measuring and saving on the way."""
+    """Trains to the end of the schedule, measuring and saving on the way; after an interrupt, saves and raises it."""
     c = run.config
     metrics = run.metrics()
     peak = peak_flops_per_s(trainer.devices[0], c.model.dtype)
@@ -295,13 +456,16 @@ def _loop(
     clock = time.perf_counter()
     with Progress(console, start, c.steps) as progress:
         for step in range(start + 1, c.steps + 1):
-            batch = data_lib.batch_at(
-                data.train, seed=c.seed, step=step, batch_size=c.batch_size, sequence_length=c.sequence_length
+            batch = trainer.put(
+                data_lib.batch_at(
+                    data.train, seed=c.seed, step=step, batch_size=c.batch_size, sequence_length=c.sequence_length
+                )
             )
-            state, measured = trainer.step(state, trainer.put(batch))
+            state, measured = trainer.step(state, batch)
             pending.append((step, measured))
             evaluating = step % c.eval_every == 0 or step == c.steps
-            saving = step % c.checkpoint_every == 0 or step == c.steps
+            stopping = interrupts.signum is not None
+            saving = step % c.checkpoint_every == 0 or step == c.steps or stopping
             if not (evaluating or saving or step % c.log_every == 0):
                 continue
             # Reading a number waits for its step. While the loop goes on, the newest step stays unread, so that
@@ -317,17 +481,53 @@ def _loop(
                 if peak is not None:
                     speed["mfu"] = speed["tokens_per_s"] * flops_per_token / (peak * len(trainer.devices))
                 clock = now
-                metrics.append([row | speed for row in rows])
+                finite = list(itertools.takewhile(_is_finite, rows))
+                metrics.append([row | speed for row in finite])
+                if len(finite) < len(rows):
+                    row = rows[len(finite)]
+                    name = next(name for name in _MEASURED if not math.isfinite(row[name]))
+                    raise _diverged(run, checkpoints, row["step"], name.replace("_", " "), row[name])
                 progress.update(rows[-1]["step"], math.fsum(row["loss"] for row in rows) / num_ready, **speed)
             if evaluating:
-                loss = trainer.evaluate(state.params, data.validation)
+                with progress.doing("evaluating"):
+                    loss = trainer.evaluate(state.params, data.validation)
+                if not math.isfinite(loss):
+                    raise _diverged(run, checkpoints, step, "validation loss", loss)
                 metrics.append([dict(step=step, validation_loss=loss)])
                 progress.evaluated(loss)
             if saving:
-                checkpoints.save(step, c, state.params, dict(opt_state=state.opt_state, step=state.step))
+                with progress.doing("saving"):
+                    # The losses so far say nothing of the newest parameters.
+                    loss = float(trainer.loss(state.params, batch))
+                    if not math.isfinite(loss):
+                        raise _diverged(run, checkpoints, step, "loss after the step", loss)
+                    checkpoints.save(step, c, state.params, dict(opt_state=state.opt_state, step=state.step))
+            if stopping:
+                with progress.doing("saving"):
+                    saved = checkpoints.wait()
+                if saved:
+                    console.print(f"{run.folder}: saved after step {step:,}")
+                interrupts.check()
             if evaluating or saving:
                 clock = time.perf_counter()
     return state
+
+
+def _is_finite(row: dict[str, float]) -> bool:
+    return all(map(math.isfinite, row.values()))
+
+
+def _diverged(run: Run, checkpoints: Checkpoints, step: int, name: str, value: float) -> InputError:
+    """The error for a number that is not finite, with the way out."""
+    c = run.config
+    checkpoints.wait()
+    newest = checkpoints.latest_step()
+    ways = [f"a smaller --learning-rate than {c.learning_rate:g}"]
+    ways += ["--dtype bfloat16 or float32"] if c.model.dtype == "float16" else []
+    kept = "No checkpoint was saved before it."
+    if newest is not None:
+        kept = f"The newest checkpoint is of step {newest:,}; --init-from {run.folder} starts a run from its weights."
+    return InputError(f"train: the {name} is {value} at step {step:,}. Start again with {' or '.join(ways)}. {kept}")
 
 
 def _finish(run: Run, state: TrainState, data: TokenData, console: Console) -> None:
@@ -337,17 +537,18 @@ def _finish(run: Run, state: TrainState, data: TokenData, console: Console) -> N
     plot_losses(rows, f"{c.preset}: {c.model.num_params / 1e6:,.1f} M parameters", run.folder / "loss.png")
     losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
     console.print(f"validation loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per token; everything is in {run.folder}")
-    text = sample_text(
-        c.model,
-        state.params,
-        data.tokenizer,
-        prompt="",
-        num_tokens=_SAMPLE_TOKENS,
-        num_slots=c.sequence_length,
-        temperature=_SAMPLE_TEMPERATURE,
-        top_k=None,
-        seed=c.seed,
-    )
+    with spinner(console, "writing a sample"):
+        text = sample_text(
+            c.model,
+            state.params,
+            data.tokenizer,
+            prompt="",
+            num_tokens=_SAMPLE_TOKENS,
+            num_slots=c.sequence_length,
+            temperature=_SAMPLE_TEMPERATURE,
+            top_k=None,
+            seed=c.seed,
+        )
     (run.folder / "sample.txt").write_text(text)
     console.rule("sample")
     console.print(text)

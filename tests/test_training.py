@@ -214,7 +214,7 @@ def test_run_leaves_its_files_and_its_losses_fall(tmp_path, text):
     config = dataclasses.replace(CONFIG, data=str(text), steps=60, eval_every=20, checkpoint_every=30, log_every=7)
     run = train(config, tmp_path / "run", console)
     names = {path.name for path in run.folder.iterdir()}
-    assert names == {"checkpoints", "config.json", "loss.png", "metrics.jsonl", "sample.txt"}
+    assert names == {".lock", "checkpoints", "config.json", "loss.png", "metrics.jsonl", "sample.txt"}
     assert {path.name for path in (run.folder / "checkpoints").iterdir()} == {"30", "60"}
     assert Run.open(run.folder) == run
 
@@ -281,8 +281,14 @@ def test_sample_ends_with_the_document(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(num_tokens=0), "sample: --tokens must be at least 1; got 0."),
-        (dict(temperature=-1.0), "sample: --temperature must not be negative; got -1.0."),
+        (dict(num_tokens=0), "sample: --tokens must be from 1 to 1,000,000; got 0."),
+        (dict(num_tokens=10**12), "sample: --tokens must be from 1 to 1,000,000; got 1000000000000."),
+        (dict(temperature=-1.0), "sample: --temperature must be 0, or finite and at least 1e-06; got -1.0."),
+        (dict(temperature=math.nan), "sample: --temperature must be 0, or finite and at least 1e-06; got nan."),
+        (dict(temperature=1e-40), "sample: --temperature must be 0, or finite and at least 1e-06; got 1e-40."),
+        (dict(seed=-1), "sample: --seed must be from 0 to 2**32 - 1; got -1."),
+        (dict(seed=10**20 - 1), "sample: --seed must be from 0 to 2**32 - 1; got 99999999999999999999."),
+        (dict(prompt="\udcff"), "sample: --prompt must be UTF-8 text; got '\\udcff'."),
         (dict(top_k=0), "sample: --top-k must be at least 1; got 0."),
     ],
 )
@@ -377,36 +383,48 @@ def refusal_to_resume(folder: pathlib.Path) -> str:
     return str(e.value)
 
 
-def edit_config(run: Run, model: dict[str, Any] | None = None, **changes: Any) -> None:
-    path = run.folder / "config.json"
-    values = json.loads(path.read_text()) | changes
-    values["model"] |= model or {}
-    path.write_text(json.dumps(values))
+def reconfigure(run: Run, **changes: Any) -> Run:
+    """Gives a run another configuration, as the program would write it."""
+    run = dataclasses.replace(run, config=dataclasses.replace(run.config, **changes))
+    run.save_config()
+    return run
 
 
-def test_run_without_a_checkpoint_is_not_resumed(finished):
+def sample(run: Run, **options: Any) -> str:
+    defaults = dict(prompt="", num_tokens=4, temperature=1.0, top_k=None, seed=0)
+    return sampling.text_from_run(Run.open(run.folder), **defaults | options)
+
+
+def test_run_without_a_checkpoint_starts_again(finished):
+    before = losses(finished)
     shutil.rmtree(finished.folder / "checkpoints")
-    assert refusal_to_resume(finished.folder) == (
-        f"run: {finished.folder} holds no checkpoint to resume from. Start a new run."
+    with pytest.raises(InputError) as e:
+        sample(finished)
+    assert str(e.value) == (
+        f"run: {finished.folder} holds no checkpoint yet. Train it with `jaxkernels train --resume "
+        f"--out {finished.folder}`."
     )
+    console = quiet()
+    training.resume(finished, devices=jax.devices("cpu")[:1], console=console)
+    assert f"{finished.folder}: holds no checkpoint yet; starts from the first step again\n" in console.file.getvalue()
+    assert losses(finished) == before
 
 
 def test_checkpoint_of_another_model_is_refused(finished):
-    edit_config(finished, model=dict(embed_dim=64, num_kv_heads=4))
+    reconfigure(finished, model=dataclasses.replace(MODEL, embed_dim=64, num_kv_heads=4))
     message = (
         f"run: the checkpoint of step 12 in {finished.folder} is of another model: embed_dim=32 in the checkpoint, "
         "64 in config.json; num_kv_heads=2 in the checkpoint, 4 in config.json."
     )
     assert refusal_to_resume(finished.folder) == message
-    options = dict(prompt="", num_tokens=4, temperature=1.0, top_k=None, seed=0)
     with pytest.raises(InputError) as e:
-        sampling.text_from_run(Run.open(finished.folder), **options)
+        sample(finished)
     assert str(e.value) == message
 
 
 def test_run_is_not_resumed_on_another_text(finished, tmp_path):
     (tmp_path / "other.txt").write_text(TEXT + "more\n")
-    edit_config(finished, data=str(tmp_path / "other.txt"))
+    reconfigure(finished, data=str(tmp_path / "other.txt"))
     assert refusal_to_resume(finished.folder) == (
         f"data: the text is no longer the one {finished.folder} was started with. Restore it, or start a new run."
     )
@@ -441,6 +459,8 @@ def test_new_run_takes_a_free_folder_and_the_latest_is_found(tmp_path, monkeypat
         os.utime(f"runs/{name}/config.json", ns=(0, 0))
     os.utime("runs/tiny-2/config.json")
     assert latest_run() == pathlib.Path("runs", "tiny-2")
+    pathlib.Path("runs/tiny-3/checkpoints/4").mkdir(parents=True)
+    assert latest_run() == pathlib.Path("runs", "tiny-3")  # A start that failed does not hide it.
 
 
 @pytest.mark.parametrize(
@@ -468,7 +488,17 @@ def test_file_in_place_of_the_folder_is_refused(tmp_path):
     assert str(e.value) == f"run: {tmp_path / 'file'} is not a folder. Name another one with --out."
     with pytest.raises(InputError) as e:
         Run.create(tmp_path / "file" / "run", CONFIG, "key", ByteTokenizer())
-    assert str(e.value) == f"run: cannot write {tmp_path / 'file' / 'run'}: Not a directory."
+    assert str(e.value) == (
+        f"run: cannot write {tmp_path / 'file' / 'run'}: Not a directory. Name another folder with --out."
+    )
+
+
+def test_folder_that_cannot_be_written_is_refused_before_any_work(monkeypatch):
+    monkeypatch.setattr(training, "_load_data", None)
+    with pytest.raises(InputError) as e:
+        training.train(CONFIG, out="/proc/run", console=quiet())
+    assert str(e.value) == "run: cannot write /proc/run: No such file or directory. Name another folder with --out."
+    assert not pathlib.Path("/proc/run").exists()
 
 
 # Configurations.
@@ -493,9 +523,18 @@ def test_presets_become_configurations():
     ("options", "message"),
     [
         (dict(steps=0), "TrainingConfig: steps must be a positive int; got 0."),
+        (dict(steps=True), "TrainingConfig: steps must be an int; got True."),
         (dict(seed=-1), "TrainingConfig: seed must be an int from 0 to 2**32 - 1; got -1."),
-        (dict(learning_rate=0.0), "TrainingConfig: learning_rate must be positive; got 0.0."),
-        (dict(weight_decay=-0.1), "TrainingConfig: weight_decay must not be negative; got -0.1."),
+        (dict(learning_rate=0.0), "TrainingConfig: learning_rate must be positive and finite; got 0.0."),
+        (dict(learning_rate=math.inf), "TrainingConfig: learning_rate must be positive and finite; got inf."),
+        (dict(learning_rate=math.nan), "TrainingConfig: learning_rate must be positive and finite; got nan."),
+        (dict(learning_rate="1e-3"), "TrainingConfig: learning_rate must be a number; got '1e-3'."),
+        (dict(weight_decay=-0.1), "TrainingConfig: weight_decay must be finite and not negative; got -0.1."),
+        (dict(steps=2**31), "TrainingConfig: steps must be below 2**31; got 2147483648."),
+        (
+            dict(batch_size=10**9),
+            "TrainingConfig: batch_size * (sequence_length + 1) must be below 2**31 tokens; got 1000000000 * 129.",
+        ),
         (dict(tokenizer="words"), 'TrainingConfig: tokenizer must be "bytes" or "bpe"; got \'words\'.'),
         (
             dict(vocab_size=512),
@@ -507,3 +546,32 @@ def test_impossible_training_is_refused(options, message):
     with pytest.raises(InputError) as e:
         training_config("tiny", platform="cpu", **options)
     assert str(e.value) == message
+
+
+#: A value that no field of the type takes, and how the message names the type.
+WRONG = {
+    "int": (2.0, "an int"),
+    "float": ("1e-3", "a number"),
+    "bool": (1, "True or False"),
+    "str": (3, "a string"),
+    "str | None": (3, "a string or None"),
+    "ModelConfig": ({}, "a ModelConfig"),
+}
+
+
+@pytest.mark.parametrize("config", [CONFIG, MODEL], ids=["training", "model"])
+def test_every_field_refuses_another_type(config):
+    for field in dataclasses.fields(config):
+        value, expected = WRONG[field.type]
+        with pytest.raises(InputError) as e:
+            dataclasses.replace(config, **{field.name: value})
+        assert str(e.value) == f"{type(config).__name__}: {field.name} must be {expected}; got {value!r}."
+
+
+@pytest.mark.parametrize("devices", [[], 3, ["cpu"]])
+def test_devices_that_are_none_are_refused(devices, tmp_path):
+    with pytest.raises(InputError) as e:
+        training.train(CONFIG, out=tmp_path / "run", devices=devices, console=quiet())
+    assert str(e.value) == (
+        f"train: devices must be a sequence of at least one JAX device, or None for all; got {devices!r}."
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import pathlib
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxkernels import dispatch
+from jaxkernels.folders import check_writable
 from jaxkernels.models.config import InputError
 
 if TYPE_CHECKING:
@@ -126,6 +128,7 @@ def bench(
         raise InputError(
             f"bench: {json} has rows of {earlier.rows[0].op}, not of {op}. Write another file with --json."
         )
+    _check_outputs("bench", json, plot)
     settings = _settings(op, regime, backend, baseline)
     work = _work(op, suite or [], shapes or [], rows, match, settings, console)
     results = _run(op, work, settings, console, json, earlier)
@@ -143,6 +146,18 @@ def bench(
     if wrong := sum(map(_is_wrong, results.rows)):
         console.print(f"{wrong} rows have wrong results of ours, see above")
         raise typer.Exit(1)
+
+
+def _check_outputs(command: str, json: pathlib.Path | None, plot: pathlib.Path | None) -> None:
+    """Raises InputError where results could not be written: before they are measured."""
+    for option, path, folder in (("--json", json, json and json.parent), ("--plot", plot, plot)):
+        try:
+            if path is not None and folder is not None:
+                check_writable(folder)
+                if option == "--json" and path.is_dir():
+                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        except OSError as e:
+            raise InputError(f"{command}: cannot write {option} {path}: {e.strerror}.") from e
 
 
 def _is_wrong(row: Row) -> bool:
@@ -394,6 +409,7 @@ def study(
     device = jax.devices()[0]
     if device.platform not in ("gpu", "cuda"):
         raise InputError(f"study: needs a CUDA GPU to measure on; this machine has {device}.")
+    _check_outputs("study", json, plot and plot.parent)
     points = []
     with Telemetry(device.local_hardware_id or 0) as telemetry:
         where = results_lib.environment(device, telemetry, sys.argv[1:])

@@ -1,0 +1,101 @@
+"""Device memory of a training step: refuses what cannot fit before it is allocated, and says what would."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jaxkernels.models.config import InputError, TrainingConfig
+
+__all__ = ["check_compiled", "check_config", "device_bytes", "explained"]
+
+#: Float32 parameters, their gradients and Adam's two moments.
+_BYTES_PER_PARAM = 16
+
+
+def device_bytes(device: Any) -> int | None:
+    """The memory that programs can use on a device, in bytes, or None where that is not known.
+
+    The devices of a CPU share the machine's memory.
+    """
+    stats = device.memory_stats()
+    if stats is not None and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    if device.platform != "cpu" or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _limit(devices: Sequence[Any]) -> int | None:
+    limit = device_bytes(devices[0])
+    return limit // len(devices) if limit is not None and devices[0].platform == "cpu" else limit
+
+
+def _least_bytes_per_sequence(config: TrainingConfig) -> int:
+    """What a step must keep for each sequence, recomputed or not: the stream before each layer, and the logits."""
+    m = config.model
+    itemsize = 4 if m.dtype == "float32" else 2
+    return config.sequence_length * (m.num_layers * m.embed_dim + m.vocab_size) * itemsize
+
+
+def check_config(config: TrainingConfig, devices: Sequence[Any]) -> None:
+    """Raises InputError where a step cannot fit into the devices' memory, whatever XLA makes of it."""
+    state = _BYTES_PER_PARAM * config.model.num_params
+    batch = -(-config.batch_size // len(devices)) * _least_bytes_per_sequence(config)
+    _check(config, devices, state, batch, at_least=True)
+
+
+def check_compiled(config: TrainingConfig, devices: Sequence[Any], step: jax.stages.Compiled) -> None:
+    """Raises InputError where a compiled step does not fit into the devices' memory."""
+    stats = step.memory_analysis()
+    if stats is None:
+        return
+    needed = (
+        stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
+    )
+    state = min(_BYTES_PER_PARAM * config.model.num_params, needed)
+    _check(config, devices, state, needed - state, at_least=False)
+
+
+def _check(config: TrainingConfig, devices: Sequence[Any], state: int, batch: int, *, at_least: bool) -> None:
+    """Compares bytes on each device, of the state and of its share of the batch, with the device's memory."""
+    limit = _limit(devices)
+    if limit is None or state + batch <= limit:
+        return
+    local = -(-config.batch_size // len(devices))
+    fitting = max(limit - state, 0) * local // max(batch, 1) * len(devices)
+    raise InputError(
+        f"train: out of memory: a step needs {'at least' if at_least else 'about'} {(state + batch) / 1e9:,.1f} GB on "
+        f"each device, {state / 1e9:,.1f} GB of it for {config.model.num_params:,} parameters; "
+        f"{devices[0].device_kind} has {limit / 1e9:,.1f} GB. {_advice(config, fitting, recomputing=not at_least)}"
+    )
+
+
+def _advice(config: TrainingConfig, fitting: int, *, recomputing: bool) -> str:
+    """What to change: to `fitting` sequences, if that is known and some, or to recomputed activations."""
+    if fitting < 1:
+        return "Not even a batch of one sequence fits: use a smaller --preset."
+    ways = [f"--batch-size {fitting} or less"]
+    if recomputing and not config.model.remat:
+        ways.append("--remat (less memory, more work)")
+    return f"Use {' or '.join([*ways, 'a smaller --sequence-length'])}."
+
+
+@contextlib.contextmanager
+def explained(config: TrainingConfig) -> Iterator[None]:
+    """Turns XLA's error for exhausted memory into one line with the way out."""
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, MemoryError) as e:
+        lines = str(e).splitlines() or [type(e).__name__]
+        if not isinstance(e, MemoryError) and "RESOURCE_EXHAUSTED" not in lines[0] and "ut of memory" not in lines[0]:
+            raise
+        half = config.batch_size // 2
+        raise InputError(
+            f"train: out of memory with --batch-size {config.batch_size}: {lines[0][:200].rstrip('.')}. "
+            f"{_advice(config, half, recomputing=True)}"
+        ) from e
