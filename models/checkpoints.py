@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import pathlib
+import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import jax
@@ -33,6 +35,32 @@ def complete_steps(folder: pathlib.Path) -> list[int]:
     return sorted(
         (int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()), reverse=True
     )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps off standard error what Orbax's parallel readers print when one of them has failed.
+
+    Their threads and coroutines end after the error was raised: each prints a traceback of its own.
+    """
+    hooks = sys.unraisablehook, sys.excepthook
+    logger = logging.getLogger("asyncio")
+    was_disabled = logger.disabled
+    failed = False
+
+    def note(*exception: object) -> None:
+        nonlocal failed
+        failed = True
+
+    sys.unraisablehook = sys.excepthook = note
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        if failed:
+            gc.collect()
+        sys.unraisablehook, sys.excepthook = hooks
+        logger.disabled = was_disabled
 
 
 class Checkpoints:
@@ -122,6 +150,7 @@ class Checkpoints:
             self._manager.close()
         self._manager = self._open()
 
+    @_quiet()
     def restore(
         self, config: TrainingConfig, sharding: jax.sharding.Sharding, params: Any, rest: Any = None
     ) -> tuple[Any, Any]:
@@ -229,4 +258,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror is not None:
         return error.strerror
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200].rstrip(".")
+    # TensorStore appends the description of the array.
+    line = lines[0].partition(" See full TensorStore details")[0]
+    return line[:200].rstrip(".")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import io
+import itertools
 import json
 import math
 import os
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -29,11 +31,13 @@ from PIL import Image
 from rich.console import Console
 
 from jaxkernels import hardware
-from jaxkernels.models import sampling, training
+from jaxkernels.models import memory, progress, sampling, training
+from jaxkernels.models.checkpoints import Checkpoints
 from jaxkernels.models.config import InputError, ModelConfig, TrainingConfig, training_config
+from jaxkernels.models.interrupts import Interrupted
 from jaxkernels.models.run import Metrics, Run, latest_run
 from jaxkernels.models.tokenizer import ByteTokenizer
-from jaxkernels.models.training import Trainer, cross_entropy
+from jaxkernels.models.training import Trainer, TrainState, cross_entropy
 from jaxkernels.models.transformer import Transformer
 
 MODEL = ModelConfig(
@@ -67,7 +71,7 @@ def _shared() -> Iterator[None]:
     """What the runs of this module have in common: the token cache, and the trainers, which take long to compile."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setenv("JAXKERNELS_CACHE_DIR", folder)
-        compiled = lambda config, devices: trainer(dataclasses.replace(config, data=None), len(devices))
+        compiled = lambda config, devices: trainer(dataclasses.replace(config, data=None, init_from=None), len(devices))
         patch.setattr(training, "Trainer", compiled)
         yield
 
@@ -85,7 +89,7 @@ def batch(config: TrainingConfig = CONFIG, seed: int = 0) -> np.ndarray:
 
 
 def quiet() -> Console:
-    return Console(file=io.StringIO())
+    return Console(file=io.StringIO(), soft_wrap=True)
 
 
 def train(config: TrainingConfig, out: pathlib.Path, console: Console | None = None) -> Run:
@@ -444,6 +448,353 @@ def test_damaged_config_is_refused(finished):
     path.write_text("[]")
     with pytest.raises(InputError, match=f"run: {path} is not a run's configuration: "):
         Run.open(finished.folder)
+
+
+# Interrupts.
+
+
+def change_steps(monkeypatch: pytest.MonkeyPatch, change: Callable[[int, TrainState, dict], tuple]) -> None:
+    """Every trainer's step passes what it returns through `change(number of the step, state, metrics)`."""
+    compiled = training.Trainer
+
+    def changed(config: TrainingConfig, devices: Any) -> Trainer:
+        t = copy.copy(compiled(config, devices))
+        step = t.step
+
+        def run(state: TrainState, batch: jax.Array) -> tuple:
+            number = int(state.step) + 1
+            return change(number, *step(state, batch))
+
+        t.step = run
+        return t
+
+    monkeypatch.setattr(training, "Trainer", changed)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_saves_and_the_advice_continues_to_the_same_losses(signum, finished, tmp_path, monkeypatch):
+    before = signal.getsignal(signum)
+
+    def interrupt(number: int, *result: Any) -> tuple:
+        if number == 2:  # The first checkpoint is due after step 4.
+            signal.raise_signal(signum)
+        return result
+
+    console = quiet()
+    with monkeypatch.context() as patch:
+        change_steps(patch, interrupt)
+        with pytest.raises(Interrupted) as e:
+            train(finished.config, tmp_path / "stopped", console)
+    assert e.value.signum == signum
+    assert signal.getsignal(signum) == before
+    folder = tmp_path / "stopped"
+    assert console.file.getvalue().endswith(
+        f"{folder}: saved after step 2\ninterrupted; to go on: jaxkernels train --resume --out {folder}\n"
+    )
+    assert sample(Run.open(folder))
+    training.resume(Run.open(folder), devices=jax.devices("cpu")[:1], console=quiet())
+    assert losses(Run.open(folder)) == losses(finished)
+
+
+def test_second_interrupt_stops_at_once_and_the_advice_still_works(finished, tmp_path, monkeypatch):
+    def interrupt(number: int, *result: Any) -> tuple:
+        if number == 2:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    folder = tmp_path / "stopped"
+    with monkeypatch.context() as patch:
+        change_steps(patch, interrupt)
+        with pytest.raises(Interrupted):
+            train(finished.config, folder)
+    assert not list((folder / "checkpoints").iterdir())
+    training.resume(Run.open(folder), devices=jax.devices("cpu")[:1], console=quiet())
+    assert losses(Run.open(folder)) == losses(finished)
+
+
+# Losses that are not finite.
+
+
+@pytest.mark.parametrize(
+    ("first_bad", "message"),
+    [
+        (6, "train: the loss is nan at step 7."),
+        (8, "train: the loss after the step is nan at step 8."),  # A checkpoint is due after step 8.
+    ],
+)
+def test_training_stops_at_the_first_loss_that_is_not_finite(first_bad, message, finished, tmp_path, monkeypatch):
+    def spoil(number: int, state: TrainState, metrics: dict) -> tuple:
+        if number == first_bad:
+            state = dataclasses.replace(state, params=jax.tree.map(lambda x: x * jnp.nan, state.params))
+        return state, metrics
+
+    change_steps(monkeypatch, spoil)
+    config = dataclasses.replace(finished.config, eval_every=12)
+    with pytest.raises(InputError) as e:
+        train(config, tmp_path / "run")
+    assert str(e.value) == (
+        f"{message} Start again with a smaller --learning-rate than 0.01. The newest checkpoint is of step 4; "
+        f"--init-from {tmp_path / 'run'} starts a run from its weights."
+    )
+    run = Run.open(tmp_path / "run")
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["4"]
+    assert [step for step, _ in losses(run)] == [*range({6: 7, 8: 9}[first_bad])]
+    assert all(map(math.isfinite, losses(run).values()))
+
+
+# Damage.
+
+
+def checkpoint_of(step: int) -> tuple[Any, dict[str, Any]]:
+    """A state that is told from those of other steps."""
+    state = trainer().abstract_state()
+    rng = np.random.default_rng(step)
+    full = lambda x: jnp.asarray(rng.standard_normal(x.shape) * 100, x.dtype)
+    state = jax.tree.map(full, state)
+    return state.params, dict(opt_state=state.opt_state, step=jnp.int32(step))
+
+
+DAMAGES = dict(
+    truncated=lambda path: os.truncate(path, path.stat().st_size // 2),
+    flipped=lambda path: path.write_bytes(
+        (b := path.read_bytes())[: len(b) // 2] + bytes([b[len(b) // 2] ^ 0x10]) + b[len(b) // 2 + 1 :]
+    ),
+    deleted=os.unlink,
+)
+
+
+def test_damaged_newest_checkpoint_is_passed_over(tmp_path, capfd):
+    """Each file of it is damaged in one of three ways: its state is right, or the one before is taken."""
+    states = {step: checkpoint_of(step) for step in (8, 12)}
+    sound = tmp_path / "sound" / "checkpoints"
+    with Checkpoints(sound) as checkpoints:
+        for step, state in states.items():
+            checkpoints.save(step, CONFIG, *state)
+    files = [path.relative_to(sound) for path in sorted(sound.glob("12/**/*")) if path.is_file()]
+    shapes = jax.eval_shape(lambda: states[12])
+    num_passed_over = 0
+    for (name, damage), file in zip(itertools.cycle(DAMAGES.items()), files):
+        folder = tmp_path / "damaged" / "checkpoints"
+        shutil.copytree(sound, folder)
+        damage(folder / file)
+        lines = []
+        with Checkpoints(folder, log=lines.append) as checkpoints:
+            restored = checkpoints.restore(CONFIG, trainer().replicated, *shapes)
+        step = int(restored[1]["step"])
+        assert_same_bits(restored, states[step])
+        assert len(lines) == (step == 8), (name, file, lines)
+        if step == 8:
+            num_passed_over += 1
+            assert lines[0].startswith("the checkpoint of step 12 is damaged ("), (name, file)
+            assert lines[0].endswith("); the one of step 8 is used")
+            assert (folder.parent / "damaged" / "12").exists()
+            assert not (folder / "12").exists()
+        shutil.rmtree(folder.parent)
+    assert num_passed_over > 5
+    assert capfd.readouterr() == ("", "")
+
+
+def test_damaged_run_is_resumed_and_sampled(finished):
+    """A checkpoint whose arrays are gone, one that is an empty folder, and metrics with garbage."""
+    before = losses(finished)
+    checkpoints = finished.folder / "checkpoints"
+    shutil.rmtree(checkpoints / "12" / "params")
+    (checkpoints / "16").mkdir()
+    (finished.folder / "metrics.jsonl").write_bytes(
+        b'\xff\x00garbage\n[]\n{"step": "x"}\n' + (finished.folder / "metrics.jsonl").read_bytes() + b'{"step": 13, "lo'
+    )
+    lines = []
+    assert sample(finished, log=lines.append)
+    assert len(lines) == 2
+    console = quiet()
+    training.resume(finished, devices=jax.devices("cpu")[:1], console=console)
+    output = console.file.getvalue()
+    assert f"{finished.folder}: resumed after step 8\n" in output
+    assert f"{finished.folder / 'metrics.jsonl'}: 3 damaged lines are left out\n" in output
+    assert losses(finished) == before
+    assert {path.name for path in checkpoints.iterdir()} == {"8", "12"}
+    assert {path.name for path in (finished.folder / "damaged").iterdir()} == {"12", "16"}
+
+
+def test_no_sound_checkpoint_is_one_clear_error(finished):
+    for path in (finished.folder / "checkpoints").glob("*/config"):
+        shutil.rmtree(path)
+    with pytest.raises(
+        InputError, match=r"^run: every checkpoint in .*checkpoints is damaged: step 12: .*; step 8: .*\. "
+    ):
+        sample(finished)
+
+
+def test_disk_that_is_full_while_saving_loses_nothing(finished, tmp_path, monkeypatch):
+    """Files can grow to a few bytes only, at first after the first checkpoint; then again at the last one."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    full = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE)
+    save = Checkpoints.save
+
+    def save_to_full_disk(self: Checkpoints, step: int, *state: Any) -> None:
+        if step not in full_at:
+            return save(self, step, *state)
+        full((4096, limits[1]))
+        try:
+            save(self, step, *state)
+            self.wait()
+        finally:
+            full(limits)
+
+    monkeypatch.setattr(Checkpoints, "save", save_to_full_disk)
+    full_at = {8}
+    console = quiet()
+    run = train(finished.config, tmp_path / "run", console)
+    assert f"{run.folder}: the checkpoint of step 8 could not be written: " in console.file.getvalue()
+    assert {path.name for path in (run.folder / "checkpoints").iterdir()} == {"4", "12"}
+    assert losses(run) == losses(finished)
+
+    full_at = {12}
+    with pytest.raises(InputError) as e:
+        train(finished.config, tmp_path / "other")
+    assert str(e.value).startswith("run: the checkpoint of step 12 could not be written: ")
+    assert str(e.value).endswith("The newest one is of step 8. Make room, then continue the run with --resume.")
+    other = Run.open(tmp_path / "other")
+    assert {path.name for path in (other.folder / "checkpoints").iterdir()} == {"4", "8"}
+    full_at = {}
+    training.resume(other, devices=jax.devices("cpu")[:1], console=quiet())
+    assert losses(other) == losses(finished)
+
+
+# One process at a time.
+
+
+def test_run_that_another_process_trains_is_refused(finished):
+    script = (
+        "import pathlib, sys, filelock\n"
+        "filelock.FileLock(pathlib.Path(sys.argv[1], '.lock')).acquire()\n"
+        "print('locked', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", script, finished.folder]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "locked\n"
+        assert refusal_to_resume(finished.folder) == (
+            f"run: another process trains {finished.folder}. Wait for its end, or stop it; "
+            "`jaxkernels sample` works meanwhile."
+        )
+        assert sample(finished)
+    finally:
+        process.kill()
+        process.communicate()
+    training.resume(finished, devices=jax.devices("cpu")[:1], console=quiet())  # A dead process locks nothing.
+
+
+# Other settings for the same weights.
+
+
+def test_run_is_prolonged(finished):
+    before = losses(finished)
+    prolong = functools.partial(training.resume, devices=jax.devices("cpu")[:1], console=quiet())
+    run = prolong(finished, steps=20, eval_every=10)
+    assert Run.open(run.folder).config == dataclasses.replace(finished.config, steps=20, eval_every=10)
+    found = losses(run)
+    assert before.items() <= found.items()
+    assert sorted(step for step, name in found if name == "loss") == list(range(1, 21))
+    rates = {row["step"]: row["learning_rate"] for row in run.metrics().read() if "loss" in row}
+    np.testing.assert_allclose(rates[13], float(training.learning_rate(run.config)(12)), rtol=1e-6)
+    with pytest.raises(InputError) as e:
+        prolong(run, steps=19)
+    assert str(e.value) == "train: --steps must be at least 20, the step of the newest checkpoint; got 19."
+    with pytest.raises(InputError) as e:
+        prolong(run, seed=1)
+    assert str(e.value) == "train: seed cannot change; data, steps, eval_every, checkpoint_every can."
+
+
+def test_run_starts_from_the_weights_of_another(finished, tmp_path):
+    config = training.warm_config(finished, learning_rate=1e-3, steps=None)
+    assert config == dataclasses.replace(finished.config, learning_rate=1e-3, init_from=str(finished.folder))
+    config = training.warm_config(finished)
+    run = train(config, tmp_path / "warm")
+    assert losses(run)[0, "validation_loss"] == losses(finished)[12, "validation_loss"]
+    assert losses(run)[12, "validation_loss"] < losses(finished)[12, "validation_loss"]
+    with pytest.raises(InputError) as e:
+        training.warm_config(finished, tokenizer="bpe", mlp_dim=99)
+    assert str(e.value) == (
+        f"train: the weights of {finished.folder} are of another model: mlp_dim=48 there, 99 here; "
+        "tokenizer='bytes' there, 'bpe' here. Leave these options out, or start without --init-from."
+    )
+
+
+def test_config_that_was_edited_is_refused(finished):
+    path = finished.folder / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"steps": 20, "model": values["model"] | {"rope_theta": 5.0}}))
+    with pytest.raises(InputError) as e:
+        Run.open(finished.folder)
+    assert str(e.value) == (
+        f"run: {path} was changed by hand: it differs from its checksum (steps=12 in the checkpoint, 20 there; "
+        "rope_theta=10000.0 in the checkpoint, 5.0 there). Undo the change. `train --resume` takes --steps, --data, "
+        "--eval-every and --checkpoint-every; other settings need a new run (--init-from takes over weights)."
+    )
+    path.write_text(json.dumps(values, indent=7))  # What it says is the same.
+    assert Run.open(finished.folder) == finished
+
+
+# Memory.
+
+
+def test_step_that_cannot_fit_is_refused_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "device_bytes", lambda device: 10_000_000)
+    monkeypatch.setattr(training, "_load_data", None)
+    config = dataclasses.replace(CONFIG, batch_size=1000)
+    with pytest.raises(InputError) as e:
+        train(config, tmp_path / "run")
+    assert str(e.value) == (
+        "train: out of memory: a step needs at least 0.0 GB on each device, 0.0 GB of it for 16,640 parameters; cpu "
+        "has 0.0 GB. Use --batch-size 528 or less or a smaller --sequence-length."
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_compiled_step_that_does_not_fit_names_what_would(monkeypatch):
+    step = trainer().step
+    monkeypatch.setattr(memory, "device_bytes", lambda device: 10**12)
+    memory.check_compiled(CONFIG, trainer().devices, step)
+    stats = step.memory_analysis()
+    monkeypatch.setattr(memory, "device_bytes", lambda device: stats.temp_size_in_bytes)
+    with pytest.raises(
+        InputError, match=r"--batch-size [1-7] or less or --remat \(less memory, more work\) or a smaller"
+    ):
+        memory.check_compiled(CONFIG, trainer().devices, step)
+    monkeypatch.setattr(memory, "device_bytes", lambda device: 1000)
+    with pytest.raises(
+        InputError, match=r"has 0\.0 GB\. Not even a batch of one sequence fits: use a smaller --preset\."
+    ):
+        memory.check_compiled(CONFIG, trainer().devices, step)
+
+
+def test_exhausted_memory_is_explained_and_leaves_no_folder(finished, tmp_path, monkeypatch):
+    def exhaust(number: int, *result: Any) -> tuple:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.\nmore")
+
+    change_steps(monkeypatch, exhaust)
+    with pytest.raises(InputError) as e:
+        train(finished.config, tmp_path / "run")
+    assert str(e.value) == (
+        "train: out of memory with --batch-size 8: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes. "
+        "Use --batch-size 4 or less or --remat (less memory, more work) or a smaller --sequence-length."
+    )
+    assert not (tmp_path / "run").exists()
+
+
+# What a terminal shows.
+
+
+def test_spinner_is_for_terminals_only():
+    for is_terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=is_terminal)
+        with progress.spinner(console, "compiling"):
+            time.sleep(0.15)
+        assert ("compiling" in console.file.getvalue()) == is_terminal
 
 
 # Where runs go.
