@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkernels.folders import cache_root, write_whole
+from jaxkernels.folders import cache_root, read_entry, write_entry
 
 __all__ = ["CompileError", "CompiledKernel", "Report", "compile_kernel", "literal", "nvrtc_version"]
 
@@ -32,7 +32,7 @@ __all__ = ["CompileError", "CompiledKernel", "Report", "compile_kernel", "litera
 _MAX_WAIT_VARIABLE = "JAXKERNELS_MAX_WAIT_CYCLES"
 
 #: Part of every cache key: entries of another layout, or compiled with other fixed options, are not found.
-_CACHE_FORMAT = 2
+_CACHE_FORMAT = 3
 
 # Since this version NVRTC has a cache of its own where there is a driver. What it takes from there comes without
 # ptxas' account and warnings, which `strict` and `Report` stand on.
@@ -373,17 +373,35 @@ def _refuse_slow(filename: str, compiled: CompiledKernel) -> None:
         )
 
 
-# One zip file for a kernel: its checksums tell a damaged entry from a whole one, and any tool opens it.
+# One zip file for a kernel, which any tool opens. Its comment is a digest of its name, which is the request's key, and
+# of its content: an entry that is damaged, or was renamed, is compiled again.
 _CUBIN = "kernel.cubin"
 _ACCOUNT = "kernel.json"
 
 
+def _digest(path: pathlib.Path, cubin: bytes, account: bytes) -> bytes:
+    return hashlib.sha256(json.dumps([path.stem, len(cubin)]).encode() + cubin + account).hexdigest().encode()
+
+
 def _read(path: pathlib.Path) -> CompiledKernel | None:
-    """Returns the cached kernel, or None where there is none or it is damaged."""
+    """Returns the cached kernel, or None if there is none, it is damaged, or another user may have written it."""
     try:
-        with zipfile.ZipFile(path) as entry:
-            cubin = entry.read(_CUBIN)
-            account = json.loads(entry.read(_ACCOUNT))
+        content = read_entry(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as e:
+        warnings.warn(
+            f"compile[nvrtc]: ignored the cached kernel {path}: {e.strerror}. Delete it, or set JAXKERNELS_CACHE_DIR "
+            "to a folder of your own.",
+            stacklevel=2,
+        )
+        return None
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as entry:
+            cubin, account_bytes = entry.read(_CUBIN), entry.read(_ACCOUNT)
+            if entry.comment != _digest(path, cubin, account_bytes):
+                return None
+        account = json.loads(account_bytes)
         report = account["report"]
         return CompiledKernel(cubin, account["name"], None if report is None else Report(**report), account["log"])
     except Exception:
@@ -394,13 +412,14 @@ def _read(path: pathlib.Path) -> CompiledKernel | None:
 def _write(path: pathlib.Path, compiled: CompiledKernel) -> None:
     """Puts the kernel into the cache."""
     report = None if compiled.report is None else dataclasses.asdict(compiled.report)
-    account = {"name": compiled.name, "report": report, "log": compiled.log}
+    account = json.dumps({"name": compiled.name, "report": report, "log": compiled.log}).encode()
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as entry:
         entry.writestr(_CUBIN, compiled.cubin)
-        entry.writestr(_ACCOUNT, json.dumps(account))
+        entry.writestr(_ACCOUNT, account)
+        entry.comment = _digest(path, compiled.cubin, account)
     try:
-        write_whole(path, content.getvalue())
+        write_entry(path, content.getvalue())
     except OSError as e:
         warnings.warn(
             f"compile[nvrtc]: the compiled kernel cannot be kept in {path.parent}; got {e}. It will be compiled "

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import zipfile
 from typing import Any
 
 import numpy as np
@@ -329,6 +330,45 @@ def test_damaged_entries_are_compiled_again(cache, forbid_compiling):
         assert (again.cubin, again.report) == (good.cubin, good.report), what
     forbid_compiling()
     assert ffi.compile_kernel(TWO_KERNELS, "staged") == again
+
+
+def test_entry_under_another_name_or_with_another_account_is_compiled_again(cache):
+    """An entry's digest covers its name, its code and what is said of it."""
+    spills, staged = (ffi.compile_kernel(TWO_KERNELS, kernel) for kernel in ("sum<200>", "staged"))
+    paths = {path: compiler._read(path) for path in cache.iterdir()}
+    of_spills, of_staged = sorted(paths, key=lambda path: paths[path] != spills)
+    of_staged.write_bytes(of_spills.read_bytes())
+    assert ffi.compile_kernel(TWO_KERNELS, "staged").cubin == staged.cubin
+    with zipfile.ZipFile(of_staged) as sound:
+        content, comment = {name: sound.read(name) for name in sound.namelist()}, sound.comment
+    for name in content:
+        with zipfile.ZipFile(of_staged, "w") as changed:
+            for other, text in content.items():
+                changed.writestr(other, text.replace(b"staged", b"dagest") if other == name else text)
+            changed.comment = comment
+        assert compiler._read(of_staged) is None
+
+
+@pytest.mark.timeout(60)
+def test_entry_that_others_may_have_written_is_compiled_again_with_one_warning(cache, forbid_compiling):
+    """`open_entry` has the rules: tests/test_folders.py. A pipe in an entry's place must not block."""
+    good = ffi.compile_kernel(TWO_KERNELS, "staged")
+    (path,) = cache.iterdir()
+    path.chmod(0o606)
+    for reason in ("other users may write to it (mode 0606)", "it is not a regular file"):
+        with pytest.warns(UserWarning, match="^compile") as caught:
+            assert ffi.compile_kernel(TWO_KERNELS, "staged").cubin == good.cubin
+        assert [str(w.message) for w in caught] == [
+            f"compile[nvrtc]: ignored the cached kernel {path}: {reason}. Delete it, or set JAXKERNELS_CACHE_DIR to a "
+            "folder of your own."
+        ]
+        path.unlink()
+        os.mkfifo(path)
+    path.unlink()
+    ffi.compile_kernel(TWO_KERNELS, "staged")
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    forbid_compiling()
+    assert ffi.compile_kernel(TWO_KERNELS, "staged").cubin == good.cubin
 
 
 def test_two_processes_may_compile_the_same_kernel_at_once(cache):

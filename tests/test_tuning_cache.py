@@ -229,7 +229,7 @@ def test_entry_that_cannot_be_read_is_ignored_with_one_warning(fake, forget, tmp
     path.unlink()
     path.mkdir()
     forget()
-    with pytest.warns(UserWarning, match="Is a directory"):
+    with pytest.warns(UserWarning, match="it is not a regular file"):
         assert chosen()[1] == "default"
 
 
@@ -249,6 +249,29 @@ def test_cache_that_cannot_be_written_keeps_the_winner_in_memory(fake, tmp_path,
     monkeypatch.setenv("JAXKERNELS_CACHE_DIR", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match=r"holds for this process only; set JAXKERNELS_CACHE_DIR to a folder that can"):
         store()
+    assert chosen() == (WINNER, "tuned")
+
+
+@pytest.mark.timeout(60)
+def test_entry_that_others_may_have_written_is_ignored_with_one_warning(fake, forget, tmp_path):
+    """`open_entry` has the rules: tests/test_folders.py. A pipe in an entry's place must not block."""
+    store()
+    (path,) = files(tmp_path)
+    path.chmod(0o666)
+    expected = "other users may write to it (mode 0666)"
+    for _ in range(2):
+        forget()
+        with pytest.warns(UserWarning, match="^tuning: ") as caught:
+            assert [chosen()[1], chosen()[1]] == ["default"] * 2
+        assert [str(w.message) for w in caught] == [
+            f"tuning: ignored {path}: {expected}. Delete it, or tune again to replace it."
+        ]
+        assert cache.entries(H200) == []
+        path.unlink()
+        os.mkfifo(path)
+        expected = "it is not a regular file"
+    store()
+    forget()
     assert chosen() == (WINNER, "tuned")
 
 

@@ -1,15 +1,15 @@
 """Winners on disk: one small JSON file for each chip, operation, spec, backend and kernel version.
 
-A file is written beside its place and renamed there, so that readers see all of it or nothing and several processes
-may write at once; the last one wins. It holds its whole key in clear:
+Files are written and read as `jaxkernels.folders` has it: readers see all of one or nothing, several processes may write
+at once (the last one wins), and a file that another user may have written is ignored. It holds its whole key in clear:
 
     <cache>/tuning/nvidia_h200/matmul-pallas-v1/5b0d....json
     {"key": {"device": ..., "num_sms": ..., "op": ..., "backend": ..., "version": ..., "spec": {...}},
      "winner": {"block_m": 128, ...}, "seconds": 0.000168}
 
 Under the backend "auto" the winner is the fastest backend. The package's own table (`tables/`, a list of the same
-entries) stands behind the user's cache. An entry that is damaged, or is not what its name says, is ignored with one
-warning. What one process stores, another sees when it first asks for that key; what it found then, it keeps.
+entries) stands behind the user's cache. An entry that is damaged, untrusted or not what its name says is ignored with
+one warning. What one process stores, another sees when it first asks for that key; what it found then, it keeps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkernels.folders import cache_root, write_whole
+from jaxkernels.folders import cache_root, read_entry, write_entry
 from jaxkernels.hardware import Chip
 from jaxkernels.specs import ArrayType
 
@@ -149,7 +149,7 @@ def store(key: Key, winner: Any, values: Mapping[str, Any], seconds: float) -> N
     path = folder / _relative_path(described)
     text = json.dumps({"key": described, "winner": dict(values), "seconds": seconds}, indent=1) + "\n"
     try:
-        write_whole(path, text)
+        write_entry(path, text)
     except OSError as e:
         warnings.warn(
             f"tuning: cannot write {path}: {e.strerror}. The choice holds for this process only; "
@@ -164,7 +164,7 @@ def entries(chip: Chip) -> list[dict[str, Any]]:
     found = []
     for path in sorted((folder / _slug(chip.name)).glob("*/*.json")):
         try:
-            entry = json.loads(path.read_text())
+            entry = json.loads(read_entry(path))
             if entry["key"]["num_sms"] == chip.num_sms and folder / _relative_path(entry["key"]) == path:
                 found.append(_check(entry, entry["key"]))
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -191,7 +191,7 @@ def _digest(described: Mapping[str, Any]) -> str:
 def _from_file(path: pathlib.Path, described: Mapping[str, Any]) -> dict[str, Any] | None:
     """The values of the user's entry, or None."""
     try:
-        text = path.read_text()
+        text = read_entry(path).decode()
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as e:
