@@ -304,7 +304,7 @@ def sample(
 
     source = Run.open(run or latest_run())
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
-    with progress.spinner(console, "reading the checkpoint and writing"):
+    with progress.waiting(console, "reading the checkpoint and writing"):
         text = sampling.text_from_run(
             source,
             log=lambda message: console.print(f"{source.folder}: {message}"),

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from typing import Self
 
 from rich import progress as rich_progress
 from rich.console import Console
 
-__all__ = ["Progress", "plain_console", "spinner"]
+__all__ = ["Progress", "plain_console", "waiting"]
 
 
 def plain_console() -> Console:
     """A console for standard output that prints text as it is: no markup, no colours, no line breaks added."""
     return Console(markup=False, highlight=False, soft_wrap=True)
-
-
-def spinner(console: Console, text: str) -> contextlib.AbstractContextManager[Any]:
-    """Shows on a terminal that something takes time; prints nothing elsewhere."""
-    return console.status(text) if console.is_terminal else contextlib.nullcontext()
 
 
 class Progress:
@@ -77,3 +72,29 @@ class Progress:
         self.console.print(
             f"step {self.step:>{width},}/{self.steps:,}  validation loss {validation_loss:.3f}  {self._text}"
         )
+
+
+@contextlib.contextmanager
+def waiting(console: Console, text: str, total: float | None = None) -> Iterator[Callable[[float], None]]:
+    """Shows on a terminal, and only there, that something takes long: a spinner, a bar, the time it has taken.
+
+    Args:
+      console: where to.
+      text: what takes long.
+      total: how much there is to do; None if that is not known.
+
+    Yields:
+      A function to call with how much more is done.
+    """
+    bar = rich_progress.Progress(
+        rich_progress.SpinnerColumn(),
+        rich_progress.TextColumn("{task.description}", markup=False),
+        rich_progress.BarColumn(),
+        rich_progress.TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    task = bar.add_task(text, total=total)
+    with bar:
+        yield lambda amount: bar.advance(task, amount)

@@ -15,7 +15,10 @@ import tokenizers
 
 from jaxkernels.models.config import InputError
 
-__all__ = ["END_OF_TEXT", "FILE_NAME", "BpeTokenizer", "ByteTokenizer", "Tokenizer", "load", "train_bpe"]
+__all__ = [
+    "END_OF_TEXT", "FILE_NAME", "BpeTokenizer", "ByteTokenizer", "Tokenizer", "check_bpe_vocab_size", "from_json",
+    "load", "train_bpe",
+]  # fmt: skip
 
 #: The token between documents.
 END_OF_TEXT = 0
@@ -25,6 +28,12 @@ FILE_NAME = "tokenizer.json"
 
 _SEPARATOR = "<|endoftext|>"
 _NUM_BYTES = 256
+
+#: The separator, the bytes and one merge.
+_MIN_BPE_VOCAB = _NUM_BYTES + 2
+#: Four times the largest vocabularies in use (Gemma's 262,144). The library reserves memory for all of it at once, and
+#: aborts the process where there is none.
+_MAX_BPE_VOCAB = 2**20
 
 
 class Tokenizer(Protocol):
@@ -80,18 +89,27 @@ class BpeTokenizer:
         self.model.save(str(folder / FILE_NAME))
 
 
+def check_bpe_vocab_size(vocab_size: int) -> None:
+    """Raises InputError unless a BPE of `vocab_size` entries can be learned."""
+    if vocab_size < _MIN_BPE_VOCAB:
+        raise InputError(
+            f"tokenizer: a BPE vocabulary needs at least {_MIN_BPE_VOCAB} entries (256 bytes, the separator, a merge); "
+            f"got {vocab_size}. Use --tokenizer bytes for less."
+        )
+    if vocab_size > _MAX_BPE_VOCAB:
+        raise InputError(
+            f"tokenizer: a BPE vocabulary has at most {_MAX_BPE_VOCAB:,} entries; got {vocab_size:,}. "
+            "Use a smaller --vocab-size."
+        )
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
     """Learns a byte-level BPE of at most `vocab_size` tokens: the separator, the 256 bytes, then merges.
 
     Raises:
-      InputError: `vocab_size` leaves no room for a merge.
+      InputError: `vocab_size` leaves no room for a merge, or is too large.
     """
-    smallest = _NUM_BYTES + 2
-    if vocab_size < smallest:
-        raise InputError(
-            f"tokenizer: a BPE vocabulary needs at least {smallest} entries (256 bytes, the separator, a merge); "
-            f"got {vocab_size}. Use --tokenizer bytes for less."
-        )
+    check_bpe_vocab_size(vocab_size)
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()
@@ -109,8 +127,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
 
 def load(kind: str, folder: pathlib.Path) -> Tokenizer:
     """Reads back the tokenizer saved in `folder`; `kind` is "bytes" or "bpe"."""
-    if kind == "bytes":
-        return ByteTokenizer()
-    model = tokenizers.Tokenizer.from_file(str(folder / FILE_NAME))
+    return ByteTokenizer() if kind == "bytes" else from_json((folder / FILE_NAME).read_bytes())
+
+
+def from_json(text: bytes) -> BpeTokenizer:
+    """The BPE of which `save` wrote this text."""
+    model = tokenizers.Tokenizer.from_buffer(text)
     model.encode_special_tokens = True
     return BpeTokenizer(model)

@@ -35,7 +35,7 @@ from jaxkernels.models.config import InputError, TrainingConfig
 from jaxkernels.models.data import TokenData
 from jaxkernels.models.interrupts import Interrupts
 from jaxkernels.models.plot import plot_losses
-from jaxkernels.models.progress import Progress, plain_console, spinner
+from jaxkernels.models.progress import Progress, plain_console, waiting
 from jaxkernels.models.run import Run, check_free
 from jaxkernels.models.sampling import sample_text
 from jaxkernels.models.transformer import abstract_params, init_params
@@ -299,7 +299,7 @@ def _run(run: Run, trainer: Trainer, data: TokenData, console: Console) -> None:
             state = _first_state(run, trainer, data, checkpoints, console)
             interrupts.check()
             state = _loop(run, trainer, data, checkpoints, state, interrupts, console)
-            with spinner(console, "writing the last checkpoint"):
+            with waiting(console, "writing the last checkpoint"):
                 checkpoints.wait()
         interrupts.check()
         try:
@@ -313,7 +313,7 @@ def _first_state(run: Run, trainer: Trainer, data: TokenData, checkpoints: Check
     c = run.config
     shapes = trainer.abstract_state()
     if checkpoints.latest_step() is not None:
-        with spinner(console, "reading the checkpoint"):
+        with waiting(console, "reading the checkpoint"):
             params, rest = checkpoints.restore(
                 c, trainer.replicated, shapes.params, dict(opt_state=shapes.opt_state, step=shapes.step)
             )
@@ -333,16 +333,16 @@ def _first_state(run: Run, trainer: Trainer, data: TokenData, checkpoints: Check
     if c != Run.open(run.folder).config:
         run.save_config()
     _forget_after(run, -1, console)
-    with spinner(console, "making the weights"):
+    with waiting(console, "making the weights"):
         state = trainer.init_state()
     if c.init_from is not None:
         source = Run.open(pathlib.Path(c.init_from))
         log = lambda message: console.print(f"{source.folder}: {message}")
-        with spinner(console, "reading the weights"), source.checkpoints(read_only=True, log=log) as others:
+        with waiting(console, "reading the weights"), source.checkpoints(read_only=True, log=log) as others:
             params, _ = others.restore(source.config, trainer.replicated, shapes.params)
         console.print(f"{run.folder}: starts from the weights of {source.folder}")
         state = dataclasses.replace(state, params=params)
-    with spinner(console, "evaluating"):
+    with waiting(console, "evaluating"):
         loss = trainer.evaluate(state.params, data.validation)
     if not math.isfinite(loss):
         raise _diverged(run, checkpoints, 0, "validation loss", loss)
@@ -415,7 +415,7 @@ def _load_data(config: TrainingConfig, console: Console) -> TokenData:
         tokenizer=config.tokenizer,
         vocab_size=config.model.vocab_size,
         sequence_length=config.sequence_length,
-        log=console.print,
+        console=console,
     )
     source = config.data or "the Python standard library's source"
     console.print(
@@ -427,7 +427,7 @@ def _load_data(config: TrainingConfig, console: Console) -> TokenData:
 
 def _compile(config: TrainingConfig, devices: Sequence[Any] | None, console: Console) -> Trainer:
     begin = time.perf_counter()
-    with spinner(console, "compiling"), memory.explained(config):
+    with waiting(console, "compiling"), memory.explained(config):
         trainer = Trainer(config, devices)
     console.print(
         f"{config.preset}: {config.model.num_params:,} parameters, {config.model.dtype}, backend "
@@ -537,7 +537,7 @@ def _finish(run: Run, state: TrainState, data: TokenData, console: Console) -> N
     plot_losses(rows, f"{c.preset}: {c.model.num_params / 1e6:,.1f} M parameters", run.folder / "loss.png")
     losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
     console.print(f"validation loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per token; everything is in {run.folder}")
-    with spinner(console, "writing a sample"):
+    with waiting(console, "writing a sample"):
         text = sample_text(
             c.model,
             state.params,

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from jaxkernels.models import data, tokenizer
 from jaxkernels.models.config import InputError
@@ -43,6 +48,13 @@ load_bytes = functools.partial(data.load, tokenizer="bytes", vocab_size=256, seq
 load_bpe = functools.partial(data.load, tokenizer="bpe", vocab_size=300, sequence_length=8)
 
 
+def reported(load: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, list[str]]:
+    """What a call returns, and the lines that it prints where there is no terminal."""
+    console = Console(file=io.StringIO(), soft_wrap=True, highlight=False, markup=False)
+    result = load(*args, **options, console=console)
+    return result, console.file.getvalue().splitlines()
+
+
 # Which files.
 
 NOT_TEXT = "data: {path} is not text: it is not valid UTF-8, or has NUL bytes."
@@ -59,6 +71,28 @@ def test_text_files_of_a_folder_are_found_and_others_passed_over(folder):
     documents = data.find_documents(folder)
     assert {str(document.path.relative_to(folder)) for document in documents} == set(TEXTS)
     assert sum(document.num_bytes for document in documents) == sum(len(text.encode()) for text in TEXTS.values())
+
+
+def test_files_passed_over_are_counted_and_named(folder):
+    assert reported(data.find_documents, folder)[1] == []
+    for name in ("b/image.png", "d.bin"):
+        (folder / name).write_bytes(b"\x89PNG\0")
+    expected = "data: passed over {} of {} files, which are not UTF-8 text: "
+    assert reported(data.find_documents, folder)[1] == [expected.format(2, 5) + "d.bin, b/image.png"]
+    for number in range(3):
+        (folder / f"latin{number}.txt").write_bytes("Grün".encode("latin1"))
+    (line,) = reported(data.find_documents, folder)[1]
+    assert line == expected.format(5, 8) + "d.bin, latin0.txt, latin1.txt, 2 more"
+    assert reported(data.find_documents, None)[1] == []
+
+
+@pytest.mark.timeout(30)
+def test_pipes_and_devices_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", pathlib.Path("/dev/zero")):
+        with pytest.raises(InputError) as e:
+            data.find_documents(path)
+        assert str(e.value) == f"data: {path} must be a regular file or a folder. Write the text to a file."
 
 
 def test_documents_are_ordered_by_content_whatever_their_names(folder):
@@ -203,13 +237,32 @@ def test_too_small_bpe_vocabulary_is_refused(folder):
     )
 
 
+def test_too_large_bpe_vocabulary_is_refused_before_anything_is_read(tmp_path):
+    with pytest.raises(InputError) as e:
+        load_bpe(tmp_path / "absent", vocab_size=10**9)
+    assert str(e.value) == (
+        "tokenizer: a BPE vocabulary has at most 1,048,576 entries; got 1,000,000,000. Use a smaller --vocab-size."
+    )
+
+
+def test_progress_is_shown_on_a_terminal_and_nowhere_else(folder, cache, monkeypatch):
+    shown = []
+    for is_terminal in (True, False):
+        monkeypatch.setenv("JAXKERNELS_CACHE_DIR", str(cache / str(is_terminal)))
+        console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
+        load_bpe(folder, console=console)
+        shown.append(console.file.getvalue())
+    for text in ("reading 3 files", "learning ", "tokenising ", "checking the token cache"):
+        assert text in shown[0]
+    assert [line.split()[0] for line in shown[1].splitlines()] == ["learning", "tokenising"]
+
+
 # The cache.
 
 
 def test_second_load_reads_the_cache(folder, cache, monkeypatch):
-    messages: list[str] = []
-    first = load_bpe(folder, log=messages.append)
-    assert [message.split()[0] for message in messages] == ["learning", "tokenising"]
+    first, lines = reported(load_bpe, folder)
+    assert [line.split()[0] for line in lines] == ["learning", "tokenising"]
     monkeypatch.setattr(data, "_fill_cache", None)
     second = load_bpe(folder)
     assert first.key == second.key
@@ -245,9 +298,83 @@ def test_process_that_comes_second_keeps_the_cache_of_the_first(folder, cache):
     first = load_bytes(folder)
     meta = cache / first.key / "meta.json"
     content = json.loads(meta.read_text())
-    data._fill_cache(cache / first.key, data.find_documents(folder), "bytes", 256, lambda message: None)
+    data._fill_cache(cache / first.key, data.find_documents(folder), "bytes", 256, Console(quiet=True))
     assert json.loads(meta.read_text()) == content
     assert [path.name for path in cache.iterdir()] == [first.key]
+
+
+def _alter(path: pathlib.Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _edit_meta(path: pathlib.Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def _replace(path: pathlib.Path, make: Callable[[pathlib.Path], Any]) -> None:
+    path.unlink()
+    make(path)
+
+
+CHANGED = "{}: size or checksum is not that of meta.json"
+DAMAGES = {
+    "halved": ("train.bin", lambda path: os.truncate(path, path.stat().st_size // 2), CHANGED),
+    "altered": ("validation.bin", _alter, CHANGED),
+    "longer": ("train.bin", lambda path: path.write_bytes(path.read_bytes() + b"\0\0"), CHANGED),
+    "other tokenizer": ("tokenizer.json", _alter, CHANGED),
+    "missing stream": ("train.bin", pathlib.Path.unlink, "{}: No such file or directory"),
+    "missing tokenizer": ("tokenizer.json", pathlib.Path.unlink, "{}: No such file or directory"),
+    "missing meta": ("meta.json", pathlib.Path.unlink, "{}: No such file or directory"),
+    "empty meta": ("meta.json", lambda path: path.write_text(""), "{}: it is not JSON"),
+    "meta of another form": ("meta.json", lambda path: path.write_text("[1]"), "{}: it holds no checksums"),
+    "meta without checksums": ("meta.json", lambda path: path.write_text('{"dtype": "uint16"}'),
+                               "{}: it holds no checksums"),
+    "other dtype": ("meta.json", lambda path: _edit_meta(path, dtype="uint8"),
+                    "{}: dtype must be uint16 for 300 tokens"),
+    "pipe": ("train.bin", lambda path: _replace(path, os.mkfifo), "{}: it is not a regular file"),
+    "open to all": ("train.bin", lambda path: path.chmod(0o666), "{}: other users may write to it (mode 0666)"),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("case", DAMAGES)
+def test_damaged_cache_is_made_anew_with_one_line(case, folder, cache):
+    first = load_bpe(folder)
+    train = np.array(first.train)
+    name, damage, reason = DAMAGES[case]
+    damage(cache / first.key / name)
+    second, lines = reported(load_bpe, folder)
+    made_anew = f"data: making the token cache {cache / first.key} anew: {reason.format(name)}"
+    assert lines[0] == made_anew
+    assert [line.split()[0] for line in lines[1:]] == ["learning", "tokenising"]
+    np.testing.assert_array_equal(second.train, train)
+    assert second.key == first.key
+    assert [path.name for path in cache.iterdir()] == [first.key]
+    assert reported(load_bpe, folder)[1] == []
+
+
+@pytest.mark.parametrize("make", [pathlib.Path.touch, lambda path: path.symlink_to("nowhere"), pathlib.Path.mkdir])
+def test_what_is_no_folder_in_the_caches_place_is_replaced(make, folder, cache):
+    key = load_bytes(folder).key
+    shutil.rmtree(cache / key)
+    make(cache / key)
+    assert load_bytes(folder).key == key
+    assert [path.name for path in cache.iterdir()] == [key]
+    assert reported(load_bytes, folder)[1] == []
+
+
+def test_cache_is_the_users_alone_whatever_the_umask(folder, cache):
+    before = os.umask(0)
+    try:
+        key = load_bpe(folder).key
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (cache.parent, cache, *cache.rglob("*"))}
+    files = {"train.bin", "validation.bin", "tokenizer.json", "meta.json"}
+    assert modes == dict.fromkeys(("cache", "tokens", key), 0o700) | dict.fromkeys(files, 0o600)
+    assert reported(load_bpe, folder)[1] == []
 
 
 def test_interrupted_tokenising_leaves_nothing_behind(folder, cache, monkeypatch):

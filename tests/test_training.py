@@ -789,10 +789,10 @@ def test_exhausted_memory_is_explained_and_leaves_no_folder(finished, tmp_path, 
 # What a terminal shows.
 
 
-def test_spinner_is_for_terminals_only():
+def test_waiting_is_for_terminals_only():
     for is_terminal in (True, False):
         console = Console(file=io.StringIO(), force_terminal=is_terminal)
-        with progress.spinner(console, "compiling"):
+        with progress.waiting(console, "compiling"):
             time.sleep(0.15)
         assert ("compiling" in console.file.getvalue()) == is_terminal
 

@@ -1,7 +1,7 @@
 """Winners on disk: one small JSON file for each chip, operation, spec, backend and kernel version.
 
-Files are written and read as `jaxkernels.folders` has it: readers see all of one or nothing, several processes may write
-at once (the last one wins), and a file that another user may have written is ignored. It holds its whole key in clear:
+Files are written and read as `jaxkernels.folders` has it: readers see all of one or nothing, several processes may
+write at once (the last one wins), and a file that another user may have written is ignored. It holds its key in clear:
 
     <cache>/tuning/nvidia_h200/matmul-pallas-v1/5b0d....json
     {"key": {"device": ..., "num_sms": ..., "op": ..., "backend": ..., "version": ..., "spec": {...}},
