@@ -3,155 +3,48 @@ waits for ever nor reads, overwrites or leaves too early, and its indices are ri
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import hashlib
 import itertools
 import pathlib
-import shutil
-import subprocess
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from emulated import NEEDS_COMPILER, Emulator
 from products import LAYOUTS, assert_right, make_spec, random_operands
 from test_cuda_matmul import SCHEDULES
 
-from jaxkernels.ffi import custom_call, matmul
+from jaxkernels.ffi import matmul
 from jaxkernels.specs import MatmulSpec
 
 Config = matmul.Config
 
-ROOT = pathlib.Path(__file__).parent.parent
-EMULATED = ROOT / "tests" / "cuda" / "emulated"
-#: What of the kernel's text no C++ compiler takes, and what stands for it: also a tanh that is exact.
+#: What of the kernels' text no C++ compiler takes, and what stands for it: also a tanh that is exact.
 TRANSLATED = {
-    "extern __shared__ __align__(1024) unsigned char dynamic_smem[];":
-    "unsigned char* dynamic_smem = emulator::shared_memory();",
-    'asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = tanhf(x);",
+    "jaxkernels::gemm": {
+        "extern __shared__ __align__(1024) unsigned char dynamic_smem[];":
+        "unsigned char* dynamic_smem = emulator::shared_memory();",
+        'asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = tanhf(x);",
+    },
+    "jaxkernels::pad_rows": {},
 }  # fmt: skip
 
-#: Each library has an emulator of its own.
-_COMPILE = ["g++", "-std=c++20", "-O1", "-fno-strict-aliasing", "-fPIC", "-fno-gnu-unique", "-I", str(EMULATED)]
-#: Compiled once, they save each library a third of its time.
-_HEADERS = "headers.h"
-
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-
-
-class Map(ctypes.Structure):
-    """A tensor map of emulated/tma.cuh, innermost dimension first."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("sizes", ctypes.c_longlong * 4),
-        ("byte_strides", ctypes.c_longlong * 4),
-        ("box", ctypes.c_int * 4),
-        ("rank", ctypes.c_int),
-        ("swizzle_bytes", ctypes.c_int),
-        ("element_bytes", ctypes.c_int),
-    )
-
-
-class Compiled(NamedTuple):
-    cubin: str
-    name: str
-
-
-class Emulator:
-    """Takes the place of the compiler and of the launch."""
-
-    def __init__(self, folder: pathlib.Path):
-        self._folder = folder
-        self.seed = 0
-        #: What to change in the kernel's text.
-        self.edits: dict[str, str] = {}
-
-    def compile_kernel(self, source: str, name: str, *, defines: dict[str, Any], **_: Any) -> Any:
-        """In place of compiler.compile_kernel."""
-        for old, new in (TRANSLATED | self.edits).items():
-            if source.count(old) != 1:  # No AssertionError, which some tests wait for.
-                raise ValueError(f"to be replaced, {source.count(old)} times in the kernel's text: {old!r}")
-            source = source.replace(old, new)
-        macros = [f"-D{macro}={int(v) if isinstance(v, bool) else v}" for macro, v in sorted(defines.items())]
-        stem = self._folder / hashlib.sha256("".join([source, *macros]).encode()).hexdigest()[:16]
-        library = stem.with_suffix(".so")
-        if not library.exists():
-            text = stem.with_suffix(".cu")
-            text.write_text(source)
-            command = [*_COMPILE, "-shared", "-include", str(self._folder / _HEADERS)]
-            command += [f'-DGEMM_SOURCE="{text}"', *macros, str(EMULATED / "gemm.cc"), "-o", str(library)]
-            subprocess.run(command, check=True)
-        return Compiled(str(library), name)
-
-    def launch(
-        self, cubin: str, name: str, operands: Any, results: Any, *, parameters: Any, grid: Any, block: Any,
-        cluster: Any, input_output_aliases: Any, **_: Any,
-    ) -> list[jnp.ndarray]:  # fmt: skip
-        """In place of custom_call.launch."""
-        outs = [np.empty(x.shape, x.dtype) for x in results]
-        for out in outs:
-            out.view(np.uint8)[...] = 0xFF
-        for operand, result in input_output_aliases.items():
-            outs[result][...] = operands[operand]
-        buffers = [*(np.asarray(x) for x in operands), *outs]
-        *matrices, bias, problem = parameters
-        flat = itertools.chain.from_iterable(p if isinstance(p, tuple) else (p,) for p in matrices)
-        described = [self._map(buffers[p.buffer], p) for p in flat]
-        maps = (Map * len(described))(*described)
-        bias_data = buffers[bias.buffer].ctypes.data_as(ctypes.c_void_p)
-        run = ctypes.CDLL(cubin).run_gemm
-        run.restype = ctypes.c_char_p
-        error = run(maps, bias_data, problem.tobytes(), grid[0], block[0], cluster[0], self.seed)
-        if error:
-            raise RuntimeError(error.decode())
-        return [jnp.asarray(out) for out in outs]
-
-    def _map(self, buffer: np.ndarray, parameter: custom_call.Parameter) -> Map:
-        if isinstance(parameter, custom_call.Pointer):
-            return Map(data=buffer.ctypes.data)
-        assert isinstance(parameter, custom_call.TensorMap)
-        described = custom_call.check(
-            "gemm", [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype)],
-            parameters=[dataclasses.replace(parameter, buffer=0)], grid=(1,), block=(1,),
-        )  # fmt: skip
-        sizes, strides, box = (described[f"parameter0.{what}"].tolist() for what in ("sizes", "byte_strides", "box"))
-        four = lambda kind, values: (kind * 4)(*values, *[1] * (4 - len(values)))
-        return Map(
-            buffer.ctypes.data + parameter.offset,
-            four(ctypes.c_longlong, sizes),
-            four(ctypes.c_longlong, [buffer.itemsize, *strides]),
-            four(ctypes.c_int, box),
-            len(box),
-            int(parameter.swizzle.removesuffix("B")),
-            buffer.itemsize,
-        )
+pytestmark = NEEDS_COMPILER
 
 
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    folder = tmp_path_factory.mktemp("emulated")
-    headers = folder / _HEADERS
-    headers.write_text('#include "ptx.cuh"\n')
-    subprocess.run([*_COMPILE, "-x", "c++-header", str(headers), "-o", f"{headers}.gch"], check=True)
-    return folder
+    return tmp_path_factory.mktemp("emulated")
 
 
 @pytest.fixture
-def emulator(libraries: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Emulator:
-    emulator = Emulator(libraries)
+def emulator(libraries: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
     monkeypatch.setattr(matmul, "_compile_cached", matmul._compile_cached.__wrapped__)
-    monkeypatch.setattr(matmul.compiler, "compile_kernel", emulator.compile_kernel)
-    monkeypatch.setattr(matmul.custom_call, "launch", emulator.launch)
-
-    def pad_rows(spec: MatmulSpec, x: jnp.ndarray) -> jnp.ndarray:
-        """Rows that TMA cannot take, to whole cache lines."""
-        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 64 if x.shape[-1] % 8 else 0)])
-
-    monkeypatch.setattr(matmul, "_pad_rows", pad_rows)
-    return emulator
+    monkeypatch.setattr(matmul, "_compile_pad", matmul._compile_pad.__wrapped__)
+    with Emulator(libraries, TRANSLATED).installed() as emulator:
+        yield emulator
 
 
 def check(spec: MatmulSpec, config: Config) -> None:
@@ -350,10 +243,16 @@ def test_infinities_of_a_float32_operand_stay_infinities(emulator: Emulator) -> 
     assert np.isfinite(np.delete(out, [3, 7], axis=0)).all()
 
 
-#: Bugs: changes to the kernel's text, and what is then found; None for wrong results.
+#: Bugs: changes to the kernel's text, and what is then found; None for wrong results, _EITHER for those or an error.
+_EITHER = ""
 _NARROW = Config(64, 96, num_stages=3)
 _CLUSTER = Config(64, 96, num_stages=3, cluster_m=2)
 _WAITS_FOR_READS = "cp_async_bulk_wait_group_read<0>();"
+_FENCES_STORE = "  fence_proxy_async();\n  __syncwarp();\n  if"
+_UNFENCED_STORE = (
+    r"^gemm: block \d+ thread \d+: a store reads a byte at 0x\w+ of shared memory, "
+    r"which block \d+ thread \d+ wrote without fence\.proxy\.async before it was issued$"
+)
 PLANTED: dict[str, tuple[Config, dict[str, str], str | None]] = {
     "residual of the wrong size": (
         _NARROW, {"expect_tx(full, kPieceM * kPieceBytes)": "expect_tx(full, kStagingBytes)"},
@@ -368,7 +267,7 @@ PLANTED: dict[str, tuple[Config, dict[str, str], str | None]] = {
         None,
     ),
     "buffer filled while it is stored": (
-        _NARROW, {f"{_WAITS_FOR_READS}\n    mbarrier_arrive": "mbarrier_arrive"}, None
+        _NARROW, {f"{_WAITS_FOR_READS}\n    mbarrier_arrive": "mbarrier_arrive"}, _EITHER
     ),
     "block leaves before its buffers are stored": (
         _NARROW, {f"{_WAITS_FOR_READS}\n  }}\n\n private": ";\n  }\n\n private"},
@@ -387,10 +286,19 @@ PLANTED: dict[str, tuple[Config, dict[str, str], str | None]] = {
         None,
     ),
     "deferred piece written before its buffer was read": (
-        Config(128, 256, num_stages=3), {"      wait_free(p);\n": ""}, None
+        Config(128, 256, num_stages=3), {"      wait_free(p);\n": ""}, _UNFENCED_STORE
     ),
     "cluster begins before its barriers are there": (
         _CLUSTER, {"barrier_cluster_wait();\n  }\n\n  if (warpgroup": "}\n\n  if (warpgroup"}, "must be initialised"
+    ),
+    "stored without a proxy fence": (
+        _NARROW, {_FENCES_STORE: "  __syncwarp();\n  if"}, _UNFENCED_STORE
+    ),
+    "proxy fence behind the barrier": (
+        _NARROW, {_FENCES_STORE: "  __syncwarp();\n  fence_proxy_async();\n  if"}, _UNFENCED_STORE
+    ),
+    "barriers not shown to the copy engine": (
+        _NARROW, {"    fence_mbarrier_init();\n": ""}, r"a barrier needs fence\.mbarrier_init"
     ),
 }  # fmt: skip
 
@@ -405,7 +313,8 @@ def check_orders(config: Config, emulator: Emulator) -> None:
 @pytest.mark.parametrize(("config", "edits", "message"), PLANTED.values(), ids=PLANTED.keys())
 def test_planted_bugs_are_found(config: Config, edits: dict[str, str], message: str | None, emulator: Emulator) -> None:
     emulator.edits = edits
-    with pytest.raises(AssertionError if message is None else RuntimeError, match=message):
+    error = {None: AssertionError, _EITHER: (AssertionError, RuntimeError)}.get(message, RuntimeError)
+    with pytest.raises(error, match=message):
         check_orders(config, emulator)
 
 
@@ -446,6 +355,13 @@ def check_orders_in_place(emulator: Emulator) -> None:
 def test_planted_bugs_of_rows_read_in_place_are_found(edit: tuple[str, str], emulator: Emulator) -> None:
     emulator.edits = dict([edit])
     with pytest.raises(AssertionError):
+        check_orders_in_place(emulator)
+
+
+def test_heads_are_cleared_behind_a_proxy_fence(emulator: Emulator) -> None:
+    emulator.edits = {"  fence_proxy_async();\n  // A warp's products": "  // A warp's products"}
+    unfenced = "^gemm: .*: a product reads a byte at .*, which .* wrote without fence.proxy.async before it was issued$"
+    with pytest.raises(RuntimeError, match=unfenced):
         check_orders_in_place(emulator)
 
 

@@ -1,11 +1,14 @@
-"""The operations of the Tensor Memory Accelerator: lowered everywhere, run on a Hopper GPU against NumPy."""
+"""The operations of the Tensor Memory Accelerator: lowered everywhere, and run against NumPy, on a Hopper GPU and, in
+fewer cases, on an emulator of the copy engine (tests/cuda/emulated)."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
+import pathlib
 import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sanitizer
+from emulated import NEEDS_COMPILER, Emulator
 
 import jaxkernels as jk
+from jaxkernels import hardware
 from jaxkernels.ffi import tma
 
 # What the operations compute.
@@ -242,90 +247,133 @@ def test_gradient_of_a_load_needs_a_type_that_is_added():
 
 # Values.
 
+#: What of tma.cu no C++ compiler takes, and what stands for it. What threads lay out in shared memory they say.
+_TRANSLATED = {
+    "extern __shared__ unsigned char dynamic_smem[];": "#define dynamic_smem emulator::shared_memory()",
+    "__shared__ tma::u64 full;": "tma::u64& full = emulator::static_shared<tma::u64>();",
+    "box_smem[i] = inside ? tile[from] : neutral;":
+    "emulator::write_shared(tma::shared_address(&box_smem[i]), inside ? tile[from] : neutral);",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture
+def emulator(libraries: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
+    names = ("load_tiles", "multicast_tiles", "store_tiles", "reduce_tiles")
+    emulator = Emulator(libraries, dict.fromkeys(names, _TRANSLATED), smem_alignment=16)
+
+    def call(kernel: jk.ffi.CudaKernel, *operands: Any, **constants: Any) -> jax.Array:
+        (result,) = kernel._run(constants, hardware.lookup("NVIDIA H200"), *map(jnp.asarray, operands))
+        return result
+
+    monkeypatch.setattr(jk.ffi.CudaKernel, "__call__", call)
+    with emulator.installed():
+        yield emulator
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("gpu", marks=pytest.mark.gpu),
+        pytest.param("emulator", marks=[NEEDS_COMPILER, pytest.mark.sampled(one_in=5)]),
+    ]
+)
+def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """As `jax.jit` on the GPU; on the emulator, which JAX does not trace, the function itself."""
+    if request.param == "gpu":
+        return jax.jit
+    request.getfixturevalue("emulator")
+    return lambda function: function
+
 
 def same(actual: Any, expected: np.ndarray) -> None:
     """Asserts equality of floating-point arrays; NumPy knows NaN from numbers in its own types only."""
     np.testing.assert_array_equal(np.asarray(actual).astype(np.float32), expected.astype(np.float32))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_load(case):
+def test_load(case, run):
     x = draw(case.shape, case.dtype)
-    out = jax.jit(functools.partial(tma.load, tile=case.tile))(x, case.starts)
+    out = run(functools.partial(tma.load, tile=case.tile))(x, case.starts)
     np.testing.assert_array_equal(np.asarray(out), loaded(x, case.starts, case.tile))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("case", [case for case in CASES if jnp.dtype(case.dtype).name in tma._REDUCTIONS], ids=str)
-def test_load_fills_with_nan_behind_padded_rows_too(case):
+def test_load_fills_with_nan_behind_padded_rows_too(case, run):
     if not jnp.issubdtype(case.dtype, jnp.floating):
         case = dataclasses.replace(case, dtype=jnp.float32)
     x = draw(case.shape, case.dtype)
-    out = jax.jit(functools.partial(tma.load, tile=case.tile, fill="nan"))(x, case.starts)
+    out = run(functools.partial(tma.load, tile=case.tile, fill="nan"))(x, case.starts)
     same(out, loaded(x, case.starts, case.tile, np.nan))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("cluster", [2, 4])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_multicast_load(case, cluster):
+def test_multicast_load(case, cluster, run):
     x = draw(case.shape, case.dtype)
-    out = jax.jit(functools.partial(tma.multicast_load, tile=case.tile, cluster=cluster))(x, case.starts)
+    out = run(functools.partial(tma.multicast_load, tile=case.tile, cluster=cluster))(x, case.starts)
     expected = np.repeat(loaded(x, case.starts, case.tile)[:, None], cluster, axis=1)
     np.testing.assert_array_equal(np.asarray(out), expected)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("before", [0, 3])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_store(case, before):
+def test_store(case, before, run):
     starts = case.apart(before)
     x, tiles = draw(case.shape, case.dtype), draw((len(starts), *case.tile), case.dtype, seed=1)
-    out = jax.jit(tma.store)(x, tiles, starts)
+    out = run(tma.store)(x, tiles, starts)
     np.testing.assert_array_equal(np.asarray(out), written(x, tiles, starts, "store"))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "op"), REDUCTIONS)
 @pytest.mark.parametrize("case", REDUCED, ids=lambda case: str(dataclasses.replace(case, dtype=jnp.float32)))
-def test_reduce(case, dtype, op):
+def test_reduce(case, dtype, op, run):
     dtype = jnp.dtype(dtype)
     x, tiles = draw(case.shape, dtype), draw((len(case.starts), *case.tile), dtype, seed=1)
     if dtype != jnp.uint32:
         x, tiles = x - np.asarray(4, dtype), tiles - np.asarray(4, dtype)
-    out = jax.jit(functools.partial(tma.reduce, op=op))(x, tiles, case.starts)
+    out = run(functools.partial(tma.reduce, op=op))(x, tiles, case.starts)
     np.testing.assert_array_equal(np.asarray(out), written(x, tiles, case.starts, op))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "op"), REDUCTIONS)
-def test_reduce_leaves_neighbours_as_they_are(dtype, op):
+def test_reduce_leaves_neighbours_as_they_are(dtype, op, run):
     # A row of 3 elements is moved as 16 bytes: what is combined with the neighbours must not show, not even in a sign.
     extremes = [-0.0, 0.0, np.inf, -np.inf, np.nan]
     if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         extremes = [0, np.iinfo(dtype).min, np.iinfo(dtype).max]
     x = np.resize(np.array(extremes, dtype), (4, 23))
     tiles = np.full((1, 1, 3), 2, dtype)
-    out = np.asarray(jax.jit(functools.partial(tma.reduce, op=op))(x, tiles, np.array([[1, 5]], np.int32)))
+    out = np.asarray(run(functools.partial(tma.reduce, op=op))(x, tiles, np.array([[1, 5]], np.int32)))
     bits = f"u{x.dtype.itemsize}"
     same = np.isnan(x) & np.isnan(out) if jnp.issubdtype(x.dtype, jnp.floating) else np.zeros(x.shape, bool)
     same[1, 5:8] = True
     np.testing.assert_array_equal(out.view(bits)[~same], x.view(bits)[~same])
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_min_and_max_prefer_numbers_to_nan(dtype):
+def test_min_and_max_prefer_numbers_to_nan(dtype, run):
     values = np.array([1, -1, np.nan, np.inf, -np.inf, -0.0, 0.0, 2], dtype)
     x, tile = np.repeat(values[:, None], 8, 1), np.repeat(values[None], 8, 0)
     for op, expected in (("min", np.fmin), ("max", np.fmax)):
-        out = np.asarray(jax.jit(functools.partial(tma.reduce, op=op))(x, tile[None], np.zeros((1, 2), np.int32)))
+        out = np.asarray(run(functools.partial(tma.reduce, op=op))(x, tile[None], np.zeros((1, 2), np.int32)))
         same(out, expected(x, tile))
     zeros = np.array([[-0.0] * 8, [0.0] * 8], dtype)
     for op, sign in (("min", True), ("max", False)):
-        out = jax.jit(functools.partial(tma.reduce, op=op))(zeros, zeros[None, ::-1], np.zeros((1, 2), np.int32))
+        out = run(functools.partial(tma.reduce, op=op))(zeros, zeros[None, ::-1], np.zeros((1, 2), np.int32))
         np.testing.assert_array_equal(np.signbit(np.asarray(out).astype(np.float32)), np.full((2, 8), sign))
+
+
+@NEEDS_COMPILER
+def test_what_threads_lay_out_is_fenced(emulator):
+    emulator.edits = {"  tma::fence_proxy_async();\n": ""}
+    x, tile = np.zeros((4, 23), np.float32), np.ones((1, 1, 3), np.float32)
+    unfenced = r"^reduce_tiles<.*>: .*: a store reads a byte at .*, which .* wrote without fence\.proxy\.async "
+    with pytest.raises(RuntimeError, match=unfenced):
+        tma.reduce(x, tile, np.array([[1, 5]], np.int32))
 
 
 @pytest.mark.gpu

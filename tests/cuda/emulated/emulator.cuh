@@ -4,8 +4,12 @@
 //
 // Every CUDA thread is a fiber; blocks of one cluster run together, clusters one after the other.
 // What the hardware does by itself (copies, products, arrivals at another block) is done as late as
-// the program allows, or at a random moment before, and blocks run at random speeds. Registers,
-// proxies (fence.proxy.async) and time are not modelled.
+// the program allows, or at a random moment before, and blocks run at random speeds. Registers and
+// time are not modelled.
+//
+// Proxies are: the copy engine and wgmma (the async proxy) may not touch a byte of shared memory
+// that a thread last wrote or, for a copy into it, read the ordinary way (the generic proxy) and
+// did not fence with fence.proxy.async before the copy or product was issued.
 
 #pragma once
 
@@ -15,6 +19,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -41,12 +46,17 @@ struct float2 {
 struct float4 {
   float x, y, z, w;
 };
+struct uint4 {
+  unsigned x, y, z, w;
+};
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 template <typename T>
 T __ldg(const T* p) {
   return *p;
 }
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
+using std::max;
 using std::min;
 
 namespace emulator {
@@ -61,6 +71,7 @@ struct Barrier {
 
 struct Mbarrier {
   int count = 0, pending = 0, bytes = 0, phase = 0;
+  bool is_fenced = false;  // Since it was initialised: the engine and other blocks know it.
   void settle() {
     if (pending == 0 && bytes == 0) ++phase, pending = count;
   }
@@ -72,7 +83,23 @@ struct Warp {
 };
 
 constexpr size_t kSmemBytes = 256 * 1024;
-constexpr size_t kDynamicSmem = 1024;  // As declared, and to no more.
+// Static shared memory comes before it. Dynamic memory is aligned as its declaration asks for, and
+// to no more: `smem_alignment` bytes behind the multiple of 1024.
+constexpr size_t kDynamicSmem = 1024;
+
+// The last ordinary access of a thread to a byte of shared memory, and its fence since.
+struct Access {
+  uint32_t thread;     // 1 + its index in the cluster; 0 where there was none.
+  uint32_t fenced_at;  // The number of the fence; 0 where there was none.
+};
+// Zeros, of which the system makes pages when they are touched.
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+using Accesses = std::unique_ptr<Access[], Free>;
+inline Accesses no_accesses() {
+  return Accesses(static_cast<Access*>(std::calloc(kSmemBytes, sizeof(Access))));
+}
 
 struct Block {
   alignas(1024) unsigned char smem[kSmemBytes];
@@ -81,6 +108,7 @@ struct Block {
   std::map<int, Barrier> barriers;  // 0 is __syncthreads.
   std::map<uint32_t, Mbarrier> mbarriers;
   std::vector<Warp> warps;
+  Accesses writes = no_accesses(), reads = no_accesses();
 };
 
 struct Thread {
@@ -98,6 +126,9 @@ struct Thread {
   // Stores: of each committed group, how many have not read their tile.
   std::deque<std::shared_ptr<int>> stores;
   std::shared_ptr<int> open_stores = std::make_shared<int>(0);
+  // Accesses and barriers that its next fence is for.
+  std::vector<Access*> unfenced;
+  std::vector<Mbarrier*> unfenced_mbarriers;
 };
 
 struct Cluster {
@@ -107,6 +138,7 @@ struct Cluster {
   std::vector<std::function<void()>> operations;  // What the hardware has been asked to do.
   std::mt19937 random;
   uint64_t events = 0;
+  uint32_t fences = 0;
   ucontext_t scheduler;
   std::string error;
 };
@@ -114,12 +146,17 @@ struct Cluster {
 inline Cluster* cluster;
 inline Thread* thread;
 inline std::function<void()> kernel;
+inline const char* kernel_name = "";
+inline size_t smem_alignment = 1024, smem_bytes = 0;  // Of the dynamic shared memory.
+
+inline std::string name_of(const Thread& t) {
+  return "block " + std::to_string(t.block_idx) + " thread " + std::to_string(t.index);
+}
 
 // Fibers cannot throw past their end: the scheduler gives up in their place.
-inline void fail(const std::string& what) {
+inline void fail(const std::string& what, const Thread& t = *thread) {
   if (cluster->error.empty()) {
-    cluster->error = "block " + std::to_string(thread->block_idx) + " thread " +
-                     std::to_string(thread->index) + ": " + what;
+    cluster->error = std::string(kernel_name) + ": " + name_of(t) + ": " + what;
   }
 }
 
@@ -145,7 +182,14 @@ inline void sync_warp() { meet(warp().barrier, 32, "its warp"); }
 
 inline uint32_t rank() { return thread->block->rank; }
 
-inline unsigned char* shared_memory() { return thread->block->smem + kDynamicSmem; }
+// Where the dynamic shared memory begins.
+inline size_t dynamic_smem() { return kDynamicSmem + smem_alignment % 1024; }
+inline unsigned char* shared_memory() { return thread->block->smem + dynamic_smem(); }
+// The one static variable of a kernel.
+template <typename T>
+T& static_shared() {
+  return *reinterpret_cast<T*>(thread->block->smem);
+}
 
 // Addresses of shared memory count from the block's first byte, with its rank in the cluster on
 // top.
@@ -156,8 +200,75 @@ inline uint32_t offset_of(const void* p) {
 inline uint32_t address_of(const void* p, uint32_t rank) {
   return rank << kRankShift | offset_of(p);
 }
+inline Block& block_at(uint32_t address) { return *cluster->blocks[address >> kRankShift]; }
+inline uint32_t offset_at(uint32_t address) { return address & ((1u << kRankShift) - 1); }
 inline unsigned char* at_address(uint32_t address) {
-  return cluster->blocks[address >> kRankShift]->smem + (address & ((1u << kRankShift) - 1));
+  return block_at(address).smem + offset_at(address);
+}
+
+// ---- Proxies -----------------------------------------------------------------------------------
+
+inline void note_accesses(Access* accesses, size_t bytes) {
+  const uint32_t block = thread->block->rank * (cluster->threads.size() / cluster->blocks.size());
+  const uint32_t me = 1 + block + thread->index;
+  for (Access* access = accesses; access < accesses + bytes; ++access) {
+    if (access->thread == me && access->fenced_at == 0) continue;
+    *access = {me, 0};
+    thread->unfenced.push_back(access);
+  }
+}
+// Ordinary accesses of this thread to shared memory.
+template <typename T>
+void write_shared(uint32_t address, const T& value) {
+  note_accesses(&block_at(address).writes[offset_at(address)], sizeof(T));
+  std::memcpy(at_address(address), &value, sizeof(T));
+}
+template <typename T>
+T read_shared(uint32_t address) {
+  note_accesses(&block_at(address).reads[offset_at(address)], sizeof(T));
+  T value;
+  std::memcpy(&value, at_address(address), sizeof(T));
+  return value;
+}
+
+inline void fence_proxy_async() {
+  ++cluster->fences;
+  const size_t threads = cluster->threads.size();
+  for (Access* access : thread->unfenced) {
+    // Another thread's access since is that one's to fence.
+    const bool is_mine = 1 <= access->thread && access->thread <= threads &&
+                         cluster->threads[access->thread - 1].get() == thread &&
+                         access->fenced_at == 0;
+    if (is_mine) access->fenced_at = cluster->fences;
+  }
+  thread->unfenced.clear();
+}
+
+inline void fail_unfenced(const Access& access, const char* verb, const char* what, uint32_t offset,
+                          const Thread& issuer) {
+  char address[16];
+  std::snprintf(address, sizeof(address), "0x%x", offset);
+  fail(std::string(what) + " at " + address + " of shared memory, which " +
+           name_of(*cluster->threads[access.thread - 1]) + " " + verb +
+           " without fence.proxy.async before it was issued",
+       issuer);
+}
+// Whether the bytes' last accesses were fenced when something was issued, after so many fences.
+inline bool are_fenced(const Access* accesses, int bytes, uint32_t fences) {
+  for (const Access* access = accesses; access < accesses + bytes; ++access) {
+    if (access->thread != 0 && access->fenced_at - 1 >= fences) return false;
+  }
+  return true;
+}
+// Fails where they were not; `issuer` issued it.
+inline void need_fenced(const Access* accesses, uint32_t offset, int bytes, const char* verb,
+                        const char* what, const Thread& issuer, uint32_t fences) {
+  if (are_fenced(accesses + offset, bytes, fences)) return;
+  for (uint32_t i = offset; i < offset + bytes; ++i) {
+    if (!are_fenced(accesses + i, 1, fences)) {
+      return fail_unfenced(accesses[i], verb, what, i, issuer);
+    }
+  }
 }
 
 inline void later(std::function<void()> run) { cluster->operations.push_back(std::move(run)); }
@@ -216,7 +327,9 @@ inline std::string run_cluster(unsigned first_block, int num_blocks, unsigned nu
     }
     here.blocks.push_back(std::move(block));
   }
-  // Some blocks and warps are slow: they are passed over most times.
+  // Whether the hardware does nothing while a thread can go on.
+  const bool is_late = here.random() % 2;
+  // Else some blocks are slow, and in either case some warps: they are passed over most times.
   struct Turn {
     size_t warp;
     unsigned one_in;
@@ -224,30 +337,33 @@ inline std::string run_cluster(unsigned first_block, int num_blocks, unsigned nu
   std::vector<Turn> turns;
   unsigned block_one_in = 1;
   for (size_t w = 0; w < here.threads.size() / 32; ++w) {
-    if (w % (num_threads / 32) == 0) block_one_in = here.random() % 2 ? 1 : 64;
+    if (w % (num_threads / 32) == 0) block_one_in = is_late || here.random() % 2 ? 1 : 64;
     turns.push_back({w, block_one_in << here.random() % 2});
   }
   constexpr int kManyRounds = 2000;
   int idle_rounds = 0;
   while (here.error.empty()) {
-    bool all_done = true;
+    bool all_done = true, can_go_on = false;
     const uint64_t events = here.events;
     std::shuffle(turns.begin(), turns.end(), here.random);
     for (const Turn& turn : turns) {
       const bool is_passed_over = here.random() % turn.one_in != 0;
+      const size_t last_first = here.random() % 2 * 31;  // Lanes in either order.
       for (size_t lane = 0; lane < 32; ++lane) {
-        thread = here.threads[turn.warp * 32 + lane].get();
+        thread = here.threads[turn.warp * 32 + (lane ^ last_first)].get();
         if (thread->done) continue;
         all_done = false;
-        if (is_passed_over) break;
+        if (is_passed_over && !is_late) break;
         if (thread->is_ready && !thread->is_ready()) continue;
+        can_go_on = true;
+        if (is_passed_over) break;
         threadIdx.x = thread->index;
         blockIdx.x = thread->block_idx;
         swapcontext(&here.scheduler, &thread->context);
       }
     }
     const bool idle = here.operations.empty();
-    run_operations();
+    if (!is_late || !can_go_on) run_operations();
     if (all_done && here.operations.empty()) break;
     // Nothing under way, and everyone had a turn: nothing will come.
     idle_rounds = here.events == events && idle ? idle_rounds + 1 : 0;

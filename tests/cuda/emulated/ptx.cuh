@@ -32,44 +32,27 @@ void for_each_matrix(u32 address, u32 (&registers)[4], Move move) {
 }
 inline void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
   u32 registers[4] = {a, b, c, d};
-  for_each_matrix(address, registers,
-                  [](u32 to, u32& word) { std::memcpy(emulator::at_address(to), &word, 4); });
+  for_each_matrix(address, registers, [](u32 to, u32& word) { emulator::write_shared(to, word); });
 }
 inline void ldmatrix_x4(u32 address, u32& a, u32& b, u32& c, u32& d) {
   u32 registers[4];
   for_each_matrix(address, registers,
-                  [](u32 from, u32& word) { std::memcpy(&word, emulator::at_address(from), 4); });
+                  [](u32 from, u32& word) { word = emulator::read_shared<u32>(from); });
   a = registers[0], b = registers[1], c = registers[2], d = registers[3];
 }
 inline void store_shared(u32 address, float a, float b) {
-  const float2 v{a, b};
-  std::memcpy(emulator::at_address(address), &v, sizeof(v));
+  emulator::write_shared(address, float2{a, b});
 }
 inline void load_shared(u32 address, float& a, float& b) {
-  float2 v;
-  std::memcpy(&v, emulator::at_address(address), sizeof(v));
+  const auto v = emulator::read_shared<float2>(address);
   a = v.x, b = v.y;
 }
-inline void store_shared(u32 address, float4 v) {
-  std::memcpy(emulator::at_address(address), &v, sizeof(v));
-}
+inline void store_shared(u32 address, float4 v) { emulator::write_shared(address, v); }
+inline void store_shared(u32 address, u32 word) { emulator::write_shared(address, word); }
+inline void store_shared(u32 address, u16 half) { emulator::write_shared(address, half); }
+inline u32 load_shared(u32 address) { return emulator::read_shared<u32>(address); }
+inline float4 load_cluster(u32 address) { return emulator::read_shared<float4>(address); }
 inline u32 recomputed(u32 value) { return value; }
-inline void store_shared(u32 address, u32 word) {
-  std::memcpy(emulator::at_address(address), &word, sizeof(word));
-}
-inline void store_shared(u32 address, u16 half) {
-  std::memcpy(emulator::at_address(address), &half, sizeof(half));
-}
-inline u32 load_shared(u32 address) {
-  u32 word;
-  std::memcpy(&word, emulator::at_address(address), sizeof(word));
-  return word;
-}
-inline float4 load_cluster(u32 address) {
-  float4 v;
-  std::memcpy(&v, emulator::at_address(address), sizeof(v));
-  return v;
-}
 
 template <typename Format>
 struct Packed {

@@ -1,5 +1,4 @@
-// ffi/tma.cuh for the emulator: the same functions, as the GEMM uses them (tensors of rank 3 and
-// 4).
+// ffi/tma.cuh for the emulator: the same functions.
 
 #pragma once
 
@@ -13,19 +12,29 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-// Innermost dimension first; of rank 3, the last one is 1.
-constexpr int kDimensions = 4;
+// What a reducing copy computes in. What only moves has no type.
+enum class Type { kNone, kFloat32, kFloat16, kBFloat16, kInt32, kUInt32 };
+
+// Innermost dimension first; those beyond the rank are 1.
+constexpr int kDimensions = 5;
 struct TensorMap {
   unsigned char* data;
   long long sizes[kDimensions];
   long long byte_strides[kDimensions];
   int box[kDimensions];
   int rank;
-  int swizzle_bytes;
+  int swizzle_bytes;  // 16, the unit that is permuted, where nothing is.
   int element_bytes;
+  Type type;
+  int fills_nan;
 };
 
 inline u32 shared_address(const void* p) { return emulator::address_of(p, emulator::rank()); }
+
+template <int kBytes>
+unsigned char* aligned(unsigned char* p) {
+  return p + (kBytes - shared_address(p) % kBytes) % kBytes;
+}
 
 inline emulator::Mbarrier& mbarrier(emulator::Block& block, u32 address) {
   if (!block.mbarriers.contains(address)) emulator::fail("a barrier must be initialised");
@@ -36,10 +45,20 @@ inline emulator::Mbarrier& mbarrier(const u64* barrier) {
 }
 inline void mbarrier_init(u64* barrier, u32 arrivals) {
   const int count = static_cast<int>(arrivals);
-  emulator::thread->block->mbarriers[emulator::offset_of(barrier)] = {.count = count,
-                                                                      .pending = count};
+  auto& made = emulator::thread->block->mbarriers[emulator::offset_of(barrier)];
+  made = {.count = count, .pending = count};
+  emulator::thread->unfenced_mbarriers.push_back(&made);
 }
-inline void fence_mbarrier_init() {}
+inline void fence_mbarrier_init() {
+  for (auto* made : emulator::thread->unfenced_mbarriers) made->is_fenced = true;
+  emulator::thread->unfenced_mbarriers.clear();
+}
+// For the copy engine and for other blocks.
+inline emulator::Mbarrier& fenced_mbarrier(emulator::Block& block, u32 address) {
+  auto& found = mbarrier(block, address);
+  if (!found.is_fenced) emulator::fail("a barrier needs fence.mbarrier_init");
+  return found;
+}
 inline void mbarrier_arrive(u64* barrier) {
   --mbarrier(barrier).pending;
   mbarrier(barrier).settle();
@@ -57,12 +76,12 @@ inline void mbarrier_arrive_cluster_relaxed(u64* barrier, u32 rank) {
   emulator::Block* block = emulator::cluster->blocks[rank].get();
   emulator::later([=] {
     emulator::need_alive(*block, "an arrival at a barrier");
-    --mbarrier(*block, address).pending;
+    --fenced_mbarrier(*block, address).pending;
     mbarrier(*block, address).settle();
   });
 }
 
-inline void fence_proxy_async() {}
+inline void fence_proxy_async() { emulator::fence_proxy_async(); }
 
 inline u32 cluster_ctarank() { return emulator::rank(); }
 inline void barrier_cluster_arrive() {
@@ -114,18 +133,31 @@ void for_each_element(const TensorMap& map, u32 tile, const Place& at, Move move
       element += index * map.byte_strides[d];
     }
     const u32 place = tile + i * map.element_bytes;
+    if (place + map.element_bytes > emulator::dynamic_smem() + emulator::smem_bytes) {
+      emulator::fail("a tile must lie in the shared memory that the launch gives");
+      return;
+    }
     move(permuted(place, map.swizzle_bytes), inside ? element : nullptr);
   }
 }
 
 inline void load(void* tile, const TensorMap* map, u64* full, const Place& at, u16 ranks) {
   const u32 to = emulator::offset_of(tile), barrier = emulator::offset_of(full);
+  const u32 fences = emulator::cluster->fences;
   for (u32 rank = 0; rank < emulator::cluster->blocks.size(); ++rank) {
     if (!(ranks >> rank & 1)) continue;
     emulator::Block* block = emulator::cluster->blocks[rank].get();
     // From now on nobody may count on what is there.
     for_each_element(*map, to, at, [&](u32 place, unsigned char*) {
-      std::memset(block->smem + place, 0xff, map->element_bytes);
+      const int bytes = map->element_bytes;
+      const auto need_fenced = [&](emulator::Access* accesses, const char* verb) {
+        emulator::need_fenced(accesses, place, bytes, verb, "a load overwrites a byte",
+                              *emulator::thread, fences);
+        std::fill_n(accesses + place, bytes, emulator::Access{});
+      };
+      need_fenced(block->writes.get(), "wrote");
+      need_fenced(block->reads.get(), "read");
+      std::memset(block->smem + place, 0xff, bytes);
     });
     emulator::later([=] {
       emulator::need_alive(*block, "a copy into the memory");
@@ -133,9 +165,11 @@ inline void load(void* tile, const TensorMap* map, u64* full, const Place& at, u
       for_each_element(*map, to, at, [&](u32 place, unsigned char* element) {
         bytes += map->element_bytes;
         if (element) std::memcpy(block->smem + place, element, map->element_bytes);
-        if (!element) std::memset(block->smem + place, 0, map->element_bytes);
+        // All bits are set in a NaN of any type.
+        const int fill = map->fills_nan ? 0xff : 0;
+        if (!element) std::memset(block->smem + place, fill, map->element_bytes);
       });
-      mbarrier(*block, barrier).bytes -= bytes;
+      fenced_mbarrier(*block, barrier).bytes -= bytes;
       mbarrier(*block, barrier).settle();
     });
   }
@@ -151,38 +185,96 @@ void cp_async_bulk_tensor_multicast(void* tile, const TensorMap* map, u64* full,
   load(tile, map, full, place_of(*map, at), blocks);
 }
 
-enum class Reduction { kAdd };
-inline void store(const TensorMap* map, const void* tile, const Place& at, bool adds) {
-  const u32 from = emulator::offset_of(tile);
+enum class Reduction { kAdd, kMin, kMax };
+struct BFloat16 {
+  u16 bits;
+};
+inline float value_of(BFloat16 x) { return std::bit_cast<float>(static_cast<u32>(x.bits) << 16); }
+template <typename T>
+T value_of(T x) {
+  return x;
+}
+template <typename T>
+T narrow(auto x) {
+  if constexpr (std::is_same_v<T, BFloat16>) {  // To nearest, ties to even; a NaN stays one.
+    const u32 bits = std::bit_cast<u32>(x);
+    return {static_cast<u16>((x != x ? bits : bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+  } else {
+    return static_cast<T>(x);
+  }
+}
+// Of a NaN and a number min and max take the number, and -0.0 is less than 0.0 (PTX ISA, "min").
+template <typename T>
+void combine(Reduction reduction, unsigned char* element, const unsigned char* part) {
+  T old, added;
+  std::memcpy(&old, element, sizeof(T));
+  std::memcpy(&added, part, sizeof(T));
+  const auto x = value_of(old), y = value_of(added);
+  T result;
+  if (reduction == Reduction::kAdd) {
+    result = narrow<T>(x + y);
+  } else {
+    bool is_less = x < y, is_number = true;
+    if constexpr (!std::is_integral_v<T>) {
+      is_less = x < y || (x == y && std::signbit(static_cast<float>(x)));
+      is_number = x == x;
+      if (y != y) is_less = reduction == Reduction::kMin;
+    }
+    result = is_number && is_less == (reduction == Reduction::kMin) ? old : added;
+  }
+  std::memcpy(element, &result, sizeof(T));
+}
+inline void combine(Type type, Reduction reduction, unsigned char* element,
+                    const unsigned char* part) {
+  switch (type) {
+    case Type::kFloat32:
+      if (reduction != Reduction::kAdd) emulator::fail("float32 is not compared");
+      return combine<float>(reduction, element, part);
+    case Type::kFloat16:
+      return combine<_Float16>(reduction, element, part);
+    case Type::kBFloat16:
+      return combine<BFloat16>(reduction, element, part);
+    case Type::kInt32:
+      return combine<int>(reduction, element, part);
+    case Type::kUInt32:
+      return combine<u32>(reduction, element, part);
+    case Type::kNone:
+      emulator::fail("this type is not reduced");
+  }
+}
+
+// Calls move(element in the tensor, in shared memory) for each that lies inside.
+template <typename Move>
+void store(const TensorMap* map, const void* tile, const Place& at, Move move) {
+  const u32 from = emulator::offset_of(tile), fences = emulator::cluster->fences;
+  const emulator::Thread* issuer = emulator::thread;
   emulator::Block* block = emulator::thread->block;
   auto open = emulator::thread->open_stores;
   ++*open;
-  if (at[0] < 0 || at[1] < 0 || at[2] < 0)
-    emulator::fail("a store must not begin before the tensor");
+  for (int first : at) {
+    if (first < 0) emulator::fail("a store must not begin before the tensor");
+  }
   emulator::later([=] {
     emulator::need_alive(*block, "a store from the memory");
     for_each_element(*map, from, at, [&](u32 place, unsigned char* element) {
-      if (!element) return;
-      if (!adds) {
-        std::memcpy(element, block->smem + place, map->element_bytes);
-        return;
-      }
-      float sum, part;
-      if (map->element_bytes != sizeof(sum)) emulator::fail("only float32 is added up");
-      std::memcpy(&sum, element, sizeof(sum));
-      std::memcpy(&part, block->smem + place, sizeof(part));
-      sum += part;
-      std::memcpy(element, &sum, sizeof(sum));
+      emulator::need_fenced(block->writes.get(), place, map->element_bytes, "wrote",
+                            "a store reads a byte", *issuer, fences);
+      if (element) move(element, block->smem + place);
     });
     --*open;
   });
 }
-inline void cp_async_bulk_tensor_store(const TensorMap* map, const void* tile, const int (&at)[3]) {
-  store(map, tile, place_of(*map, at), false);
+template <int kRank>
+void cp_async_bulk_tensor_store(const TensorMap* map, const void* tile, const int (&at)[kRank]) {
+  store(map, tile, place_of(*map, at), [=](unsigned char* element, const unsigned char* part) {
+    std::memcpy(element, part, map->element_bytes);
+  });
 }
-template <Reduction>
-void cp_reduce_async_bulk_tensor(const TensorMap* map, const void* tile, const int (&at)[3]) {
-  store(map, tile, place_of(*map, at), true);
+template <Reduction kReduction, int kRank>
+void cp_reduce_async_bulk_tensor(const TensorMap* map, const void* tile, const int (&at)[kRank]) {
+  store(map, tile, place_of(*map, at), [=](unsigned char* element, const unsigned char* part) {
+    combine(map->type, kReduction, element, part);
+  });
 }
 inline void cp_async_bulk_commit_group() {
   emulator::thread->stores.push_back(emulator::thread->open_stores);
@@ -195,6 +287,11 @@ void cp_async_bulk_wait_group_read() {
     emulator::wait_until("its stores", [&] { return *stores.front() == 0; });
     stores.pop_front();
   }
+}
+// A store is read and written in one step here.
+template <int kGroups>
+void cp_async_bulk_wait_group() {
+  cp_async_bulk_wait_group_read<kGroups>();
 }
 
 }  // namespace tma
