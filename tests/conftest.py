@@ -40,7 +40,9 @@ def _missing_hardware() -> str | None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="all cases of tests marked `sampled`")
+    parser.addoption(
+        "--thorough", action="store_true", help="all cases of tests marked `sampled`, and tests marked `thorough`"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -53,12 +55,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out cases of tests marked `sampled`, unless tests were asked for by name."""
+    """Leaves out cases of tests marked `sampled` and tests marked `thorough`, unless tests were asked for by name."""
     if config.option.keyword or any("::" in arg for arg in config.args):
         return
     counts: collections.Counter[str] = collections.Counter()
     kept, left_out = [], []
     for item in items:
+        if item.get_closest_marker("thorough"):
+            left_out.append(item)
+            continue
         if (sampled := item.get_closest_marker("sampled")) is None:
             kept.append(item)
             continue

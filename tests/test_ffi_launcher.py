@@ -190,6 +190,10 @@ TENSOR_MAPS_REFUSED = [
         "got shape=(25, 64), strides=(128,), offset=0 of bfloat16. "
         "Check shape and strides, which count bytes.",
     ),
+    (
+        dict(box=(8, 64), shape=(24, 65), strides=(128,)),  # By one element.
+        "the tensor reaches outside its buffer of 3072 bytes; got shape=(24, 65), strides=(128,), offset=0 of bf",
+    ),
     (dict(box=(8, 64), offset=16), "the tensor reaches outside its buffer of 3072 bytes; got shape=(24, 64),"),
     (dict(box=(8, 64), dtype="float32"), "the tensor reaches outside its buffer of 3072 bytes; got shape=(24, 64),"),
     (
@@ -614,6 +618,8 @@ OUTSIDE_THE_BUFFERS = [
      "parameter 1 reaches outside buffer 1 of 3072 bytes; got byte_offset=3073."),
     ({"parameter0.sizes": np.array([64, 25])},
      "parameter 0 reaches outside buffer 0 of 3072 bytes; got sizes=(64, 25) byte_strides=(128) box=(64, 8) "),
+    ({"parameter0.sizes": np.array([65, 24])},
+     "parameter 0 reaches outside buffer 0 of 3072 bytes; got sizes=(65, 24) byte_strides=(128) box=(64, 8) "),
     ({"parameter0.byte_offset": np.int64(16)}, "parameter 0 reaches outside buffer 0 of 3072 bytes"),
     ({"parameter0.byte_offset": np.int64(4096)}, "parameter 0 reaches outside buffer 0 of 3072 bytes"),
     ({"parameter0.dtype": "float32"}, "parameter 0 reaches outside buffer 0 of 3072 bytes"),

@@ -620,6 +620,15 @@ def test_first_operand_settles_a_factor_and_an_axis_serves_one():
     assert assignment.sums == ((),)
 
 
+def test_axes_divide_a_factor_together():
+    """12 rows on 4 x 2 devices: each axis divides them, both together do not."""
+    factors = Factors(operands=(("m",),), results=(("m",),))
+    types = [ArrayType((12,), np.dtype(np.float32))]
+    assignment = assign(factors, types, [P(("x", "y"))], dict(x=4, y=2), types)
+    assert assignment.axes == dict(m=("x",))
+    assert assignment.in_specs == assignment.out_specs == (P("x"),)
+
+
 def test_minor_factor_is_sharded_once_its_major_one_is_split_up():
     factors = Factors(operands=(("n g",), ("n",)), results=(("n g",), ("n",)), sizes=dict(g=4))
     types = [ArrayType(shape, np.dtype(np.float32)) for shape in ((8,), (2,))]

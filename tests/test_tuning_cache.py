@@ -91,6 +91,21 @@ def test_winner_is_taken_instead_of_the_default(fake, forget):
     assert (given.config, given.source) == (Config(128), "given")
 
 
+def test_a_process_keeps_to_its_first_choice(fake, forget, tmp_path):
+    """What other processes tune, or delete, later does not reach it: the same call gets the same kernel."""
+    store()
+    (path,) = files(tmp_path)
+    text = path.read_text()
+    forget()
+    assert chosen() == (WINNER, "tuned")
+    path.unlink()
+    assert chosen() == (WINNER, "tuned")
+    forget()
+    assert chosen()[1] == "default"
+    path.write_text(text)
+    assert chosen()[1] == "default"
+
+
 def test_alpha_of_one_leaves_keys_as_they_were():
     key = lambda **options: cache.Key(H200, "matmul", make_spec(**options), "fake", 3).describe()["spec"]
     assert key(alpha=1.0) == key() == {name: value for name, value in key(alpha=0.5).items() if name != "alpha"}

@@ -1,0 +1,258 @@
+"""Planted bugs of the whole product: changes to its source, each with a test that must fail."""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ["MUTATIONS", "Mutation"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """One change, and the test that notices it.
+
+    Attributes:
+      path: the file, from the repository's root.
+      before: text that the file has exactly once.
+      after: what takes its place.
+      test: the pytest node id of the test that must fail.
+    """
+
+    path: str
+    before: str
+    after: str
+    test: str
+
+
+_ORDERS = "tests/test_cuda_matmul_emulated.py::test_without_them_every_order_is_right[64x96-1]"
+_FOLLOWS_JAX_NN = "tests/test_attention.py::test_options_follow_jax_nn"
+_SCHEDULE = "tests/test_attention_schedule.py::test_random_cases"
+_WORK_IS_COUNTED = "tests/test_bench.py::test_work_is_counted"
+_LAUNCH = "tests/test_ffi_launcher.py::test_launch_reaches_the_driver_as_it_was_asked_for"
+
+MUTATIONS: dict[str, Mutation] = {
+    # Derivatives and vmap of products.
+    "contracted dimensions in the operand's own order": Mutation(
+        "jaxkernels/ops/matmul.py", 'np.argsort(other_k, kind="stable"))', "range(len(mine_k)))",
+        "tests/test_dot_general.py::test_values_and_gradients_follow_lax",
+    ),
+    "cotangent contracted over its first dimensions": Mutation(
+        "jaxkernels/ops/matmul.py", "range(ct.ndim - num_n, ct.ndim)", "range(len(lhs_b), len(lhs_b) + num_n)",
+        "tests/test_dot_general.py::test_values_and_gradients_follow_lax",
+    ),
+    "mapped dimension moves no equal dimension": Mutation(
+        "jaxkernels/ops/matmul.py", "d + (d >= inserted)", "d + (d > inserted)",
+        "tests/test_transforms.py::test_vmap_of_every_combination_of_operands",
+    ),
+    "place of a mapped rhs in the result": Mutation(
+        "jaxkernels/ops/matmul.py", "len(lhs_b) + len(lhs_free) + rhs_free", "len(lhs_b) + rhs_free",
+        "tests/test_transforms.py::test_vmap_of_every_combination_of_operands",
+    ),
+    # Masks of the reference.
+    "causal mask without the diagonal": Mutation(
+        "jaxkernels/xla/attention.py", "(j <= i)", "(j < i)", _FOLLOWS_JAX_NN
+    ),
+    "window one key short on the left": Mutation(
+        "jaxkernels/xla/attention.py", "(i <= j + left)", "(i < j + left)", _FOLLOWS_JAX_NN
+    ),
+    "window one key short on the right": Mutation(
+        "jaxkernels/xla/attention.py", "(i >= j - right)", "(i > j - right)", _FOLLOWS_JAX_NN
+    ),
+    "one key of padding seen": Mutation(
+        "jaxkernels/xla/attention.py", "(j < extras.key_lengths[", "(j <= extras.key_lengths[", _FOLLOWS_JAX_NN
+    ),
+    "one query of padding alive": Mutation(
+        "jaxkernels/xla/attention.py", "[None, :] < extras.query_lengths", "[None, :] <= extras.query_lengths",
+        "tests/test_attention.py::test_padded_queries_give_zero_and_take_no_gradient",
+    ),
+    "earlier segments seen": Mutation(
+        "jaxkernels/xla/attention.py", "[:, :, None] == extras.key_segments", "[:, :, None] >= extras.key_segments",
+        "tests/test_attention.py::test_segment_ids_without_batch",
+    ),
+    # Planning of the attention kernels, and a kernel itself.
+    "window's first key forgotten": Mutation(
+        "pallas/attention_blocks.py", "_largest(query_start - left, 0)", "_largest(query_start - left + 1, 0)",
+        f"{_SCHEDULE}[forward-0]",
+    ),
+    "key after the diagonal unmasked": Mutation(
+        "pallas/attention_blocks.py", "_least(query_start + right + 1, key_end)",
+        "_least(query_start + right + 2, key_end)", f"{_SCHEDULE}[forward-0]",
+    ),
+    "window's last query forgotten": Mutation(
+        "pallas/attention_blocks.py", "_least(key_end + left, query_end)", "_least(key_end + left - 1, query_end)",
+        f"{_SCHEDULE}[backward-0]",
+    ),
+    "query before the diagonal unmasked": Mutation(
+        "pallas/attention_blocks.py", "_largest(key_end - 1 - right, query_start)",
+        "_largest(key_end - 2 - right, query_start)", f"{_SCHEDULE}[backward-0]",
+    ),
+    "last block left out where it is a part": Mutation(
+        "pallas/attention_blocks.py", "_quotient(end + block - 1, block)", "_quotient(end, block)",
+        f"{_SCHEDULE}[wide backward-0]",
+    ),
+    "exponentials to base 2 of natural logits": Mutation(
+        "pallas/attention_forward.py", "c = spec.scale * LOG2E if", "c = spec.scale if",
+        "tests/test_pallas_attention.py::test_one_key_and_one_query",
+    ),
+    # Sharding.
+    "minor factor sharded beside a whole major one": Mutation(
+        "jaxkernels/ops/sharding.py", "if num_shards(chosen.get(factor, ())) != sizes[factor]:", "if False:",
+        "tests/test_sharding.py::test_minor_factor_is_sharded_once_its_major_one_is_split_up",
+    ),
+    "axis of two factors": Mutation(
+        "jaxkernels/ops/sharding.py", "used.update(fitting)", "pass",
+        "tests/test_sharding.py::test_first_operand_settles_a_factor_and_an_axis_serves_one",
+    ),
+    "scattered sum added up again": Mutation(
+        "jaxkernels/ops/sharding.py", "add.remove(axes[0])", "pass",
+        "tests/test_sharding.py::test_first_operand_settles_a_factor_and_an_axis_serves_one",
+    ),
+    "axes that divide a size one by one only": Mutation(
+        "jaxkernels/ops/sharding.py", "size % math.prod(axis_sizes[a] for a in (*fitting, axis)) != 0",
+        "size % axis_sizes[axis] != 0", "tests/test_sharding.py::test_axes_divide_a_factor_together",
+    ),
+    # Dispatch, winners and tuning.
+    "measured winner not preferred": Mutation(
+        "jaxkernels/dispatch.py", "if reason is None and fastest not in (None, name):", "if False:",
+        "tests/test_tuning.py::test_backends_compete_where_none_is_named",
+    ),
+    "versions of the field not compared": Mutation(
+        "jaxkernels/dispatch.py", "found[1] != _versions(op, usable_backends(op, spec))", "False",
+        "tests/test_tuning_cache.py::test_fastest_backend_is_measured_anew_when_the_field_changes",
+    ),
+    "reasons left out": Mutation(
+        "jaxkernels/dispatch.py", "no backend supports {spec}: {reasons}.", "no backend supports {spec}.",
+        "tests/test_dispatch.py::test_every_reason_is_listed_where_all_refuse",
+    ),
+    "key without the version": Mutation(
+        "jaxkernels/tuning/cache.py", '"version": self.version,', '"version": 0,',
+        "tests/test_tuning_cache.py::test_every_part_of_the_key_counts",
+    ),
+    "key without the chip's size": Mutation(
+        "jaxkernels/tuning/cache.py", '"num_sms": self.chip.num_sms,', '"num_sms": 0,',
+        "tests/test_tuning_cache.py::test_every_part_of_the_key_counts",
+    ),
+    "choice not remembered": Mutation(
+        "jaxkernels/tuning/cache.py", "return _memo.setdefault((folder, key), winner)", "return winner",
+        "tests/test_tuning_cache.py::test_a_process_keeps_to_its_first_choice",
+    ),
+    "stored winner not remembered": Mutation(
+        "jaxkernels/tuning/cache.py", "_memo[folder, key] = winner", "pass",
+        "tests/test_tuning_cache.py::test_winner_is_taken_instead_of_the_default",
+    ),
+    "candidates measured twice": Mutation(
+        "jaxkernels/tuning/tuner.py", "if (backend, config) not in self._tried]", "]",
+        "tests/test_tuning.py::test_fastest_configuration_wins_and_is_kept",
+    ),
+    "errors in one place allowed": Mutation(
+        "jaxkernels/tuning/tuner.py", "_MAX_ERROR = 0.1", "_MAX_ERROR = 1e9",
+        "tests/test_tuning.py::test_error_in_one_place_is_seen",
+    ),
+    # Launches.
+    "tensor one element beyond its buffer": Mutation(
+        "ffi/custom_call.py", "offset + last + itemsize <= num_bytes", "offset + last <= num_bytes",
+        "tests/test_ffi_launcher.py::test_refuses_what_no_device_takes",
+    ),
+    "tensor one element beyond its buffer, in the launcher": Mutation(
+        "ffi/launcher.cc", "return room >= dtype.bytes;", "return true;",
+        "tests/test_ffi_launcher.py::test_reaching_outside_the_buffers_is_an_exception",
+    ),
+    "offset of a parameter dropped": Mutation(
+        "ffi/launcher.cc", "addresses_[i] = buffer.data + place.byte_offset;", "addresses_[i] = buffer.data;", _LAUNCH
+    ),
+    "strides in elements": Mutation(
+        "ffi/custom_call.py", "math.prod(shape[i + 1 :]) * itemsize for", "math.prod(shape[i + 1 :]) for", _LAUNCH
+    ),
+    "strides of rows that were not widened": Mutation(
+        "ffi/tma.py", "for stride in _dense_strides(wide.shape)[:-1]",
+        "for stride in _dense_strides((*shape[:-1], -(-shape[-1] // 64) * 64))[:-1]",
+        "tests/test_ffi_tma.py::test_load[emulator-float16-130x77-128x30]",
+    ),
+    "strides of unpadded rows in the layout": Mutation(
+        "ffi/tma.py", "*_dense_strides(wide.shape)[::-1]", "*_dense_strides(shape)[::-1]",
+        "tests/test_ffi_tma.py::test_load[emulator-float16-130x77-128x30]",
+    ),
+    "reduction padded with zeros": Mutation(
+        "ffi/tma.py", '0 if op == "store" else _neutral(op, x.dtype)', "0",
+        "tests/test_ffi_tma.py::test_reduce_leaves_neighbours_as_they_are[emulator-bfloat16-max]",
+    ),
+    "sums padded with positive zeros": Mutation(
+        "ffi/tma.py", '-0.0 if op == "add"', '0.0 if op == "add"',
+        "tests/test_ffi_tma.py::test_reduce_leaves_neighbours_as_they_are[emulator-float32-add]",
+    ),
+    # Compilation.
+    "cache key without the options": Mutation(
+        "ffi/compiler.py", "toolkit, dataclasses.astuple(self)]", "toolkit, dataclasses.astuple(self)[:-1]]",
+        "tests/test_ffi_compiler.py::test_cache_key_covers_all_that_decides_the_code",
+    ),
+    "cache key without the compiler's release": Mutation(
+        "ffi/compiler.py", "nvrtc_version(), _nvrtc_build(), toolkit", "nvrtc_version(), None, toolkit",
+        "tests/test_ffi_compiler.py::test_cache_key_names_the_library_that_compiles",
+    ),
+    # The CUDA GEMM.
+    "store without a proxy fence": Mutation(
+        "ffi/gemm.cu", "  fence_proxy_async();\n  __syncwarp();", "  __syncwarp();", _ORDERS
+    ),
+    "phase of the residual's barrier": Mutation(
+        "ffi/gemm.cu", "residual_parity_ ^= 1u << out_slot(p);", "", _ORDERS
+    ),
+    "slot filled before it is empty": Mutation(
+        "ffi/gemm.cu", "place.parity() ^ 1);\n      mbarrier_arrive", "place.parity());\n      mbarrier_arrive", _ORDERS
+    ),
+    "bias of the neighbouring column": Mutation(
+        "ffi/gemm.cu", "values[r + 1] += pair.y, values[r + 2]", "values[r + 1] += pair.x, values[r + 2]",
+        "tests/test_cuda_matmul_emulated.py::test_epilogues[silu]",
+    ),
+    "head of another residue": Mutation(
+        "ffi/gemm.cu", "residue * (problem_.k % kUnit) % kUnit}", "residue % kUnit}",
+        "tests/test_cuda_matmul_emulated.py::test_without_them_every_order_in_place_is_right",
+    ),
+    "last strip as wide as the others": Mutation(
+        "ffi/gemm.cu", "min(problem_.strip, minor_tiles - strip * problem_.strip)", "problem_.strip",
+        "tests/test_cuda_matmul_emulated.py::test_tile_orders[m]",
+    ),
+    "padded rows with their neighbours' elements": Mutation(
+        "ffi/pad_rows.cu", "if (first + kUnit < size) {", "if (first < size) {",
+        "tests/test_cuda_matmul_emulated.py::test_padded_rows_are_no_whole_boxes[mk.kn]",
+    ),
+    # Benchmarks.
+    "bytes counted as elements": Mutation(
+        "jaxkernels/bench/cases.py", "math.prod(self.shape) * jnp.dtype(self.dtype).itemsize", "math.prod(self.shape)",
+        _WORK_IS_COUNTED,
+    ),
+    "results not counted": Mutation(
+        "jaxkernels/bench/suites.py", "return sum(operands.values()) + out", "return sum(operands.values())",
+        _WORK_IS_COUNTED,
+    ),
+    "roofline of half the bandwidth": Mutation(
+        "jaxkernels/bench/results.py", "self.num_bytes / self.memory_bytes_per_s",
+        "2 * self.num_bytes / self.memory_bytes_per_s", "tests/test_bench.py::test_limits_are_those_of_the_chip",
+    ),
+    "operands that stay in the cache": Mutation(
+        "jaxkernels/bench/measure.py", "math.ceil(_CACHE_BYTES / max(num_bytes, 1))",
+        "math.floor(_CACHE_BYTES / max(num_bytes, 1))",
+        "tests/test_bench_measure.py::test_rotation_exceeds_the_cache_or_is_left",
+    ),
+    # Data, checkpoints and files.
+    "every step's batch the same": Mutation(
+        "models/data.py", "default_rng((seed, step))", "default_rng((seed, 0))",
+        "tests/test_data.py::test_batch_is_a_function_of_seed_and_step",
+    ),
+    "last window never drawn": Mutation(
+        "models/data.py", "integers(len(tokens) - sequence_length, size",
+        "integers(len(tokens) - sequence_length - 1, size",
+        "tests/test_data.py::test_shortest_stream_gives_its_one_window",
+    ),
+    "documents in the order of their names": Mutation(
+        "models/data.py", "key=lambda document: document.digest", "key=lambda document: document.path",
+        "tests/test_data.py::test_documents_are_ordered_by_content_whatever_their_names",
+    ),
+    "checkpoint of any model taken": Mutation(
+        "models/checkpoints.py", "if theirs.get(name) != ours.get(name)", "if False",
+        "tests/test_training.py::test_checkpoint_of_another_model_is_refused",
+    ),
+    "part of a file left behind": Mutation(
+        "jaxkernels/folders.py", "part.unlink(missing_ok=True)", "pass",
+        "tests/test_folders.py::test_what_stood_there_stays_when_writing_fails",
+    ),
+}  # fmt: skip
