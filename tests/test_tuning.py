@@ -188,6 +188,20 @@ def test_the_fastest_of_what_is_exported(lab, registry):
     assert exported.passed_over[:2] == (("refused", reason), ("fake", "measured slower than xla"))
 
 
+def test_candidates_are_traced_as_in_programs(lab, monkeypatch):
+    """Without `jax_enable_x64`, which changes kernels, on whatever thread."""
+    module, seen = dispatch.load("matmul", "fake"), []
+    run = module.run
+    monkeypatch.setattr(module, "run", lambda *args: (seen.append(jax.config.jax_enable_x64), run(*args))[1])
+    jax.config.update("jax_enable_x64", True)
+    try:
+        result = tuner.tune("matmul", make_spec(), "fake", top=2)
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    assert result.winner is not None
+    assert set(seen) == {False}
+
+
 def test_candidates_that_fail_are_dropped_with_their_reason(lab):
     lab.microseconds = lambda backend, config: config.block  # The smaller the faster.
     lab.broken, lab.wrong = {Config(64, 1)}, {Config(128, 1)}
