@@ -28,6 +28,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 __all__ = [
     "abstract_output",
     "canonical_precision",
+    "convert",
     "devices_during_lowering",
     "evaluate_eagerly",
     "explicit_axes_of",
@@ -77,6 +78,11 @@ def canonical_precision(precision: Any) -> Any:
     return _lax.canonicalize_precision(precision)
 
 
+def convert(x: jax.Array, dtype: Any, *, weak_type: bool) -> jax.Array:
+    """Converts `x` to `dtype`, weakly typed or not (`lax._convert_element_type`); `astype` drops a weak type."""
+    return _lax._convert_element_type(x, dtype, weak_type)
+
+
 def match_varying_axes(*xs: jax.Array) -> tuple[jax.Array, ...]:
     """Makes all `xs` vary over the union of their manual mesh axes, as `shard_map(check_vma=True)` needs.
 
@@ -94,7 +100,9 @@ def match_varying_axes(*xs: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(cast(x, union - t.varying, t.reduced) for x, t in zip(xs, types))
 
 
-def abstract_output(name: str, avals: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:
+def abstract_output(
+    name: str, avals: Sequence[Any], shape: tuple[int, ...], dtype: Any, *, weak_type: bool = False
+) -> Any:
     """Returns the abstract value of an output, varying over the manual axes of `avals`.
 
     Raises ValueError where the operands vary over different axes (`core.standard_vma_rule`).
@@ -103,7 +111,9 @@ def abstract_output(name: str, avals: Sequence[Any], shape: tuple[int, ...], dty
     like = avals[0]
     sharding = NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * len(shape)))
     manual = type(like.manual_axis_type)(varying=varying)
-    return like.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding, manual_axis_type=manual)
+    return like.update(
+        shape=shape, dtype=jnp.dtype(dtype), weak_type=weak_type, sharding=sharding, manual_axis_type=manual
+    )
 
 
 def explicit_axes_of(*xs: jax.Array) -> tuple[AbstractMesh, tuple[str, ...]]:

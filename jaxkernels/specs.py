@@ -42,7 +42,7 @@ class ArrayType:
 
     @classmethod
     def of(cls, x: Any) -> ArrayType:
-        return cls(tuple(x.shape), jnp.dtype(x.dtype))
+        return cls(tuple(np.shape(x)), jnp.dtype(x.dtype))
 
     @property
     def ndim(self) -> int:

@@ -103,6 +103,8 @@ def test_gemm_copies_no_operand_that_is_a_matrix_already(name, gemm):
         ("float8_e4m3fn", "float8_e5m2", "float32"),
         ("complex64", "complex64", None),
         ("uint4", "uint32", None),
+        ("float4_e2m1fn", "float4_e2m1fn", None),
+        ("float4_e2m1fn", "float4_e2m1fn", "float4_e2m1fn"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64:UserWarning")
@@ -110,8 +112,8 @@ def test_dtypes_follow_lax(lhs_dtype, rhs_dtype, preferred):
     numbers = (((1,), (0,)), ((), ()))
     rng = np.random.default_rng(0)
     lhs, rhs = (  # Small whole numbers, exact in every dtype and every order of sums.
-        rng.integers(-3, 4, shape).astype(jnp.dtype(dtype))
-        for shape, dtype in (((5, 7), lhs_dtype), ((7, 3), rhs_dtype))
+        jnp.asarray(rng.integers(-3, 4, shape) if "float4" not in dtype else rng.integers(-1, 2, shape), dtype)
+        for shape, dtype in (((5, 4), lhs_dtype), ((4, 3), rhs_dtype))
     )
 
     def results(dot_general):
@@ -125,6 +127,63 @@ def test_dtypes_follow_lax(lhs_dtype, rhs_dtype, preferred):
     for ours, reference in zip(results(jk.dot_general), results(jax.lax.dot_general), strict=True):
         assert ours.dtype == reference.dtype
         np.testing.assert_array_equal(ours, reference)
+
+
+def test_wide_result_of_four_bit_floats():
+    """XLA refuses lax's on the CPU."""
+    lhs, rhs = (jnp.asarray(np.eye(3) * 2, "float4_e2m1fn") for _ in range(2))
+    out = jk.dot_general(lhs, rhs, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    np.testing.assert_array_equal(out, np.eye(3, dtype=np.float32) * 4)
+
+
+def test_real_result_of_complex_operands():
+    """The complex product's real part: lax drops the imaginary parts of the operands."""
+    x = np.full((1, 1), 1 + 2j, np.complex64)
+    out = jk.dot_general(x, x, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    np.testing.assert_array_equal(out, [[-3]])
+
+
+_WEAK, _WEAK_INT = jnp.broadcast_to(2.0, (3,)), jnp.broadcast_to(2, (3,))
+_FLOAT32, _BFLOAT16 = jnp.ones(3), jnp.ones(3, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("rhs", [_WEAK, _WEAK_INT, _FLOAT32, _BFLOAT16], ids=lambda x: jax.typeof(x).str_short())
+@pytest.mark.parametrize("lhs", [_WEAK, _WEAK_INT, _BFLOAT16], ids=lambda x: jax.typeof(x).str_short())
+def test_weak_types_follow_jax(lhs, rhs):
+    """A product of weakly typed operands is weakly typed: added to bfloat16 it stays bfloat16."""
+
+    def types(product):
+        results = [product(lhs, rhs), jax.jit(product)(lhs, rhs), jax.vmap(product)(lhs[None], rhs[None])]
+        if lhs.dtype == rhs.dtype == jnp.float32:
+            results.append(jax.jvp(product, (lhs, rhs), (lhs, rhs))[1])
+        results += [x + jnp.ones((), jnp.bfloat16) for x in results]
+        return [(x.dtype, x.weak_type) for x in results]
+
+    numbers = (((0,), (0,)), ((), ()))
+    product = lambda dot_general: lambda lhs, rhs: dot_general(lhs, rhs, numbers)
+    assert types(product(jk.dot_general)) == types(product(jax.lax.dot_general))
+    assert types(jk.matmul) == types(jnp.matmul)
+    # Of a dtype that is asked for, lax's dot_general only keeps the weak type.
+    wide = lambda dot_general: lambda lhs, rhs: dot_general(lhs, rhs, numbers, preferred_element_type=jnp.float32)
+    assert types(wide(jk.dot_general)) == types(wide(jax.lax.dot_general))
+    ours = lambda lhs, rhs: jk.matmul(lhs, rhs, out_dtype=jnp.float32)
+    assert types(ours) == types(lambda lhs, rhs: jnp.matmul(lhs, rhs, preferred_element_type=jnp.float32))
+
+
+def test_python_scalars():
+    """JAX hands literals of a program to the rules as Python numbers."""
+    numbers = (((), ()), ((), ()))
+
+    def results(dot_general):
+        cube = lambda x: dot_general(dot_general(x, x, numbers), jnp.sin(x), numbers) + dot_general(2.0, x, numbers)
+        second = jax.hessian(jax.remat(cube))
+        return (
+            second(1.0),
+            jax.hessian(jax.remat(lambda x: dot_general(x, x, numbers)))(1.0),
+            jax.vmap(second)(_FLOAT32),
+        )
+
+    assert_close(results(jk.dot_general), results(jax.lax.dot_general))
 
 
 def test_integer_operand_beside_a_differentiated_one():

@@ -41,7 +41,10 @@ class KernelOp:
     Attributes:
       name: the operation's name in `dispatch.REGISTRY` and in messages.
       primitive: the JAX primitive.
+      keeps_weak_types: whether results of weakly typed operands are weakly typed.
     """
+
+    keeps_weak_types = False
 
     def __init__(self, name: str, primitive_name: str, *, multiple_results: bool):
         self.name = name
@@ -145,8 +148,11 @@ class KernelOp:
     def _abstract_eval(self, *avals: Any, static: Any, backend: str | None, config: Any) -> Any:
         _jax.lower_by_device_if_unlike(self.primitive)
         types = [ArrayType.of(aval) for aval in avals]
-        name = self.primitive.name
-        outs = [_jax.abstract_output(name, avals, t.shape, t.dtype) for t in self.results(static, types)]
+        weak = self.keeps_weak_types and all(aval.weak_type for aval in avals)
+        outs = [
+            _jax.abstract_output(self.primitive.name, avals, t.shape, t.dtype, weak_type=weak)
+            for t in self.results(static, types)
+        ]
         return outs if self.primitive.multiple_results else outs[0]
 
     def _lower(

@@ -54,7 +54,12 @@ class Product:
 
 
 class _MatmulOp(KernelOp):
-    """Operands lhs, rhs, then bias and residual where given; results out, then the pre-activation."""
+    """Operands lhs, rhs, then bias and residual where given; results out, then the pre-activation.
+
+    An operand of the plain product may be a Python scalar: JAX passes literals of a program to the rules as such.
+    """
+
+    keeps_weak_types = True
 
     def spec(self, static: Product, operands: Sequence[ArrayType], target: hardware.Chip) -> MatmulSpec:
         lhs, rhs, *epilogue = operands
@@ -105,7 +110,7 @@ class _MatmulOp(KernelOp):
         lhs, rhs, *epilogue = args
         lhs_dim, rhs_dim, *epilogue_dims = dims
         if not static.fused:
-            numbers, out_dim = _batched(static.dimension_numbers, lhs.ndim, rhs.ndim, lhs_dim, rhs_dim)
+            numbers, out_dim = _batched(static.dimension_numbers, np.ndim(lhs), np.ndim(rhs), lhs_dim, rhs_dim)
             static = dataclasses.replace(static, dimension_numbers=numbers)
             return [self.bind(lhs, rhs, static=static, **params)], [out_dim]
         if lhs_dim is None or rhs_dim is not None or (static.bias and epilogue_dims[0] is not None):
@@ -153,7 +158,7 @@ def _cotangent(
     (batch, k, mine's free): the order is taken that leaves the result in mine's own layout.
     """
     mine_free = free_dims(mine.aval.ndim, mine_k, mine_b)
-    other_free = free_dims(other.ndim, other_k, other_b)
+    other_free = free_dims(np.ndim(other), other_k, other_b)
     ct_b = tuple(range(len(mine_b)))
     k = tuple(mine_k[i] for i in np.argsort(other_k, kind="stable"))  # as the other operand orders them
     order = (*mine_b, *k, *mine_free)
@@ -168,16 +173,16 @@ def _cotangent(
 
 def _transpose_lhs(ct: jax.Array, lhs: Any, rhs: jax.Array, *, static: Product, **params: Any) -> jax.Array:
     (lhs_k, rhs_k), (lhs_b, rhs_b) = static.dimension_numbers
-    num_n = rhs.ndim - len(rhs_k) - len(rhs_b)
+    num_n = np.ndim(rhs) - len(rhs_k) - len(rhs_b)
     return _cotangent(
         ct, lhs, rhs, mine_k=lhs_k, mine_b=lhs_b, other_k=rhs_k, other_b=rhs_b,
-        ct_other=tuple(range(ct.ndim - num_n, ct.ndim)), static=static, **params,
+        ct_other=tuple(range(np.ndim(ct) - num_n, np.ndim(ct))), static=static, **params,
     )  # fmt: skip
 
 
 def _transpose_rhs(ct: jax.Array, lhs: jax.Array, rhs: Any, *, static: Product, **params: Any) -> jax.Array:
     (lhs_k, rhs_k), (lhs_b, rhs_b) = static.dimension_numbers
-    num_m = lhs.ndim - len(lhs_k) - len(lhs_b)
+    num_m = np.ndim(lhs) - len(lhs_k) - len(lhs_b)
     return _cotangent(
         ct, rhs, lhs, mine_k=rhs_k, mine_b=rhs_b, other_k=lhs_k, other_b=lhs_b,
         ct_other=tuple(range(len(lhs_b), len(lhs_b) + num_m)), static=static, **params,
@@ -294,7 +299,7 @@ def matmul(
       bias: shape (n,), floating; added to every row.
       activation: "relu", "silu", "gelu" (tanh approximation, as `jax.nn.gelu`), "gelu_erf" (exact), or None.
       residual: array of the result's shape, floating; added last.
-      out_dtype: dtype of the result; default: the promoted dtype of `a` and `b`.
+      out_dtype: dtype of the result; default: the promoted dtype of `a` and `b`, weak if both are weakly typed.
       precision: as in `jnp.matmul`. For 16-bit operands every setting gives the same result.
       backend: name of the backend that must run it, or None for the fastest that can.
       config: a configuration of the named backend, an instance of its module's `Config` (such as
@@ -327,7 +332,8 @@ def matmul(
         raise ValueError(
             f"{op}: a and b have no common dtype; got {a.dtype} and {b.dtype}. Cast them with .astype."
         ) from e
-    a, b = a.astype(dtype), b.astype(dtype)
+    is_weak = out_dtype is None and all(jax.typeof(x).weak_type for x in (a, b))
+    a, b = (_jax.convert(x, dtype, weak_type=is_weak) for x in (a, b))
     out_dtype = _out_dtype(op, out_dtype, dtype)
     k_b = b.shape[0] if b.ndim == 1 else b.shape[-2]
     if a.shape[-1] != k_b:
@@ -419,6 +425,9 @@ def dot_general(
       NotImplementedError: the named backend cannot compute this; the message says why.
 
     Differentiability: in both modes, any number of times, in both operands.
+
+    One result differs from lax's on purpose. With complex operands and a real `preferred_element_type`, lax drops
+    the operands' imaginary parts. Here the product is complex, and its real part is returned.
 
     Layouts: contracting over the first or the last dimension of either operand costs no copy. Where
     batch, free and contracting dimensions interleave, XLA transposes the operand first.

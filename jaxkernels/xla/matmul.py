@@ -39,6 +39,10 @@ def _promotable(dtype: np.dtype) -> np.dtype:
     return dtype
 
 
+def _is_tiny_float(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8
+
+
 def search_space(spec: MatmulSpec) -> tuple[Config, ...]:
     return (Config(),)
 
@@ -52,6 +56,8 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
         wide = jnp.dtype(f"float{8 * width}")
     if spec.alpha != 1:  # Scaled in float32 at least.
         wide = jnp.promote_types(wide, jnp.float32)
+    # XLA's CPU and GPU backends refuse a product of 4-bit floats with a result of another width.
+    lhs, rhs = (x.astype(wide) if _is_tiny_float(x.dtype) else x for x in (lhs, rhs))
     out = jax.lax.dot_general(lhs, rhs, spec.dimension_numbers, precision=spec.precision, preferred_element_type=wide)
     if spec.alpha != 1:
         out = spec.alpha * out
