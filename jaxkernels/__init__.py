@@ -17,6 +17,7 @@ _root = _pathlib.Path(__file__).parent.parent
 if (_root / "pyproject.toml").exists() and (_root / "pallas" / "__init__.py").exists():
     __path__.insert(0, str(_root))
 
+from jaxkernels import checkpoint_policies
 from jaxkernels.explain import explain
 from jaxkernels.ops.attention import dot_product_attention
 from jaxkernels.ops.matmul import dot_general, matmul
@@ -24,7 +25,8 @@ from jaxkernels.tuning.autotune import autotune, tuning
 from jaxkernels.versions import installed_version as _installed_version
 
 __all__ = [
-    "__version__", "autotune", "dot_general", "dot_product_attention", "explain", "ffi", "matmul", "models", "tuning",
+    "__version__", "autotune", "checkpoint_policies", "dot_general", "dot_product_attention", "explain", "ffi", "matmul",
+    "models", "tuning",
 ]  # fmt: skip
 
 #: The installed version; that of a checkout that is not installed is "0+unknown".

@@ -19,7 +19,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "jaxkernels.__main__", "jaxkernels.bench", "jaxkernels.cli", "jaxkernels.doctor", "jaxkernels.tuning.cli",
     ),
     "models": ("jaxkernels.models",),
-    "public face": ("jaxkernels", "jaxkernels.explain", "jaxkernels.tuning.autotune"),
+    "public face": ("jaxkernels", "jaxkernels.checkpoint_policies", "jaxkernels.explain", "jaxkernels.tuning.autotune"),
     "operations": ("jaxkernels.ops",),
     # Measures kernels as dispatch knows them, with the benchmarks' method; knows nothing of primitives.
     "tuner": ("jaxkernels.tuning.tuner", "jaxkernels.tuning.operands"),

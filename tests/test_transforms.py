@@ -8,11 +8,13 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import random_array
+from flax import nnx
 from numerics import assert_close, assert_same_bits, compile_quickly
 
 import jaxkernels as jk
@@ -428,6 +430,74 @@ def test_checkpoint_keeps_what_its_policy_says():
     assert primitives_of(saved, a, b) == dict(jk_matmul=1, jk_dot_general=2)
     recomputed = gradient(POLICIES["save nothing"])
     assert primitives_of(recomputed, a, b) == dict(jk_matmul=2, jk_dot_general=2)
+
+
+def count(f: Callable[..., Any], *xs: Any, names: tuple[str, ...]) -> int:
+    """How many primitives of these names are in the program of f, inner programs included."""
+    text = str(jax.make_jaxpr(f)(*xs).pretty_print(use_color=False, name_stack=False))
+    return sum(text.count(f" {name}[") for name in names)
+
+
+class Block(nn.Module):
+    """Two products, of the arguments only."""
+
+    product: Callable[..., Any]
+
+    def __call__(self, x, v, w):
+        return jnp.sin(self.product(jnp.sin(self.product(x, v)), w))
+
+
+REMATS = {
+    "jax": lambda product, policy: jax.checkpoint(Block(product).__call__, policy=policy),
+    "linen": lambda product, policy: functools.partial(nn.remat(Block, policy=policy)(product).apply, {}),
+    "nnx": lambda product, policy: nnx.remat(Block(product).__call__, policy=policy),
+}
+
+
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("policy", ["dots_saveable", "checkpoint_dots", "dots_with_no_batch_dims_saveable"])
+@pytest.mark.parametrize("ours", ["dot_general", "matmul", "silu"])
+def test_checkpoint_policies_know_our_products(ours, policy, remat):
+    """As many products in a gradient as with plain JAX, under the policy of the same name."""
+    product, reference = {
+        "dot_general": (lambda a, b: jk.dot_general(a, b, (((1,), (0,)), ((), ()))), jnp.matmul),
+        "matmul": (jk.matmul, jnp.matmul),
+        "silu": (functools.partial(jk.matmul, activation="silu"), lambda a, b: jax.nn.silu(a @ b)),
+    }[ours]
+    xs = [random_array(np.random.default_rng(i), shape, "float32") for i, shape in enumerate([(4, 6), (6, 6), (6, 6)])]
+    gradient = lambda f, policy: jax.grad(lambda *xs: jnp.sum(REMATS[remat](f, policy)(*xs)), (0, 1, 2))
+    ours = gradient(product, getattr(jk.checkpoint_policies, policy))
+    reference = gradient(reference, getattr(jax.checkpoint_policies, policy))
+    assert count(reference, *xs, names=("dot_general",)) == 6
+    assert count(ours, *xs, names=("jk_dot_general", "jk_matmul")) == 6
+    assert_close(*compile_quickly(lambda: (ours(*xs), reference(*xs)))())
+
+
+def test_policies_tell_products_with_batch_dimensions():
+    a, b = PROGRAMS["batch of products"].operands()
+    f = lambda product: lambda a, b: jnp.sum(jnp.sin(product(jnp.sin(product(a, b)), jnp.swapaxes(b, 1, 2))))
+    for name in ("dots_saveable", "dots_with_no_batch_dims_saveable"):
+        ours = jax.grad(jax.checkpoint(f(jk.matmul), policy=getattr(jk.checkpoint_policies, name)))
+        plain = jax.grad(jax.checkpoint(f(jnp.matmul), policy=getattr(jax.checkpoint_policies, name)))
+        assert count(ours, a, b, names=("jk_dot_general",)) == count(plain, a, b, names=("dot_general",))
+
+
+def test_attention_is_saved_by_name():
+    """Then the backward pass runs no forward kernel again."""
+    xs = PROGRAMS["attention"].operands()
+    weight = np.ones((8, 8), np.float32)
+    f = lambda weight, *xs: jnp.sum(jnp.sin(jk.matmul(jk.dot_product_attention(*xs).reshape(-1, 8), weight)))
+    gradient = lambda policy: jax.grad(jax.checkpoint(f, policy=policy), (0, 1, 2, 3))
+    forward = lambda policy: count(gradient(policy), weight, *xs, names=("jk_attention_forward",))
+    named = jax.checkpoint_policies.save_only_these_names
+    assert forward(None) == 2
+    assert forward(jk.checkpoint_policies.dots_saveable) == 2
+    assert forward(named("jk_attention_out")) == 2
+    assert forward(named("jk_attention_out", "jk_attention_lse")) == 1
+    both = jk.checkpoint_policies.save_products_and_attention
+    assert forward(both) == 1
+    assert count(gradient(both), weight, *xs, names=("jk_dot_general",)) == 3
+    assert_close(jax.jit(gradient(both))(weight, *xs), jax.jit(gradient(None))(weight, *xs))
 
 
 def test_gradient_of_attention_is_one_forward_and_one_backward_kernel():

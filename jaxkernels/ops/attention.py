@@ -16,6 +16,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 from jaxtyping import Array, ArrayLike
 
@@ -219,13 +220,17 @@ def _num_extras(static: Attention) -> int:
     return sum(flags) + 2 * static.segments
 
 
+#: Names of output and logsumexp where they are differentiated, for policies of `jax.checkpoint`.
+SAVED_NAMES = ("jk_attention_out", "jk_attention_lse")
+
 # A configuration is for the kernel it was given with: the kernels of the derivatives choose their own.
 
 
 def _forward_jvp(
     primals: Any, tangents: Any, *, static: Attention, backend: str | None, config: Any
 ) -> tuple[list, list]:
-    out, lse = forward_op.bind(*primals, static=static, backend=backend, config=config)
+    outs = forward_op.bind(*primals, static=static, backend=backend, config=config)
+    out, lse = map(checkpoint_name, outs, SAVED_NAMES)
     linear = tangents[: 4 if static.bias else 3]
     if all(type(t) is ad.Zero for t in linear):
         return [out, lse], [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in (out, lse)]
@@ -429,6 +434,8 @@ def dot_product_attention(
     Differentiability: in both modes, any number of times, in query, key, value and bias (of every
     broadcast shape), through the output and through the logsumexp. A named backend other than "xla"
     refuses what its kernels lack: forward mode and second derivatives.
+
+    Under `jax.checkpoint`, the output and the logsumexp can be saved by name: see `jaxkernels.checkpoint_policies`.
 
     Sharding: on a mesh, batch, heads and queries stay sharded; keys are gathered along S.
 

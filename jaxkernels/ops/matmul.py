@@ -315,7 +315,8 @@ def matmul(
 
     Differentiability: in both modes, any number of times, in all four arrays. With an activation the
     forward pass saves the pre-activation in `out_dtype`. For an `out_dtype` wider than the operands the
-    cotangent keeps its width.
+    cotangent keeps its width. `jaxkernels.checkpoint_policies` has `dots_saveable` and its like for `jax.checkpoint`:
+    JAX's own do not know this function.
 
     Sharding: on a mesh the result is sharded as the operands' free dimensions are; contracted
     dimensions that are sharded are summed over the mesh before bias and activation.
@@ -424,7 +425,8 @@ def dot_general(
       JAX's ShardingTypeError: as from `jax.lax.dot_general`, where the result's sharding is ambiguous.
       NotImplementedError: the named backend cannot compute this; the message says why.
 
-    Differentiability: in both modes, any number of times, in both operands.
+    Differentiability: in both modes, any number of times, in both operands. `jaxkernels.checkpoint_policies` has
+    `dots_saveable` and its like for `jax.checkpoint`: JAX's own do not know this function.
 
     One result differs from lax's on purpose. With complex operands and a real `preferred_element_type`, lax drops
     the operands' imaginary parts. Here the product is complex, and its real part is returned.

@@ -1,0 +1,84 @@
+"""Policies for `jax.checkpoint` that know this package's products: JAX's own know `jax.lax.dot_general` only.
+
+>>> import jax
+>>> import jaxkernels as jk
+>>> from jaxkernels import checkpoint_policies
+>>> block = lambda x, w: jk.matmul(x, w, activation="gelu")
+>>> block = jax.checkpoint(block, policy=checkpoint_policies.dots_saveable)
+
+`nnx.remat(policy=...)` and Linen's `nn.remat(policy=...)` take them too. Names and meaning are those of
+`jax.checkpoint_policies`; `knowing_products` makes one of any other policy. They save `jk.matmul` and `jk.dot_general`
+as JAX's policies save `jax.lax.dot_general`. A product with an epilogue is saved as a whole: its result and, with an
+activation, the pre-activation.
+
+Attention is no dot. The gradient names its results `jk_attention_out` and `jk_attention_lse`, for
+`jax.checkpoint_policies.save_only_these_names("jk_attention_out", "jk_attention_lse")`: with both saved, the
+backward pass does not run the forward kernel again. `save_products_and_attention` saves those and all products.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxkernels.ops.attention import SAVED_NAMES
+from jaxkernels.ops.matmul import dot_general_op, matmul_op
+
+__all__ = [
+    "checkpoint_dots",
+    "checkpoint_dots_with_no_batch_dims",
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+    "knowing_products",
+    "offload_dot_with_no_batch_dims",
+    "save_products_and_attention",
+]
+
+#: What a policy of `jax.checkpoint` is: asked for a primitive, its operands' types and its parameters.
+Policy = Callable[..., Any]
+
+_PRODUCTS = (dot_general_op.primitive, matmul_op.primitive)
+
+
+def knowing_products(policy: Policy) -> Policy:
+    """Returns `policy`, asked about each product of this package as if it were a `jax.lax.dot_general`.
+
+    Args:
+      policy: a policy of `jax.checkpoint`, such as an attribute of `jax.checkpoint_policies`.
+
+    Returns:
+      A policy with the same answer for every other primitive. Keep it: with a new one, JAX traces anew.
+    """
+
+    @functools.wraps(policy)
+    def asked(primitive: Any, *avals: Any, **params: Any) -> Any:
+        if primitive not in _PRODUCTS:
+            return policy(primitive, *avals, **params)
+        static = params["static"]
+        as_lax = dict(
+            dimension_numbers=static.dimension_numbers,
+            precision=static.precision,
+            preferred_element_type=static.out_dtype,
+            out_sharding=None,
+        )
+        return policy(jax.lax.dot_general_p, *avals[:2], **as_lax)
+
+    return asked
+
+
+dots_saveable = knowing_products(jax.checkpoint_policies.dots_saveable)
+checkpoint_dots = dots_saveable
+dots_with_no_batch_dims_saveable = knowing_products(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable
+
+save_products_and_attention = jax.checkpoint_policies.save_from_both_policies(
+    dots_saveable, jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
+)
+
+
+def offload_dot_with_no_batch_dims(offload_src: str, offload_dst: str) -> Policy:
+    """Returns `jax.checkpoint_policies.offload_dot_with_no_batch_dims(offload_src, offload_dst)`, knowing products."""
+    return knowing_products(jax.checkpoint_policies.offload_dot_with_no_batch_dims(offload_src, offload_dst))
