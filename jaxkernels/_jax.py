@@ -23,11 +23,12 @@ from jax._src import xla_bridge as _xla_bridge
 from jax._src.lax import lax as _lax
 from jax._src.lib import xla_client as _xla_client
 from jax.interpreters import batching, mlir
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 __all__ = [
     "abstract_output",
     "canonical_precision",
+    "concrete_mesh_of",
     "convert",
     "devices_during_lowering",
     "evaluate_eagerly",
@@ -132,6 +133,21 @@ def explicit_axes_of(*xs: jax.Array) -> tuple[AbstractMesh, tuple[str, ...]]:
     )
     is_sharded = any(entry is not None for s in shardings for entry in s.spec.partitions)
     return mesh, free if is_sharded else ()
+
+
+def concrete_mesh_of(mesh: AbstractMesh, *xs: jax.Array) -> AbstractMesh | Mesh:
+    """Returns the mesh with devices that `mesh` describes, where an operand outside of jit lies on one.
+
+    Outside of jit and `set_mesh`, an array on one device cannot be resharded to an AbstractMesh. Differentiation
+    wraps such operands (`ad.JVPTracer`, `ad.LinearizeTracer`: `primal`).
+    """
+
+    def unwrapped(x: Any) -> Any:
+        return unwrapped(x.primal) if isinstance(x, jax.core.Tracer) and hasattr(x, "primal") else x
+
+    shardings = (x.sharding for x in map(unwrapped, xs) if not isinstance(x, jax.core.Tracer))
+    meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh))
+    return next((m for m in meshes if m.abstract_mesh == mesh), mesh)
 
 
 def register_batcher(primitive: Any, rule: Callable[..., tuple[list[Any], list[int]]]) -> None:
@@ -304,7 +320,7 @@ def on_auto_axes(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     def traced(*xs: jax.Array) -> Any:
         mesh = jax.sharding.get_abstract_mesh()
-        if mesh.are_all_axes_auto:
+        if mesh.empty or mesh.are_all_axes_auto:
             return fun(*xs)
         mesh = mesh.update(axis_types=(jax.sharding.AxisType.Auto,) * len(mesh.axis_names))
         with jax.sharding.use_abstract_mesh(mesh):

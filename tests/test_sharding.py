@@ -373,6 +373,22 @@ def test_masks_count_queries_from_the_start_of_the_sequence(opaque, meshes, kind
     assert_close(compile_quickly(with_gradients(ours))(*placed), compile_quickly(with_gradients(reference))(*xs))
 
 
+@every_kind
+def test_masks_that_count_from_the_last_query_and_key(opaque, meshes, kind):
+    """New queries on a longer cache of keys: the offset of the alignment and of the shard's queries add up."""
+    xs = arrays((8, 16, 4, 8), (8, 24, 2, 8), (8, 24, 2, 8))
+    placed = place(getattr(meshes, kind), xs, (P("y", "x"), P("y"), P("y")))
+    query, key = np.arange(16)[:, None] + 8, np.arange(24)
+    mask = (key <= query) & (key >= query - 5)
+    options = dict(is_causal=True, local_window_size=(5, None), alignment="bottom_right")
+    ours = with_gradients(functools.partial(jk.dot_product_attention, **options, backend=opaque))
+    reference = with_gradients(functools.partial(jax.nn.dot_product_attention, mask=mask[None, None]))
+    assert_close(compile_quickly(ours)(*placed), compile_quickly(reference)(*xs))
+    # Sharded along the batch alone, the alignment's offset is all there is.
+    placed = place(getattr(meshes, kind), xs, (P("x"),) * 3)
+    assert_close(compile_quickly(ours)(*placed), compile_quickly(reference)(*xs))
+
+
 # Other ways into a mesh.
 
 
@@ -542,6 +558,20 @@ def test_eager_evaluation(backend, meshes, kind, name):
     out = make(backend)(*placed)
     assert_close(out, reference(*xs))
     assert out.sharding.is_equivalent_to(placed[0].sharding, out.ndim)
+
+
+@pytest.mark.parametrize("second", [False, True])
+@every_operation
+def test_eager_evaluation_with_one_operand_on_a_single_device(backend, meshes, name, second):
+    """On an Explicit mesh without set_mesh, where the other operand must be brought onto the mesh."""
+    make, reference, shapes = OPERATIONS[name]
+    xs = arrays(*shapes)
+    placed = [jnp.asarray(x) for x in xs]
+    placed[second] = jax.device_put(xs[second], NamedSharding(meshes.explicit, P("x")))
+    out, pull = jax.vjp(make(backend), *placed)
+    assert_close(make(backend)(*placed), out)
+    expected, reference_pull = jax.vjp(reference, *xs)
+    assert_close((out, pull(out)), (expected, reference_pull(expected)))
 
 
 @every_operation

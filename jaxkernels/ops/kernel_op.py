@@ -126,7 +126,8 @@ class KernelOp:
         # and come back into the types of the results, as in jnp's.
         assignment = plan(axis_sizes={name: size for name, size in sizes.items() if size > 1})
         out_specs = plan(axis_sizes=sizes).out_specs
-        reshard = lambda x, old, new: x if _same(old, new) else jax.sharding.reshard(x, NamedSharding(mesh, new))
+        place = _jax.concrete_mesh_of(mesh, *xs)
+        reshard = lambda x, old, new: x if _same(old, new) else jax.sharding.reshard(x, NamedSharding(place, new))
         xs = tuple(map(reshard, xs, specs, assignment.in_specs))
         body = self.local(static, assignment, backend=backend, config=config)
         outs = jax.shard_map(
