@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src import checkify as _checkify
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
@@ -22,6 +23,7 @@ from jax._src import sharding_impls as _sharding_impls
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.lax import lax as _lax
 from jax._src.lib import xla_client as _xla_client
+from jax.experimental import jet as _jet
 from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -43,6 +45,10 @@ __all__ = [
     "on_auto_axes",
     "partition_specs",
     "register_batcher",
+    "register_bilinear_taylor",
+    "register_nan_check",
+    "register_taylor",
+    "taylor",
     "with_unknown_devices",
 ]
 
@@ -148,6 +154,35 @@ def concrete_mesh_of(mesh: AbstractMesh, *xs: jax.Array) -> AbstractMesh | Mesh:
     shardings = (x.sharding for x in map(unwrapped, xs) if not isinstance(x, jax.core.Tracer))
     meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh))
     return next((m for m in meshes if m.abstract_mesh == mesh), mesh)
+
+
+def register_nan_check(primitive: Any) -> None:
+    """Lets `checkify.nan_checks` see whether `primitive` makes a NaN (`checkify.nan_error_check`)."""
+    _checkify.error_checks[primitive] = functools.partial(_checkify.nan_error_check, primitive)
+
+
+def register_taylor(primitive: Any, rule: Callable[..., Any]) -> None:
+    """Sets `rule(primals, series, **params)` for `jax.experimental.jet` (`jet.jet_rules`)."""
+    _jet.jet_rules[primitive] = rule
+
+
+def register_bilinear_taylor(primitive: Any) -> None:
+    """Sets the rule of a product (`jet._bilinear_taylor_rule`)."""
+    register_taylor(primitive, functools.partial(_jet._bilinear_taylor_rule, primitive))
+
+
+def taylor(fun: Callable[..., list[jax.Array]], primals: Sequence[Any], series: Sequence[Any]) -> Any:
+    """`jet.jet` of `fun` in its floating arguments; integer and boolean ones are constants."""
+    moving = [i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def of_moving(*xs: jax.Array) -> list[jax.Array]:
+        args = list(primals)
+        for i, x in zip(moving, xs):
+            args[i] = x
+        return fun(*args)
+
+    inputs = (tuple(xs[i] for i in moving) for xs in (primals, series))
+    return _jet.jet(of_moving, *inputs, factorial_scaled=False)
 
 
 def register_batcher(primitive: Any, rule: Callable[..., tuple[list[Any], list[int]]]) -> None:

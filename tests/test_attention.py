@@ -361,3 +361,14 @@ def test_bias_that_is_not_differentiated_is_spared_its_gradient():
     asks_for_it = lambda argnums: "bias_gradient=True" in str(jax.make_jaxpr(jax.grad(loss, argnums))(q, bias))
     assert asks_for_it((0, 1))
     assert not asks_for_it(0)
+
+
+@pytest.mark.parametrize("ranks", [(4, 3, 3), (3, 4, 4), (3, 4, 3), (4, 4, 3)], ids=str)
+def test_operands_of_mixed_rank(ranks):
+    """As jax.nn's: an array without a batch counts as a batch of one."""
+    rng = np.random.default_rng(0)
+    shapes = (1, 5, 4, 8), (1, 6, 2, 8), (1, 6, 2, 8)
+    xs = [random_array(rng, shape[4 - rank :], "float32") for shape, rank in zip(shapes, ranks)]
+    out, expected = jk.dot_product_attention(*xs), jax.nn.dot_product_attention(*xs)
+    assert out.shape == expected.shape
+    assert_close(out, expected)

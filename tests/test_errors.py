@@ -274,7 +274,8 @@ ATTENTIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "rank of key": (
         (Q, K[0], V),
         {},
-        "dot_product_attention[auto]: key must have the query's number of dimensions, 4; got (9, 2, 8).",
+        "dot_product_attention[auto]: key must have the query's batch 2 and head dimension 8; got key (1, 9, 2, 8) for "
+        "query (2, 5, 4, 8).",
     ),
     "dtypes": (
         (Q, K, V.astype(np.float16)),

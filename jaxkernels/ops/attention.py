@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 from jaxtyping import Array, ArrayLike
 
-from jaxkernels import dispatch, hardware
+from jaxkernels import _jax, dispatch, hardware
 from jaxkernels.ops.kernel_op import KernelOp, usual_promotion
 from jaxkernels.ops.operands import as_array, as_flag, as_number
 from jaxkernels.ops.sharding import Assignment, Factors
@@ -297,6 +297,18 @@ def _backward_jvp(primals: Any, tangents: Any, *, static: Attention, backend: st
     return outs, _differentiate_reference(f, primals, tangents)[1]
 
 
+def _forward_taylor(primals: Any, series: Any, *, static: Attention, backend: str | None, config: Any) -> Any:
+    _reference_only(forward_op, "Taylor series", backend)
+
+    def f(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> list[jax.Array]:
+        spec = forward_op.spec(static, [ArrayType.of(x) for x in (q, k, v, *rest)], hardware.host())
+        return list(reference.attend(spec, q, k, v, Extras.unpack(spec, rest)[0]))
+
+    with usual_promotion():
+        return _jax.taylor(f, primals, series)
+
+
+_jax.register_taylor(forward_op.primitive, _forward_taylor)
 ad.primitive_jvps[forward_op.primitive] = _forward_jvp
 ad.primitive_transposes[tangent_op.primitive] = _tangent_transpose
 ad.primitive_jvps[tangent_op.primitive] = _tangent_jvp
@@ -397,7 +409,8 @@ def dot_product_attention(
     Args:
       query: (B, T, N, H) or (T, N, H); any floating dtype of 16 bits or more.
       key: (B, S, K, H) or (S, K, H); the query's dtype.
-      value: (B, S, K, D) or (S, K, D); the query's dtype.
+      value: (B, S, K, D) or (S, K, D); the query's dtype. An array without B counts as one of B = 1, and the
+        result has B where the query has it.
       bias: added to the scaled logits; up to 4 dimensions, broadcastable to (B, N, T, S), with 1 or N
         heads; floating, likewise.
       mask: True where a query sees a key; bool, same shapes as `bias`.
@@ -462,15 +475,14 @@ def dot_product_attention(
     if q.ndim not in (3, 4):
         raise ValueError(f"{op}: query must have shape (B, T, N, H) or (T, N, H); got {q.shape}.")
     batched = q.ndim == 4
-    for name, x in (("key", k), ("value", v)):
-        if x.ndim != q.ndim:
-            raise ValueError(f"{op}: {name} must have the query's number of dimensions, {q.ndim}; got {x.shape}.")
+    for name, x, last in (("key", k, "H"), ("value", v, "D")):
+        if x.ndim not in (3, 4):
+            raise ValueError(f"{op}: {name} must have shape (B, S, K, {last}) or (S, K, {last}); got {x.shape}.")
         if x.dtype != q.dtype:
             raise ValueError(
                 f"{op}: {name} must have the query's dtype {q.dtype}; got {x.dtype}. Cast it with .astype."
             )
-    if not batched:
-        q, k, v = q[None], k[None], v[None]
+    q, k, v = (x if x.ndim == 4 else x[None] for x in (q, k, v))
     batch, num_queries, num_heads, head_dim = q.shape
     num_keys, num_kv_heads = k.shape[1], k.shape[2]
     if k.shape[0] != batch or k.shape[3] != head_dim:

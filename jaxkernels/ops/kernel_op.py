@@ -54,6 +54,7 @@ class KernelOp:
         self._whole = functools.cache(self._partition)
         self.primitive.def_abstract_eval(self._abstract_eval)
         _jax.register_batcher(self.primitive, self.batch)
+        _jax.register_nan_check(self.primitive)
         for platform in hardware.PLATFORMS:
             rule = functools.partial(self._lower, platform=platform)
             mlir.register_lowering(self.primitive, rule, platform=platform)

@@ -190,6 +190,7 @@ def _transpose_rhs(ct: jax.Array, lhs: jax.Array, rhs: Any, *, static: Product, 
 
 
 ad.defbilinear(dot_general_op.primitive, _transpose_lhs, _transpose_rhs)
+_jax.register_bilinear_taylor(dot_general_op.primitive)
 
 
 def _batched(
@@ -267,7 +268,12 @@ def _fused_jvp(primals: Any, tangents: Any, *, static: Product, **params: Any) -
     return [out], [tangent(dout)]
 
 
+def _fused_taylor(primals: Any, series: Any, *, static: Product, backend: str | None, config: Any) -> Any:
+    return _jax.taylor(_unfused(static, dict(backend=backend, config=config)), primals, series)
+
+
 ad.primitive_jvps[matmul_op.primitive] = _fused_jvp
+_jax.register_taylor(matmul_op.primitive, _fused_taylor)
 
 
 # The public functions.
