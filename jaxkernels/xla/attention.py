@@ -112,26 +112,20 @@ def backward(
 def tangent(
     spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, tangents: Sequence[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Forward mode: returns the tangents of out and lse for tangents of q, k, v (and the bias).
-
-    With the logits' tangent s', zero where they are masked: lse' = rowsum(P * s') and P' = P * (s' - lse').
-    """
+    """Forward mode: returns the tangents of out and lse for tangents of q, k, v (and the bias)."""
     q, k, v = _without_padding(extras, q, k, v)
     q_dot, k_dot, v_dot = _without_padding(extras, *tangents[:3])
     logits = _Logits.of(spec, q, k, extras)
-    p, _ = _softmax(logits.masked)
     wide = _wide(q)
-    raw_dot = _products(q_dot, k) + _products(q, k_dot)
-    raw_dot = raw_dot * spec.scale
+    raw_dot = (_products(q_dot, k) + _products(q, k_dot)) * spec.scale
     if extras.bias is not None:
         raw_dot = raw_dot + _group_heads(tangents[3], k.shape[2]).astype(raw_dot.dtype)
-    logits_dot = logits.chain(raw_dot)
-    lse_dot = jnp.sum(p * logits_dot, axis=-1, keepdims=True)
-    p_dot = p * (logits_dot - lse_dot)
+    logits_dot = logits.chain(raw_dot).astype(jnp.float32)
+    (p, _), (p_dot, lse_dot) = jax.jvp(_softmax, (logits.masked,), (logits_dot,))
     out_dot = _dot("bkgts,bksd->bkgtd", p_dot.astype(k.dtype), _heads_first(v), wide)
     out_dot += _dot("bkgts,bksd->bkgtd", p.astype(k.dtype), _heads_first(v_dot), wide)
     out_dot = _without_padded_queries(extras, _heads_last(out_dot).astype(v.dtype))
-    return out_dot, lse_dot.astype(jnp.float32).reshape(lse_dot.shape[0], q.shape[2], q.shape[1])
+    return out_dot, lse_dot.reshape(lse_dot.shape[0], q.shape[2], q.shape[1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,14 +166,26 @@ class _Logits:
         return x if self.visible is None else jnp.where(self.visible, x, 0)
 
 
+@jax.custom_jvp
 def _softmax(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Softmax and natural logsumexp along the last axis."""
-    top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))
-    p = jnp.exp(logits - top)
+    top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
+    # XLA computes the logits twice in one loop, the second time without rounding them before `top` is subtracted.
+    # Beyond 1e8 the largest would be hundreds away from itself, and its exponential zero or infinite.
+    is_top = logits == jnp.where(jnp.isfinite(top), top, jnp.nan)
+    p = jnp.exp(jnp.where(is_top, 0, logits - top))
     total = jnp.sum(p, axis=-1, keepdims=True)
     # All logits minus infinity, or one plus infinity: that is the logsumexp, while p is NaN.
     lse = jnp.where(jnp.isfinite(top), top + jnp.log(total), top)
     return p / total, lse[..., 0]
+
+
+@_softmax.defjvp
+def _softmax_jvp(primals: Any, tangents: Any) -> Any:
+    p, lse = _softmax(*primals)
+    (dot,) = tangents
+    lse_dot = jnp.sum(p * dot, axis=-1, keepdims=True)
+    return (p, lse), (p * (dot - lse_dot), lse_dot[..., 0])
 
 
 def _products(q: jax.Array, k: jax.Array) -> Float[Array, "B K G T S"]:
