@@ -44,15 +44,16 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
       f: a function; it may be jitted.
       *args, **kwargs: its arguments: arrays, `jax.ShapeDtypeStruct`s in their place, and whatever else it
         takes, which is passed on as it is.
-      platform: "cpu" or "cuda"; default: the platform of JAX's default backend. "cuda" works without a
-        GPU (see `jaxkernels.hardware.cuda_target` for the chip that is then assumed).
+      platform: "cpu" or "cuda" ("gpu" is another name of it); default: the platform of JAX's default backend.
+        "cuda" works without a GPU (see `jaxkernels.hardware.cuda_target` for the chip that is then assumed).
 
     Returns:
       An `Explanation`; print it, or read its `choices`.
     """
     if platform is None:
-        platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-    elif platform not in hardware.PLATFORMS:
+        platform = jax.default_backend()
+    platform = {"gpu": "cuda"}.get(platform, platform)
+    if platform not in hardware.PLATFORMS:
         known = ", ".join(map(repr, hardware.PLATFORMS))
         raise ValueError(f"explain: platform must be one of {known}, or None; got {platform!r}.")
     leaves, structure = jax.tree.flatten((args, kwargs))

@@ -83,7 +83,11 @@ def _kernel(out_gmem: Any, lse_gmem: Any, v_gmem: Any, inputs: dict[str, Any], *
         def add(block: Any, total: jax.Array) -> jax.Array:
             slot = lax.rem(block, jnp.int32(_SLOTS))
             plgpu.barrier_wait(full.at[slot])
-            total += plgpu.load(v_smem.at[slot], layout=TILE).astype(jnp.float32)
+            values = plgpu.load(v_smem.at[slot], layout=TILE).astype(jnp.float32)
+            if spec.key_lengths:  # Padding counts unless it is NaN or infinite, as in the reference.
+                row = block * _ROWS + plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=TILE)
+                values = jnp.where((row < key_end) | (jnp.abs(values) < jnp.inf), values, 0.0)
+            total += values
             # The copy begins when all warps have read the slot.
             pl.when(block + _SLOTS < num_blocks)(lambda: load(block + _SLOTS, slot))
             return total

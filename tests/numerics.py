@@ -27,6 +27,7 @@ __all__ = [
     "assert_error_rule",
     "assert_same_bits",
     "compile_quickly",
+    "exact_attention_gradients",
     "in_float64",
     "plain_attention",
     "plain_matmul",
@@ -87,6 +88,23 @@ def in_float64(f: Callable[[Operands], Any], operands: Operands, cotangents: Any
     """`with_gradients` on widened operands."""
     with jax.enable_x64(True):
         return with_gradients(f, widen(operands), widen(cotangents))
+
+
+def exact_attention_gradients(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, bias: np.ndarray, dout: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """dq, dk, dv and dbias of softmax(q k^T / sqrt(H) + bias) v by their formulas, in NumPy's float64; heads are not
+    grouped."""
+    q, k, v, bias, dout = (x.astype(np.float64) for x in (q, k, v, bias, dout))
+    logits = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[3]) + bias
+    p = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    p /= p.sum(axis=-1, keepdims=True)
+    dp = np.einsum("btnd,bsnd->bnts", dout, v)
+    ds = p * (dp - (p * dp).sum(axis=-1, keepdims=True))
+    dq, dk = (
+        np.einsum(f"bnts,b{x}nh->b{y}nh", ds / np.sqrt(q.shape[3]), z) for x, y, z in (("s", "t", k), ("t", "s", q))
+    )
+    return dq, dk, np.einsum("bnts,btnd->bsnd", p, dout), ds
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from numerics import (
     assert_close,
     assert_error_rule,
     compile_quickly,
+    exact_attention_gradients,
     plain_attention,
     with_gradients,
 )
@@ -175,15 +176,6 @@ def test_bias_of_minus_infinity_follows_jax_nn():
         assert_follows_jax_nn(*qkv(), bias)
 
 
-@pytest.mark.parametrize("argument", ["query", "key", "value"])
-def test_nans_in_the_padding_follow_jax_nn(argument):
-    """A NaN among the padding does not get through the masks; one among the values does, as 0 * NaN."""
-    inputs = dict(zip(("query", "key", "value"), qkv()))
-    start, name = (3, "query_seq_lengths") if argument == "query" else (5, "key_value_seq_lengths")
-    inputs[argument][:, start:] = np.nan
-    assert_follows_jax_nn(*inputs.values(), **{name: np.int32([start - 1, start])})
-
-
 @pytest.mark.parametrize(("batch", "queries", "keys"), [(0, T, S), (B, 0, S), (B, T, 0)])
 def test_empty_axes_follow_jax_nn(batch, queries, keys):
     inputs = np.ones((batch, queries, N, H)), np.ones((batch, keys, K, H)), np.ones((batch, keys, K, H))
@@ -256,6 +248,83 @@ def test_large_logits_do_not_overflow(backend):
     assert_close(np.asarray(lse), logits.max(axis=-1))
 
 
+@pytest.mark.parametrize("scale", [1e11, 1e25])
+@pytest.mark.parametrize("shape", [(1, 64, 2, 32), (7, 5, 2, 8)], ids=str)
+def test_compiled_logits_beyond_1e8_are_no_nans(shape, scale):
+    """XLA computes a logit twice, rounded for the maximum and unrounded beside it: 512 apart at 1e10."""
+    queries, keys, heads, dim = shape
+    rng = np.random.default_rng(0)
+    q, k, v = (random_array(rng, (2, length, heads, dim), "float32") for length in (queries, keys, keys))
+    grads = jax.jit(jax.grad(lambda *xs: jnp.sum(jk.dot_product_attention(*xs, scale=scale)), (0, 1, 2)))(q, k, v)
+    assert all(np.isfinite(grad).all() for grad in grads)
+    out = jax.jit(functools.partial(jk.dot_product_attention, scale=scale))(q, k, v)
+    best = np.einsum("btnh,bsnh->bnts", q, k).argmax(axis=-1)
+    np.testing.assert_array_equal(out, np.take_along_axis(v, np.moveaxis(best, 1, 2)[..., None], axis=1))
+
+
+@pytest.mark.parametrize(
+    ("tied", "spread"),
+    [("", 16), ("", 100), ("", 400), ("q = k", 1), ("q = k = v", 1)],
+    ids=lambda x: str(x) or "independent",
+)
+def test_gradients_at_peaked_softmaxes_are_as_near_as_jax_nns(tied, spread):
+    """Where one p is nearly 1, dp - delta nearly cancels: an error of delta is all that is left of it."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (random_array(rng, (1, 128, 2, 64), "bfloat16") for _ in range(4))
+    bias = random_array(rng, (1, 2, 128, 128), "bfloat16")
+    q = (spread * q.astype(np.float32)).astype(q.dtype)
+    k = q if tied else k
+    v = q if tied == "q = k = v" else v
+    pull = lambda attention: jax.vjp(lambda *xs: attention(*xs), q, k, v, bias)[1](dout)
+    ours, reference = jax.jit(lambda: (pull(jk.dot_product_attention), pull(jax.nn.dot_product_attention)))()
+    exact = exact_attention_gradients(q, k, v, bias, dout)
+    for name, x, y, z in zip(("dq", "dk", "dv", "dbias"), ours, reference, exact, strict=True):
+        error, of_reference = (float(np.max(np.abs(np.float64(grad) - z))) for grad in (x, y))
+        assert error <= 1.1 * of_reference + 2**-10 * float(np.max(np.abs(z))), name
+
+
+PADDED = dict(query_seq_lengths=np.int32([3, T]), key_value_seq_lengths=np.int32([5, 0]))
+
+
+def fill_padding(name: str, x: np.ndarray, value: float) -> np.ndarray:
+    """Puts `value` behind the lengths of `PADDED` into q (or the like), k, v or a bias."""
+    no_query = np.arange(T) >= PADDED["query_seq_lengths"][:, None]
+    no_key = np.arange(S) >= PADDED["key_value_seq_lengths"][:, None]
+    is_padding = dict(q=no_query, k=no_key, v=no_key, bias=(no_query[:, :, None] | no_key[:, None])[:, None])[name]
+    return np.where(is_padding.reshape(is_padding.shape + (1,) * (x.ndim - is_padding.ndim)), value, x).astype(x.dtype)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf], ids=str)
+def test_padding_reaches_no_result_and_no_gradient(poison, backend):
+    """Neither of operands nor of cotangents. The second sequence has no keys: its queries get means of all values."""
+    f = functools.partial(jk.dot_product_attention, **PADDED, return_lse=True, backend=backend)
+
+    def results(value):
+        xs = (*qkv(), draw(B, T, N, H), draw(B, T, N))
+        q, k, v, dout, dlse = (fill_padding(name, x, value) for name, x in zip("qkvqq", xs))
+        out, pull = jax.vjp(f, q, k, v)
+        return out, pull((dout, dlse))
+
+    assert_close(*compile_quickly(lambda: (results(poison), results(0.0)))())
+
+
+@pytest.mark.parametrize("options", [dict(), dict(logits_soft_cap=2.0)], ids=["", "soft cap"])
+def test_padding_reaches_no_tangent_and_no_second_derivative(options):
+    """A bias's padding neither."""
+    f = functools.partial(jk.dot_product_attention, **PADDED, **options, return_lse=True)
+    loss = lambda *xs: sum(jnp.sum(jnp.sin(x)) for x in f(*xs))
+
+    def results(value):
+        operands = dict(zip(("q", "k", "v", "bias"), (*qkv(), draw(B, N, T, S))))
+        xs = [fill_padding(name, x, value) for name, x in operands.items()]
+        dots = [fill_padding(name, x + 1, value) for name, x in operands.items()]
+        grad = jax.grad(loss, (0, 1, 2, 3))
+        of_grad = jax.grad(lambda *xs: sum(jnp.sum(x**2) for x in grad(*xs)), (0, 1, 2, 3))
+        return jax.jvp(f, xs, dots), jax.jvp(grad, xs, dots), of_grad(*xs)
+
+    assert_close(*compile_quickly(lambda: (results(np.nan), results(0.0)))(), rtol=1e-4)
+
+
 # What jax.nn does not have.
 
 
@@ -309,6 +378,40 @@ def test_segment_ids_without_batch():
     of_queries, of_keys = np.int32([0, 0, 1, 1, 2]), np.int32([0, 1, 1, 1, 2, 2, 2])
     out = jk.dot_product_attention(q, k, v, query_segment_ids=of_queries, key_value_segment_ids=of_keys)
     assert_close(out, jax.nn.dot_product_attention(q, k, v, mask=of_queries[:, None] == of_keys))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_traced_scale_and_its_gradient_follow_jax_nn(dtype):
+    inputs, options = qkv(dtype), dict(is_causal=True, return_residual=True)
+
+    def results(attention):
+        f = lambda scale, *xs: attention(*xs, scale=scale, **options)
+        out, pull = jax.vjp(f, np.float32(0.7), *inputs)
+        mapped = jax.vmap(f, in_axes=(0, None, None, None))(np.float32([0.3, 1.5]), *inputs)
+        return out, mapped, pull(jax.tree.map(jnp.ones_like, out))
+
+    ours, reference = compile_quickly(
+        lambda: (results(jk.dot_product_attention), results(jax.nn.dot_product_attention))
+    )()
+    tolerance = 2.0**-7 if dtype == "bfloat16" else 2e-5
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(reference), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("window", [jnp.int32(2), (jnp.int32(3), np.int64(0)), [jnp.uint8(1), None]], ids=str)
+def test_windows_may_be_concrete_arrays(window):
+    plain = (
+        [None if side is None else int(side) for side in window] if isinstance(window, (tuple, list)) else int(window)
+    )
+    out, reference = (jk.dot_product_attention(*qkv(), local_window_size=x) for x in (window, plain))
+    np.testing.assert_array_equal(out, reference)
+
+
+def test_operands_of_mixed_rank_follow_jax_nn():
+    q, k, v = qkv(rank=3)
+    for operands in ((q, k[None], v[None]), (q[None], k, v), (q[None], k, v[None])):
+        assert_follows_jax_nn(*operands)
 
 
 def test_window_open_on_one_side():

@@ -272,9 +272,13 @@ def test_explain_runs_nothing_and_needs_no_gpu():
 
 
 def test_explain_wants_a_platform_it_knows():
-    message = "explain: platform must be one of 'cpu', 'cuda', 'rocm', 'tpu', or None; got 'gpu'."
+    message = "explain: platform must be one of 'cpu', 'cuda', 'rocm', 'tpu', or None; got 'vulkan'."
     with raises_exactly(ValueError, message):
-        jk.explain(jk.matmul, A, B, platform="gpu")
+        jk.explain(jk.matmul, A, B, platform="vulkan")
+
+
+def test_explain_calls_cuda_gpu_too():
+    assert jk.explain(jk.matmul, A, B, platform="gpu") == jk.explain(jk.matmul, A, B, platform="cuda")
 
 
 # The chips.

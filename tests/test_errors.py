@@ -234,8 +234,8 @@ ATTENTIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "unknown implementation": (
         (Q, K, V),
         dict(implementation="cudnn"),
-        "dot_product_attention[cudnn]: implementation must be \"xla\" or None; got 'cudnn'. "
-        "Name our backends with backend=.",
+        "dot_product_attention[cudnn]: implementation must be \"xla\" or None; got 'cudnn'. Name our kernels with "
+        "backend=; call jax.nn.dot_product_attention for cuDNN's.",
     ),
     "implementation and backend": (
         (Q, K, V),
@@ -274,8 +274,13 @@ ATTENTIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "rank of key": (
         (Q, K[0], V),
         {},
-        "dot_product_attention[auto]: key must have the query's batch 2 and head dimension 8; got key (1, 9, 2, 8) for "
-        "query (2, 5, 4, 8).",
+        "dot_product_attention[auto]: key must have the query's batch 2 and head dimension 8; got key (1, 9, 2, 8) "
+        "for query (2, 5, 4, 8).",
+    ),
+    "rank of value": (
+        (Q, K, V[0, 0]),
+        {},
+        "dot_product_attention[auto]: value must have shape (B, S, K, D) or (S, K, D); got (2, 8).",
     ),
     "dtypes": (
         (Q, K, V.astype(np.float16)),
@@ -358,19 +363,33 @@ ATTENTIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "window": (
         (Q, K, V),
         dict(local_window_size=(1, 2, 3)),
-        "dot_product_attention[auto]: local_window_size must be an int or a pair (left, right) of ints >= 0 or None; "
-        "got (1, 2, 3).",
+        "dot_product_attention[auto]: local_window_size must be an int or a pair (left, right) of ints >= 0 or None, "
+        "known at trace time; got (1, 2, 3). Give what is traced as a mask.",
     ),
     "negative window": (
         (Q, K, V),
         dict(local_window_size=-1),
-        "dot_product_attention[auto]: local_window_size must be an int or a pair (left, right) of ints >= 0 or None; "
-        "got -1.",
+        "dot_product_attention[auto]: local_window_size must be an int or a pair (left, right) of ints >= 0 or None, "
+        "known at trace time; got -1. Give what is traced as a mask.",
     ),
     "soft cap of zero": (
         (Q, K, V),
         dict(logits_soft_cap=0.0),
         "dot_product_attention[auto]: logits_soft_cap must be positive; got 0.0. None turns it off.",
+    ),
+    **{
+        f"soft cap of {cap}": (
+            (Q, K, V),
+            dict(logits_soft_cap=cap),
+            "dot_product_attention[auto]: logits_soft_cap must be from 2^-126 to 2^100, for float32's division by it; "
+            f"got {cap!r}. None turns it off.",
+        )
+        for cap in (1e39, 1e31, 1e-40)
+    },
+    "scale beyond float32": (
+        (Q, K, V),
+        dict(scale=1e39),
+        "dot_product_attention[auto]: scale must be finite in float32; got 1e+39. None is 1 / sqrt(H).",
     ),
     "infinite soft cap": (
         (Q, K, V),
@@ -394,7 +413,7 @@ ATTENTIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
             (Q, K, V),
             dict(scale=scale),
             f"dot_product_attention[auto]: scale must be a finite real number known at trace time; got {scale!r}. "
-            "Multiply the query by it, and give scale=1.",
+            "None is 1 / sqrt(H).",
         )
         for scale in ("small", True, float("nan"), -float("inf"), np.float32([2]))
     },
@@ -440,14 +459,20 @@ def test_alpha_must_not_be_traced():
         jax.grad(lambda alpha: jnp.sum(jk.matmul(A, B, alpha=alpha)))(0.5)
 
 
-def test_scale_must_not_be_traced():
-    loss = lambda scale: jnp.sum(jk.dot_product_attention(Q, K, V, scale=scale))
+def test_kernels_take_no_traced_scale(opaque):
     message = (
-        r"^dot_product_attention\[auto\]: scale must be a finite real number known at trace time; got .*Tracer.*\. "
-        r"Multiply the query by it, and give scale=1\."
+        r"^dot_product_attention\[opaque\]: scale is a constant of the kernels; got .*Tracer.*\. Give a number known "
+        r'at trace time, or use backend="xla"\.'
     )
-    with pytest.raises(ValueError, match=message):
-        jax.grad(loss)(0.5)
+    with pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(lambda scale: jk.dot_product_attention(Q, K, V, scale=scale, backend=opaque), 1.0)
+
+
+def test_traced_scale_and_window_are_checked():
+    with pytest.raises(ValueError, match=r"^dot_product_attention\[auto\]: scale must be a real number; got "):
+        jax.eval_shape(lambda scale: jk.dot_product_attention(Q, K, V, scale=scale), Q)
+    with pytest.raises(ValueError, match=r", known at trace time; got .*Tracer.*\. Give what is traced as a mask\."):
+        jax.eval_shape(lambda size: jk.dot_product_attention(Q, K, V, local_window_size=(size, 0)), 1)
 
 
 def test_flags_must_not_be_traced():

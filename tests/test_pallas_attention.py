@@ -572,9 +572,11 @@ def test_items_that_see_nothing_visit_one_block(
     assert _loads(spec, monkeypatch, np.int32([length])) == 2 * (num_blocks + num_values + num_averaged)
 
 
-def filled_in(spec: AttentionSpec, extras: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def filled_in(
+    spec: AttentionSpec, extras: dict[str, Any], v: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """An output before and after means are filled in, and which queries see no key, by plain JAX."""
-    v = jnp.asarray(random_operands(spec)[2])
+    v = jnp.asarray(random_operands(spec)[2] if v is None else v)
     batch, num_queries, num_heads, _ = spec.q.shape
     extras = {name: jnp.asarray(x, jnp.int32) for name, x in extras.items()}
     visible = visibility(spec, Extras(**extras))
@@ -619,6 +621,20 @@ def test_queries_that_see_no_key_get_means(value_dim: int, rules: dict[str, Any]
     expected = np.where(is_blind[:, :, None, None], mean[:, None], out)
     np.testing.assert_allclose(actual, expected, rtol=2**-8, atol=1e-6)
     np.testing.assert_array_equal(actual[~is_blind], out[~is_blind])
+
+
+@pytest.mark.parametrize("poison", [np.nan, -np.inf], ids=str)
+def test_means_take_padding_that_is_not_finite_for_zero(poison: float) -> None:
+    """As the reference does; a NaN among the keys stays one."""
+    spec = make_spec(200, 600, window=(10, None), key_lengths=True)
+    extras, v = dict(key_lengths=[100]), random_operands(spec)[2]
+    padded, zeros = v.copy(), v.copy()
+    padded[:, 100::7], zeros[:, 100::7] = poison, 0
+    padded[..., 3, 0, 5] = zeros[..., 3, 0, 5] = np.nan
+    _, actual, is_blind = filled_in(spec, extras, padded)
+    _, expected, _ = filled_in(spec, extras, zeros)
+    np.testing.assert_array_equal(actual, expected)
+    np.testing.assert_array_equal(np.isnan(actual[is_blind]).any(axis=(0, 1)), np.arange(64) == 5)
 
 
 _MEAN_WAITS = ["values", "an output"]

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 from jaxtyping import Array, ArrayLike
@@ -321,7 +321,7 @@ ad.primitive_jvps[backward_op.primitive] = _backward_jvp
 @overload
 def dot_product_attention(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, bias: ArrayLike | None = None, mask: ArrayLike | None = None, *,
-    scale: float | None = None, is_causal: bool = False,
+    scale: ArrayLike | None = None, is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None, key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     implementation: Literal["xla"] | None = None, return_residual: Literal[False] = False,
@@ -335,7 +335,7 @@ def dot_product_attention(
 @overload
 def dot_product_attention(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, bias: ArrayLike | None = None, mask: ArrayLike | None = None, *,
-    scale: float | None = None, is_causal: bool = False,
+    scale: ArrayLike | None = None, is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None, key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     implementation: Literal["xla"] | None = None, return_residual: Literal[True],
@@ -349,7 +349,7 @@ def dot_product_attention(
 @overload
 def dot_product_attention(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, bias: ArrayLike | None = None, mask: ArrayLike | None = None, *,
-    scale: float | None = None, is_causal: bool = False,
+    scale: ArrayLike | None = None, is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None, key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     implementation: Literal["xla"] | None = None, return_residual: Literal[False] = False,
@@ -363,7 +363,7 @@ def dot_product_attention(
 @overload
 def dot_product_attention(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, bias: ArrayLike | None = None, mask: ArrayLike | None = None, *,
-    scale: float | None = None, is_causal: bool = False,
+    scale: ArrayLike | None = None, is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None, key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     implementation: Literal["xla"] | None = None, return_residual: bool = False,
@@ -381,7 +381,7 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
@@ -408,21 +408,21 @@ def dot_product_attention(
 
     Args:
       query: (B, T, N, H) or (T, N, H); any floating dtype of 16 bits or more.
-      key: (B, S, K, H) or (S, K, H); the query's dtype.
-      value: (B, S, K, D) or (S, K, D); the query's dtype. An array without B counts as one of B = 1, and the
-        result has B where the query has it.
+      key: (B, S, K, H) or (S, K, H); the query's dtype. Three dimensions stand for a batch of 1, as for the query.
+      value: (B, S, K, D) or (S, K, D); the query's dtype. The result has B if the query has it.
       bias: added to the scaled logits; up to 4 dimensions, broadcastable to (B, N, T, S), with 1 or N
         heads; floating, likewise.
       mask: True where a query sees a key; bool, same shapes as `bias`.
-      scale: factor of the logits; default 1 / sqrt(H).
+      scale: factor of the logits, finite in float32; default 1 / sqrt(H). If it is traced, it has a gradient, and XLA
+        computes everything in float32: the kernels are compiled for one scale.
       is_causal: query i sees keys j <= i.
       query_seq_lengths: (B,) int32; queries from there on are padding, their output is 0.
-      key_value_seq_lengths: (B,) int32; keys from there on are not seen.
+      key_value_seq_lengths: (B,) int32; keys and values from there on are padding and not seen.
       local_window_size: (left, right): query i sees keys i - left <= j <= i + right; an int for both
-        sides; None leaves a side open.
-      implementation: jax.nn's name for the backend: "xla" or None.
+        sides; None leaves a side open. Known at trace time, as `is_causal` is: give what is traced as a mask.
+      implementation: jax.nn's name for the backend: "xla" or None; "cudnn" is refused.
       return_residual: also return jax.nn's residual: the logsumexp in the key's dtype, without gradient.
-      logits_soft_cap: c > 0: logits become c * tanh(logits / c), after the bias, before the masks.
+      logits_soft_cap: c, from 2^-126 to 2^100: logits become c * tanh(logits / c), after the bias, before the masks.
       query_segment_ids: (B, T) or (T,) int32; given together with `key_value_segment_ids`, (B, S) or
         (S,): a query sees only the keys of its own segment. Give one and the same array where both have the same ids:
         every query then sees a key, and nothing is computed for those that see none.
@@ -438,7 +438,11 @@ def dot_product_attention(
       the logsumexp, (B, T, N) or (T, N).
 
       A query that sees no key gets the mean of all S values, those behind `key_value_seq_lengths` too, as in
-      jax.nn (masked logits are a large finite number), unless `query_seq_lengths` makes it padding.
+      jax.nn (masked logits are a large finite number), unless `query_seq_lengths` makes it padding. Values behind
+      `key_value_seq_lengths` that are not finite count as 0 there.
+
+      Otherwise padding does not reach a result, a gradient or a tangent, and may be NaN or infinite. jax.nn returns NaN
+      for NaN in padding.
 
     Raises:
       ValueError: shapes, dtypes, window, soft cap or backend name are wrong.
@@ -446,7 +450,8 @@ def dot_product_attention(
 
     Differentiability: in both modes, any number of times, in query, key, value and bias (of every
     broadcast shape), through the output and through the logsumexp. A named backend other than "xla"
-    refuses what its kernels lack: forward mode and second derivatives.
+    refuses what its kernels lack: forward mode and second derivatives. `jax.experimental.jet` knows no rule for it,
+    and `checkify` sees the operation from outside: it reports no NaN that arises within.
 
     Under `jax.checkpoint`, the output and the logsumexp can be saved by name: see `jaxkernels.checkpoint_policies`.
 
@@ -459,7 +464,8 @@ def dot_product_attention(
     dispatch.check_backend("dot_product_attention", backend)
     if implementation not in (None, "xla"):
         raise ValueError(
-            f'{op}: implementation must be "xla" or None; got {implementation!r}. Name our backends with backend=.'
+            f'{op}: implementation must be "xla" or None; got {implementation!r}. Name our kernels with backend=; call '
+            "jax.nn.dot_product_attention for cuDNN's."
         )
     if implementation is not None and backend not in (None, implementation):
         raise ValueError(f"{op}: implementation={implementation!r} and backend={backend!r} disagree. Give one of them.")
@@ -475,14 +481,15 @@ def dot_product_attention(
     if q.ndim not in (3, 4):
         raise ValueError(f"{op}: query must have shape (B, T, N, H) or (T, N, H); got {q.shape}.")
     batched = q.ndim == 4
-    for name, x, last in (("key", k, "H"), ("value", v, "D")):
+    for name, x, head in (("key", k, "H"), ("value", v, "D")):
         if x.ndim not in (3, 4):
-            raise ValueError(f"{op}: {name} must have shape (B, S, K, {last}) or (S, K, {last}); got {x.shape}.")
+            raise ValueError(f"{op}: {name} must have shape (B, S, K, {head}) or (S, K, {head}); got {x.shape}.")
         if x.dtype != q.dtype:
             raise ValueError(
                 f"{op}: {name} must have the query's dtype {q.dtype}; got {x.dtype}. Cast it with .astype."
             )
-    q, k, v = (x if x.ndim == 4 else x[None] for x in (q, k, v))
+    q, k, v = (x[None] if x.ndim == 3 else x for x in (q, k, v))
+    dtype = q.dtype
     batch, num_queries, num_heads, head_dim = q.shape
     num_keys, num_kv_heads = k.shape[1], k.shape[2]
     if k.shape[0] != batch or k.shape[3] != head_dim:
@@ -508,8 +515,20 @@ def dot_product_attention(
     if (extras.query_segments is None) != (extras.key_segments is None):
         given, missing = ("query", "key_value") if extras.key_segments is None else ("key_value", "query")
         raise ValueError(f"{op}: {given}_segment_ids needs {missing}_segment_ids too; got None.")
-    if scale is not None:
-        scale = as_number(op, "scale", scale, "Multiply the query by it, and give scale=1.")
+    if isinstance(scale, jax.core.Tracer):
+        if backend not in (None, "xla"):
+            raise NotImplementedError(
+                f"{op}: scale is a constant of the kernels; got {scale!r}. Give a number known at trace time, or use "
+                'backend="xla".'
+            )
+        # Rounded to 16 bits, the scaled query would move each logit by up to 2^-9 of itself.
+        wide = jnp.promote_types(dtype, jnp.float32)
+        q, k, v = (x.astype(wide) for x in (q, k, v))
+        q, scale = q * _traced_scale(op, scale).astype(wide), 1.0
+    elif scale is not None:
+        scale = as_number(op, "scale", scale, "None is 1 / sqrt(H).")
+        if abs(scale) > float(jnp.finfo(jnp.float32).max):
+            raise ValueError(f"{op}: scale must be finite in float32; got {scale!r}. None is 1 / sqrt(H).")
     elif not isinstance(head_dim, int) or head_dim == 0:  # Symbolic, in a program for jax.export.
         raise ValueError(
             f"{op}: scale must be given where the head dimension has no 1 / sqrt(H); got scale=None for H = "
@@ -522,6 +541,11 @@ def dot_product_attention(
         soft_cap = as_number(op, "logits_soft_cap", logits_soft_cap, "None turns it off.")
         if soft_cap <= 0:
             raise ValueError(f"{op}: logits_soft_cap must be positive; got {logits_soft_cap!r}. None turns it off.")
+        if not 2.0**-126 <= soft_cap <= 2.0**100:  # Beyond, logits / cap is infinite or flushed to zero.
+            raise ValueError(
+                f"{op}: logits_soft_cap must be from 2^-126 to 2^100, for float32's division by it; got "
+                f"{logits_soft_cap!r}. None turns it off."
+            )
 
     if alignment not in ("top_left", "bottom_right"):
         raise ValueError(f'{op}: alignment must be "top_left" or "bottom_right"; got {alignment!r}.')
@@ -553,13 +577,13 @@ def dot_product_attention(
         deterministic=deterministic,
     )
     out, lse = forward_op(q, k, v, *extras.pack(), static=static, backend=backend)
-    lse = jnp.swapaxes(lse, 1, 2)
+    out, lse = out.astype(dtype), jnp.swapaxes(lse, 1, 2)
     if not batched:
         out, lse = out[0], lse[0]
     if return_lse:
         return out, lse
     if return_residual:
-        return out, jax.lax.stop_gradient(lse.astype(k.dtype))
+        return out, jax.lax.stop_gradient(lse.astype(dtype))
     return out
 
 
@@ -599,16 +623,27 @@ def _integers(op: str, name: str, x: Any, shape: tuple[int, ...], batched: bool 
     return x.reshape(shape)
 
 
+def _traced_scale(op: str, scale: jax.Array) -> jax.Array:
+    is_real = jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
+    if scale.ndim != 0 or not is_real:
+        raise ValueError(f"{op}: scale must be a real number; got {scale!r}. Multiply the query by it.")
+    return scale
+
+
 def _window(op: str, window: Any, lengths: Sequence[Any]) -> tuple[int | None, int | None] | None:
     """Both sides, None where they hide nothing in sequences of these lengths."""
     if window is None:
         return None
-    sides = (window, window) if isinstance(window, (int, np.integer)) else window
-    valid = isinstance(sides, Sequence) and len(sides) == 2
-    if not valid or any(s is not None and (not isinstance(s, (int, np.integer)) or s < 0) for s in sides):
+    try:
+        pair = window if isinstance(window, Sequence) else (window, window)
+        sides = tuple(None if side is None else operator.index(side) for side in pair)
+    except TypeError:  # Tracers included.
+        sides = ()
+    if len(sides) != 2 or any(side is not None and side < 0 for side in sides):
         raise ValueError(
-            f"{op}: local_window_size must be an int or a pair (left, right) of ints >= 0 or None; got {window!r}."
+            f"{op}: local_window_size must be an int or a pair (left, right) of ints >= 0 or None, known at trace "
+            f"time; got {window!r}. Give what is traced as a mask."
         )
     longest = max(lengths) if all(isinstance(n, int) for n in lengths) else math.inf
-    left, right = (None if s is None or s >= longest - 1 else int(s) for s in sides)
+    left, right = (None if s is None or s >= longest - 1 else s for s in sides)
     return None if left is None and right is None else (left, right)
