@@ -184,8 +184,8 @@ def train(
         typer.Option(
             "--resume",
             help="Continue a run from its newest checkpoint, to the same losses. Options come from the run; --data "
-            "(the same text elsewhere), --eval-every, --checkpoint-every and --steps may be others. With other --steps the "
-            "learning rate follows the schedule of that many steps.",
+            "(the same text elsewhere), --eval-every, --checkpoint-every and --steps may be others. With other --steps "
+            "the learning rate follows the schedule of that many steps.",
             rich_help_panel=_RUN,
         ),
     ] = False,

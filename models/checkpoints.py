@@ -6,9 +6,14 @@ import contextlib
 import gc
 import logging
 import pathlib
+import re
+import shutil
 import sys
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
+from traceback import walk_tb
+from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -39,28 +44,36 @@ def complete_steps(folder: pathlib.Path) -> list[int]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps off standard error what Orbax's parallel readers print when one of them has failed.
+    """Keeps off standard error what Orbax's parallel readers and writers print when one of them has failed.
 
-    Their threads and coroutines end after the error was raised: each prints a traceback of its own.
+    Their threads and coroutines end after the error was raised, and each prints a traceback of its own.
     """
     hooks = sys.unraisablehook, sys.excepthook
     logger = logging.getLogger("asyncio")
-    was_disabled = logger.disabled
-    failed = False
+    seen = False
 
-    def note(*exception: object) -> None:
-        nonlocal failed
-        failed = True
+    def is_echo(error: BaseException | None, traceback: TracebackType | None) -> bool:
+        nonlocal seen
+        files = [frame.f_code.co_filename for frame, _ in walk_tb(traceback)]
+        found = str(error) == "Event loop is closed" or "tensorstore" in str(error)
+        found |= any("orbax" in file for file in files)
+        seen |= found
+        return found
 
-    sys.unraisablehook = sys.excepthook = note
-    logger.disabled = True
+    def is_wanted(record: logging.LogRecord) -> bool:
+        return not (isinstance(record.exc_info, tuple) and is_echo(*record.exc_info[1:]))
+
+    sys.unraisablehook = lambda args: is_echo(args.exc_value, args.exc_traceback) or hooks[0](args)
+    sys.excepthook = lambda kind, value, traceback: is_echo(value, traceback) or hooks[1](kind, value, traceback)
+    logger.addFilter(is_wanted)
     try:
         yield
     finally:
-        if failed:
-            gc.collect()
+        if seen:
+            with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # Some were never awaited.
+                gc.collect()
+        logger.removeFilter(is_wanted)
         sys.unraisablehook, sys.excepthook = hooks
-        logger.disabled = was_disabled
 
 
 class Checkpoints:
@@ -88,14 +101,15 @@ class Checkpoints:
         self._writing: int | None = None
         #: Why the last checkpoint could not be written, None if it could.
         self._failure: str | None = None
-        self._manager = self._open()
+        self._quiet = _quiet()
+        self._manager = self._open(cleanup=True)
 
-    def _open(self) -> ocp.CheckpointManager:
+    def _open(self, *, cleanup: bool) -> ocp.CheckpointManager:
         if self._read_only:
             options = ocp.CheckpointManagerOptions(read_only=True, create=False)
         else:
             options = ocp.CheckpointManagerOptions(
-                preservation_policy=LatestN(_NUM_KEPT), cleanup_tmp_directories=True, enable_async_checkpointing=True
+                preservation_policy=LatestN(_NUM_KEPT), cleanup_tmp_directories=cleanup, enable_async_checkpointing=True
             )
         try:
             return ocp.CheckpointManager(self.folder.absolute(), options=options)
@@ -103,11 +117,15 @@ class Checkpoints:
             raise InputError(f"run: cannot use {self.folder}: {e.strerror or e}.") from e
 
     def __enter__(self) -> Self:
+        self._quiet.__enter__()
         return self
 
     def __exit__(self, kind: object, *exception: object) -> None:
-        self.wait()
-        self._manager.close()
+        with contextlib.ExitStack() as stack:
+            stack.push(lambda *exception: self._quiet.__exit__(None, None, None))
+            stack.callback(self._manager.close)
+            self.wait()
+            self._remove_partial()
         if kind is None and self._failure is not None:
             newest = self.latest_step()
             kept = "There is no older one." if newest is None else f"The newest one is of step {newest}."
@@ -142,15 +160,21 @@ class Checkpoints:
         return self._failure is None
 
     def _fail(self, error: Exception) -> None:
-        """Notes that a checkpoint could not be written, and removes what there is of it: it takes room."""
+        """Notes that a checkpoint could not be written, and goes on with the ones before."""
         self._failure = f"the checkpoint of step {self._writing} could not be written: {_reason(error)}."
         self._writing = None
         self._log(self._failure)
         with contextlib.suppress(Exception):  # The same error again.
             self._manager.close()
-        self._manager = self._open()
+        self._remove_partial()
+        self._manager = self._open(cleanup=False)
 
-    @_quiet()
+    def _remove_partial(self) -> None:
+        """Removes what a failed save has left: it takes room. Orbax's other writers may still be adding to it."""
+        if self._failure is not None:
+            for path in self.folder.glob("*.orbax-checkpoint-tmp"):
+                shutil.rmtree(path, ignore_errors=True)
+
     def restore(
         self, config: TrainingConfig, sharding: jax.sharding.Sharding, params: Any, rest: Any = None
     ) -> tuple[Any, Any]:
@@ -258,6 +282,9 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror is not None:
         return error.strerror
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    # TensorStore appends the description of the array.
-    line = lines[0].partition(" See full TensorStore details")[0]
+    # TensorStore appends descriptions of arrays.
+    line = re.split(r" \[\w+(?:\[\d+\])?='| See full TensorStore details", str(error).strip())[0]
+    if "os_error_code" in str(error):
+        return line.rpartition(": ")[2]
+    line = (line.splitlines() or [type(error).__name__])[0]
     return line[:200].rstrip(".")

@@ -50,6 +50,7 @@ CHANGEABLE = ("data", "steps", "eval_every", "checkpoint_every")
 
 #: What a step measures, in the order of metrics.jsonl.
 _MEASURED = ("loss", "grad_norm", "learning_rate")
+_NAMES = {"loss": "loss", "grad_norm": "gradient's norm", "learning_rate": "learning rate"}
 
 _SAMPLE_TOKENS = 256
 _SAMPLE_TEMPERATURE = 0.8
@@ -486,7 +487,7 @@ def _loop(
                 if len(finite) < len(rows):
                     row = rows[len(finite)]
                     name = next(name for name in _MEASURED if not math.isfinite(row[name]))
-                    raise _diverged(run, checkpoints, row["step"], name.replace("_", " "), row[name])
+                    raise _diverged(run, checkpoints, row["step"], _NAMES[name], row[name])
                 progress.update(rows[-1]["step"], math.fsum(row["loss"] for row in rows) / num_ready, **speed)
             if evaluating:
                 with progress.doing("evaluating"):

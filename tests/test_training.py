@@ -32,7 +32,7 @@ from rich.console import Console
 
 from jaxkernels import hardware
 from jaxkernels.models import memory, progress, sampling, training
-from jaxkernels.models.checkpoints import Checkpoints
+from jaxkernels.models.checkpoints import Checkpoints, complete_steps
 from jaxkernels.models.config import InputError, ModelConfig, TrainingConfig, training_config
 from jaxkernels.models.interrupts import Interrupted
 from jaxkernels.models.run import Metrics, Run, latest_run
@@ -532,12 +532,12 @@ def test_training_stops_at_the_first_loss_that_is_not_finite(first_bad, message,
     change_steps(monkeypatch, spoil)
     config = dataclasses.replace(finished.config, eval_every=12)
     with pytest.raises(InputError) as e:
-        train(config, tmp_path / "run")
+        train(config, tmp_path / "new")
     assert str(e.value) == (
         f"{message} Start again with a smaller --learning-rate than 0.01. The newest checkpoint is of step 4; "
-        f"--init-from {tmp_path / 'run'} starts a run from its weights."
+        f"--init-from {tmp_path / 'new'} starts a run from its weights."
     )
-    run = Run.open(tmp_path / "run")
+    run = Run.open(tmp_path / "new")
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["4"]
     assert [step for step, _ in losses(run)] == [*range({6: 7, 8: 9}[first_bad])]
     assert all(map(math.isfinite, losses(run).values()))
@@ -636,6 +636,7 @@ def test_disk_that_is_full_while_saving_loses_nothing(finished, tmp_path, monkey
     def save_to_full_disk(self: Checkpoints, step: int, *state: Any) -> None:
         if step not in full_at:
             return save(self, step, *state)
+        self.wait()
         full((4096, limits[1]))
         try:
             save(self, step, *state)
@@ -646,18 +647,20 @@ def test_disk_that_is_full_while_saving_loses_nothing(finished, tmp_path, monkey
     monkeypatch.setattr(Checkpoints, "save", save_to_full_disk)
     full_at = {8}
     console = quiet()
-    run = train(finished.config, tmp_path / "run", console)
-    assert f"{run.folder}: the checkpoint of step 8 could not be written: " in console.file.getvalue()
-    assert {path.name for path in (run.folder / "checkpoints").iterdir()} == {"4", "12"}
+    run = train(finished.config, tmp_path / "new", console)
+    assert f"{run.folder}: the checkpoint of step 8 could not be written: File too large.\n" in console.file.getvalue()
+    assert complete_steps(run.folder / "checkpoints") == [12, 4]
     assert losses(run) == losses(finished)
 
     full_at = {12}
     with pytest.raises(InputError) as e:
         train(finished.config, tmp_path / "other")
-    assert str(e.value).startswith("run: the checkpoint of step 12 could not be written: ")
-    assert str(e.value).endswith("The newest one is of step 8. Make room, then continue the run with --resume.")
+    assert str(e.value) == (
+        "run: the checkpoint of step 12 could not be written: File too large. The newest one is of step 8. "
+        "Make room, then continue the run with --resume."
+    )
     other = Run.open(tmp_path / "other")
-    assert {path.name for path in (other.folder / "checkpoints").iterdir()} == {"4", "8"}
+    assert complete_steps(other.folder / "checkpoints") == [8, 4]
     full_at = {}
     training.resume(other, devices=jax.devices("cpu")[:1], console=quiet())
     assert losses(other) == losses(finished)
@@ -669,7 +672,8 @@ def test_disk_that_is_full_while_saving_loses_nothing(finished, tmp_path, monkey
 def test_run_that_another_process_trains_is_refused(finished):
     script = (
         "import pathlib, sys, filelock\n"
-        "filelock.FileLock(pathlib.Path(sys.argv[1], '.lock')).acquire()\n"
+        "lock = filelock.FileLock(pathlib.Path(sys.argv[1], '.lock'))\n"
+        "lock.acquire()\n"
         "print('locked', flush=True)\n"
         "sys.stdin.read()\n"
     )
@@ -747,12 +751,12 @@ def test_step_that_cannot_fit_is_refused_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "_load_data", None)
     config = dataclasses.replace(CONFIG, batch_size=1000)
     with pytest.raises(InputError) as e:
-        train(config, tmp_path / "run")
+        train(config, tmp_path / "new")
     assert str(e.value) == (
-        "train: out of memory: a step needs at least 0.0 GB on each device, 0.0 GB of it for 16,640 parameters; cpu "
+        "train: out of memory: a step needs at least 0.0 GB on each device, 0.0 GB of it for 15,968 parameters; cpu "
         "has 0.0 GB. Use --batch-size 528 or less or a smaller --sequence-length."
     )
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "new").exists()
 
 
 def test_compiled_step_that_does_not_fit_names_what_would(monkeypatch):
@@ -774,16 +778,16 @@ def test_compiled_step_that_does_not_fit_names_what_would(monkeypatch):
 
 def test_exhausted_memory_is_explained_and_leaves_no_folder(finished, tmp_path, monkeypatch):
     def exhaust(number: int, *result: Any) -> tuple:
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.\nmore")
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nmore")
 
     change_steps(monkeypatch, exhaust)
     with pytest.raises(InputError) as e:
-        train(finished.config, tmp_path / "run")
+        train(finished.config, tmp_path / "new")
     assert str(e.value) == (
-        "train: out of memory with --batch-size 8: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes. "
+        "train: out of memory with --batch-size 8: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes. "
         "Use --batch-size 4 or less or --remat (less memory, more work) or a smaller --sequence-length."
     )
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "new").exists()
 
 
 # What a terminal shows.
