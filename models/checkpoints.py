@@ -67,11 +67,12 @@ def _quiet() -> Iterator[None]:
     sys.excepthook = lambda kind, value, traceback: is_echo(value, traceback) or hooks[1](kind, value, traceback)
     logger.addFilter(is_wanted)
     try:
-        yield
-    finally:
-        if seen:
-            with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # Some were never awaited.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+            yield
+            if seen:
                 gc.collect()
+    finally:
         logger.removeFilter(is_wanted)
         sys.unraisablehook, sys.excepthook = hooks
 
@@ -281,7 +282,6 @@ def _reason(error: Exception) -> str:
     """One line that says what went wrong."""
     if isinstance(error, OSError) and error.strerror is not None:
         return error.strerror
-    lines = str(error).strip().splitlines() or [type(error).__name__]
     # TensorStore appends descriptions of arrays.
     line = re.split(r" \[\w+(?:\[\d+\])?='| See full TensorStore details", str(error).strip())[0]
     if "os_error_code" in str(error):

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 
@@ -68,7 +69,7 @@ def test_help_of_train_explains_every_option(monkeypatch):
     for option in (
         "preset", "backend", "dtype", "remat", "no-remat", "scan", "no-scan", "data", "tokenizer", "vocab-size",
         "steps", "batch-size", "sequence-length", "learning-rate", "seed", "deterministic", "no-deterministic",
-        "out", "resume", "checkpoint-every", "eval-every", "devices",
+        "out", "resume", "init-from", "checkpoint-every", "eval-every", "devices",
     ):  # fmt: skip
         assert f"--{option} " in text
     for name, preset in PRESETS.items():
@@ -98,14 +99,49 @@ def test_unknown_backend():
     )
 
 
-def test_backend_that_cannot_run_here(tmp_path):
-    options = ["--backend=pallas", "--dtype=bfloat16", "--data", tmp_path / "text.txt"]
-    result = python("-m", "jaxkernels", "train", *SHORT, *options)
-    assert result.returncode == 1
+@pytest.mark.parametrize("more", [[], ["--dtype=bfloat16"]])
+def test_backend_that_cannot_run_here(more):
+    """The platform is named first, whatever else the backend cannot do, and nothing is tokenised."""
+    result = invoke("train", *SHORT, "--backend=pallas", *more)
+    assert result.exit_code == 1
+    assert result.stdout == ""
     assert result.stderr == (
-        "error: matmul[pallas]: runs on cuda devices only, this program is lowered for cpu. "
-        'Use backend=None (chooses by itself) or backend="xla".\n'
+        "error: train: --backend pallas does not run on cpu, the devices here. "
+        "Leave --backend out, or use --backend xla.\n"
     )
+    assert not pathlib.Path("runs").exists()
+
+
+def test_what_a_backend_refuses_names_the_option(monkeypatch):
+    def refuse() -> None:
+        raise NotImplementedError(f"matmul[pallas]: takes no float32. {dispatch.WAY_OUT}")
+
+    monkeypatch.setattr(doctor, "examine", refuse)
+    assert refusal("doctor") == (
+        "error: matmul[pallas]: takes no float32. Leave --backend out, or use --backend xla.\n"
+    )
+
+
+def test_output_that_cannot_be_written_is_found_first(tmp_path):
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "run"
+    assert refusal("train", "--out", out) == (
+        f"error: run: cannot write {out}: Not a directory. Name another folder with --out.\n"
+    )
+    assert refusal("bench", "gemm", "--json", out) == f"error: bench: cannot write --json {out}: Not a directory.\n"
+    assert refusal("bench", "gemm", "--json", tmp_path) == (
+        f"error: bench: cannot write --json {tmp_path}: Is a directory.\n"
+    )
+    assert refusal("bench", "gemm", "--plot", out) == f"error: bench: cannot write --plot {out}: Not a directory.\n"
+
+
+def test_batch_that_cannot_fit_is_refused_at_once():
+    assert refusal("train", "--batch-size", 10**10) == (
+        "error: TrainingConfig: batch_size must be below 2**31; got 10000000000.\n"
+    )
+    message = refusal("train", "--batch-size", 16_000_000, "--devices=1")
+    assert message.startswith("error: train: out of memory: a step needs at least 6,291.5 GB on each device, ")
+    assert re.search(r"Use --batch-size \d+ or less or a smaller --sequence-length\.\n$", message)
     assert not pathlib.Path("runs").exists()
 
 
@@ -185,24 +221,57 @@ def test_train_resume_and_sample(tmp_path):
     )
     assert refusal("train", "--resume", "--steps=9", "--preset=124m", "--remat", "--devices=1") == (
         "error: train: runs/tiny was started with other options: preset='tiny' there, '124m' here; "
-        "remat=False there, True here; steps=4 there, 9 here. "
+        "remat=False there, True here. "
         "Leave them out to resume it, or start a new run.\n"
     )
-    resumed = invoke("train", "--resume", "--devices=1", "--steps=4", "--seed=3")
+    resumed = invoke("train", "--resume", "--devices=1", "--steps=5", "--seed=3")
     assert resumed.exit_code == 0, resumed.output
     assert "runs/tiny: resumed after step 4\n" in resumed.stdout
+    assert json.loads((run / "config.json").read_text())["steps"] == 5
 
     sampled = [invoke("sample", "--prompt=line 7", "--tokens=8", *more) for more in ([], [run], ["--seed=1"])]
     assert [sample.exit_code for sample in sampled] == [0, 0, 0]
     assert sampled[0].stdout.startswith("line 7")
     assert sampled[0].stdout == sampled[1].stdout != sampled[2].stdout
-    assert refusal("sample", "--tokens=0") == "error: sample: --tokens must be at least 1; got 0.\n"
-
-    (run / "config.json").write_text(json.dumps(config | {"model": config["model"] | {"mlp_dim": 99}}))
-    assert refusal("sample") == (
-        f"error: run: the checkpoint of step 4 in {run} is of another model: "
-        f"mlp_dim={config['model']['mlp_dim']} in the checkpoint, 99 in config.json.\n"
+    assert refusal("sample", "--tokens=0") == "error: sample: --tokens must be from 1 to 1,000,000; got 0.\n"
+    assert refusal("sample", "--seed=99999999999999999999") == (
+        "error: sample: --seed must be from 0 to 2**32 - 1; got 99999999999999999999.\n"
     )
+
+    assert refusal("train", "--init-from", run, "--tokenizer=bytes", "--devices=1") == (
+        "error: train: the weights of runs/tiny are of another model: tokenizer='bpe' there, 'bytes' here. "
+        "Leave these options out, or start without --init-from.\n"
+    )
+    warm = invoke("train", "--init-from", run, "--steps=1", "--out=warm", "--devices=1")
+    assert warm.exit_code == 0, warm.output
+    assert f"warm: starts from the weights of {run.absolute()}\n" in warm.stdout
+
+    (run / "tokenizer.json").write_text("{}")
+    assert refusal("sample", run).startswith("error: run: cannot read runs/tiny/tokenizer.json: ")
+    (run / "config.json").write_text(json.dumps(config | {"model": config["model"] | {"mlp_dim": 99}}))
+    assert refusal("sample", run).startswith(
+        "error: run: runs/tiny/config.json was changed by hand: it differs from its checksum (steps=5 in the "
+        f"checkpoint, 4 there; mlp_dim={config['model']['mlp_dim']} in the checkpoint, 99 there). Undo the change. "
+    )
+
+
+def test_sigterm_saves_and_ends_with_its_own_status(tmp_path):
+    options = [*SHORT, "--steps=1000000", "--data", tmp_path / "text.txt", "--out=run"]
+    command = [sys.executable, "-m", "jaxkernels", "train", *map(str, options)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    env.pop("XLA_FLAGS", None)
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if "before the first step" in line:
+                process.send_signal(signal.SIGTERM)
+                break
+        rest, errors = process.communicate(timeout=240)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert re.fullmatch(
+        r"run: saved after step \d+\ninterrupted; to go on: jaxkernels train --resume --out run\n", rest
+    ), rest
+    assert "Traceback" not in errors
+    assert len(list(pathlib.Path("run/checkpoints").iterdir())) == 1
 
 
 # Doctor.
