@@ -237,7 +237,6 @@ def train(
         deterministic=deterministic,
         checkpoint_every=checkpoint_every,
         eval_every=eval_every,
-        init_from=None if init_from is None else str(init_from.absolute()),
     )
     import jax
 
@@ -255,11 +254,13 @@ def train(
             "Leave --backend out, or use --backend xla."
         )
     if resume:
+        if init_from is not None:
+            raise InputError("train: --init-from starts a new run, --resume continues one: give one of them.")
         run = Run.open(out or latest_run())
         _check_same(run.config, run.folder, {"preset": preset, **options}, training.CHANGEABLE)
         training.resume(run, devices=used, **{name: options[name] for name in training.CHANGEABLE})
     elif init_from is not None:
-        config = training.warm_config(Run.open(init_from), **options | {"preset": preset})
+        config = training.warm_config(Run.open(init_from), preset=preset, **options)
         training.train(config, out=out, devices=used)
     else:
         config = config_lib.training_config(preset or "tiny", platform=used[0].platform, **options)

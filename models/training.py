@@ -298,7 +298,8 @@ def _run(run: Run, trainer: Trainer, data: TokenData, console: Console) -> None:
     with Interrupts() as interrupts, _hint_at_resuming(run, console), memory.explained(run.config):
         with run.checkpoints(log=say) as checkpoints:
             state = _first_state(run, trainer, data, checkpoints, console)
-            interrupts.check()
+            if interrupts.signum is not None:
+                _stop(run, checkpoints, state, interrupts, console)
             state = _loop(run, trainer, data, checkpoints, state, interrupts, console)
             with waiting(console, "writing the last checkpoint"):
                 checkpoints.wait()
@@ -502,16 +503,27 @@ def _loop(
                     loss = float(trainer.loss(state.params, batch))
                     if not math.isfinite(loss):
                         raise _diverged(run, checkpoints, step, "loss after the step", loss)
-                    checkpoints.save(step, c, state.params, dict(opt_state=state.opt_state, step=state.step))
+                    _save(run, checkpoints, state)
             if stopping:
-                with progress.doing("saving"):
-                    saved = checkpoints.wait()
-                if saved:
-                    console.print(f"{run.folder}: saved after step {step:,}")
-                interrupts.check()
+                _stop(run, checkpoints, state, interrupts, console)
             if evaluating or saving:
                 clock = time.perf_counter()
     return state
+
+
+def _save(run: Run, checkpoints: Checkpoints, state: TrainState) -> None:
+    rest = dict(opt_state=state.opt_state, step=state.step)
+    checkpoints.save(int(state.step), run.config, state.params, rest)
+
+
+def _stop(run: Run, checkpoints: Checkpoints, state: TrainState, interrupts: Interrupts, console: Console) -> None:
+    """Saves the state, unless it is saved, and raises the interrupt."""
+    checkpoints.wait()
+    if checkpoints.latest_step() != int(state.step):
+        _save(run, checkpoints, state)
+    if checkpoints.wait():
+        console.print(f"{run.folder}: saved after step {int(state.step):,}")
+    interrupts.check()
 
 
 def _is_finite(row: dict[str, float]) -> bool:

@@ -213,7 +213,7 @@ def test_train_resume_and_sample(tmp_path):
     assert config["model"] | dict(vocab_size=300, scan=True) == config["model"]
     assert config | dict(preset="tiny", steps=4, seed=3, tokenizer="bpe", data=str(data)) == config
     assert {path.name for path in run.iterdir()} == {
-        "checkpoints", "config.json", "loss.png", "metrics.jsonl", "sample.txt", "tokenizer.json",
+        ".lock", "checkpoints", "config.json", "loss.png", "metrics.jsonl", "sample.txt", "tokenizer.json",
     }  # fmt: skip
 
     assert refusal("train", *SHORT, "--out", run) == (
