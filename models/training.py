@@ -38,6 +38,7 @@ from jaxkernels.models.plot import plot_losses
 from jaxkernels.models.progress import Progress, plain_console, waiting
 from jaxkernels.models.run import Run, check_free
 from jaxkernels.models.sampling import sample_text
+from jaxkernels.models.tokenizer import BpeTokenizer, Tokenizer
 from jaxkernels.models.transformer import abstract_params, init_params
 
 __all__ = [
@@ -224,9 +225,15 @@ def train(
     devices = _as_devices(devices)
     check_free(folder)
     memory.check_config(config, devices)
-    if config.init_from is not None:
-        _check_same_model(config, Run.open(pathlib.Path(config.init_from)))
+    source = None if config.init_from is None else Run.open(pathlib.Path(config.init_from))
+    if source is not None:
+        _check_same_model(config, source)
     data = _load_data(config, console)
+    if source is not None and not _are_same(data.tokenizer, source.tokenizer()):
+        raise InputError(
+            f"train: the byte pairs learnt from this text are not those of {source.folder}, so its weights are of other "
+            "tokens. Use that run's text, or a run with --tokenizer bytes."
+        )
     trainer = _compile(config, devices, console)
     run = Run.create(folder, config, data.key, data.tokenizer)
     try:
@@ -400,6 +407,12 @@ def _check_same_model(config: TrainingConfig, source: Run) -> None:
             f"train: the weights of {source.folder} are of another model: {'; '.join(different)}. "
             "Leave these options out, or start without --init-from."
         )
+
+
+def _are_same(first: Tokenizer, second: Tokenizer) -> bool:
+    if isinstance(first, BpeTokenizer) and isinstance(second, BpeTokenizer):
+        return first.model.to_str() == second.model.to_str()
+    return first == second
 
 
 @contextlib.contextmanager

@@ -342,7 +342,7 @@ def test_unknown_preset_lists_the_known_ones():
         (dict(num_kv_heads=4), "ModelConfig: num_heads must be a multiple of num_kv_heads; got 6 and 4."),
         (dict(head_dim=7), "ModelConfig: head_dim must be even (rotary embeddings turn pairs); got 7."),
         (dict(num_layers=0), "ModelConfig: num_layers must be a positive int; got 0."),
-        (dict(embed_dim=4.0), "ModelConfig: embed_dim must be a positive int; got 4.0."),
+        (dict(embed_dim=4.0), "ModelConfig: embed_dim must be an int; got 4.0."),
         (dict(rope_theta=0.0), "ModelConfig: rope_theta must be positive and finite; got 0.0."),
         (dict(dtype="int8"), 'ModelConfig: dtype must be "bfloat16", "float16" or "float32"; got \'int8\'.'),
     ],
