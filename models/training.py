@@ -231,8 +231,8 @@ def train(
     data = _load_data(config, console)
     if source is not None and not _are_same(data.tokenizer, source.tokenizer()):
         raise InputError(
-            f"train: the byte pairs learnt from this text are not those of {source.folder}, so its weights are of other "
-            "tokens. Use that run's text, or a run with --tokenizer bytes."
+            f"train: the byte pairs learnt from this text are not those of {source.folder}, so its weights are of "
+            "other tokens. Use that run's text, or a run with --tokenizer bytes."
         )
     trainer = _compile(config, devices, console)
     run = Run.create(folder, config, data.key, data.tokenizer)
