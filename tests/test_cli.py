@@ -244,8 +244,8 @@ def test_train_resume_and_sample(tmp_path):
     )
     (tmp_path / "other.txt").write_text(TEXT.replace("fox", "xylophone"))
     assert refusal("train", "--init-from", run, "--devices=1", "--data", tmp_path / "other.txt") == (
-        f"error: train: the byte pairs learnt from this text are not those of {run.absolute()}, so its weights are of other "
-        "tokens. Use that run's text, or a run with --tokenizer bytes.\n"
+        f"error: train: the byte pairs learnt from this text are not those of {run.absolute()}, so its weights are "
+        "of other tokens. Use that run's text, or a run with --tokenizer bytes.\n"
     )
     warm = invoke("train", "--init-from", run, "--steps=1", "--out=warm", "--devices=1")
     assert warm.exit_code == 0, warm.output
