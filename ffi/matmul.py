@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkernels import halfprecision, hardware
+from jaxkernels.arguments import check_fields
 from jaxkernels.epilogue import apply_epilogue
 from jaxkernels.ffi import compiler, custom_call, launcher, wgmma
 from jaxkernels.specs import MatmulSpec
@@ -56,6 +57,8 @@ _MAX_CLUSTER = 8
 _MAX_BOX = 256
 #: Half of what a signed 32-bit number counts: the kernels' loops count on past the last tile or row.
 _MAX_COUNT = 2**30
+#: Tiles: a wider strip than the result is no other order.
+_MAX_STRIP = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +97,7 @@ class Config:
     strip: int = 8
 
     def __post_init__(self) -> None:
+        check_fields("matmul[cuda]", self)
         consumer_m = self.block_m // self.num_consumers_of_tile
         way_out = f"got {self}."
         if consumer_m <= 0 or consumer_m % _WGMMA_M or self.block_m % self.num_consumers_of_tile:
@@ -106,10 +110,10 @@ class Config:
             raise ValueError(
                 f"matmul[cuda]: a consumer's tile must leave each thread {_MAX_ACCUMULATORS} accumulators; {way_out}"
             )
-        if self.minor not in ("m", "n"):
-            raise ValueError(f'matmul[cuda]: minor must be "m" or "n"; {way_out}')
-        if self.num_stages < 1 or self.strip < 1 or self.split_k < 1:
-            raise ValueError(f"matmul[cuda]: num_stages, strip and split_k must be positive; {way_out}")
+        if self.num_stages < 1 or self.split_k < 1:
+            raise ValueError(f"matmul[cuda]: num_stages and split_k must be positive; {way_out}")
+        if not 1 <= self.strip <= _MAX_STRIP:
+            raise ValueError(f"matmul[cuda]: strip must be from 1 to {_MAX_STRIP}; {way_out}")
         if self.num_staging not in (2, 4):
             raise ValueError(f"matmul[cuda]: num_staging must be 2 or 4; {way_out}")
         # The kernel's ring has no less than whole slots of both blocks.

@@ -38,6 +38,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxkernels.arguments import check_fields
 from jaxkernels.pallas import attention_backward_fused, attention_backward_wide
 from jaxkernels.pallas.attention_blocks import (
     BARRIER_BYTES,
@@ -127,12 +128,17 @@ class Config:
     stores_first: bool = False
 
     def __post_init__(self) -> None:
-        if self.dq_block_kv % 64 or self.dkv_block_q % 64 or min(self.dq_num_stages, self.dkv_num_stages) < 1:
+        check_fields("attention_backward[pallas]", self)
+        blocks, stages = (self.dq_block_kv, self.dkv_block_q), (self.dq_num_stages, self.dkv_num_stages)
+        if any(block % 64 for block in blocks) or min(blocks) <= 0 or min(stages) < 1:
             raise ValueError(
-                f"attention_backward[pallas]: block sizes must be multiples of 64 and stages at least 1; got {self}."
+                "attention_backward[pallas]: block sizes must be positive multiples of 64 and stages at least 1; "
+                f"got {self}."
             )
         if self.group_parts < 1:
             raise ValueError(f"attention_backward[pallas]: group_parts must be at least 1; got {self}.")
+        if self.workspace_bytes < 0:
+            raise ValueError(f"attention_backward[pallas]: workspace_bytes must not be negative; got {self}.")
         if self.fused and (self.split_outputs or self.dkv_num_stages < 2):
             raise ValueError(
                 "attention_backward[pallas]: fused needs dkv_num_stages of at least 2 and excludes split_outputs; "

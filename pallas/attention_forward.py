@@ -55,6 +55,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxkernels.arguments import check_fields
 from jaxkernels.pallas.attention_blocks import (
     FLOPS_PER_SM,
     LAUNCH_SECONDS,
@@ -148,8 +149,11 @@ class Config:
     lazy_rescale: bool = True
 
     def __post_init__(self) -> None:
+        check_fields("attention_forward[pallas]", self)
         rules = {
-            "block_q and block_kv must be multiples of 64": self.block_q % 64 or self.block_kv % 64,
+            "block_q and block_kv must be positive multiples of 64": (
+                self.block_q % 64 or self.block_kv % 64 or min(self.block_q, self.block_kv) <= 0
+            ),
             # A consumer waits for values while others are in use.
             "num_stages must be at least 2 and num_q_slots at least 1": self.num_stages < 2 or self.num_q_slots < 1,
             "num_consumers must be 2 or 3": self.num_consumers not in _REGISTERS,

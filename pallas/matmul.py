@@ -40,6 +40,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkernels import halfprecision, hardware
+from jaxkernels.arguments import check_fields
 from jaxkernels.epilogue import ACTIVATIONS, apply_epilogue
 from jaxkernels.specs import MatmulSpec
 
@@ -75,6 +76,9 @@ _ACTIVATIONS = ACTIVATIONS | {
     "gelu_erf": lambda x: 0.5 * x * (1 + _erf(x * math.sqrt(0.5))),
 }
 
+#: The kernel counts tiles in 32 bits; a wider strip than the result is no other order.
+_MAX_STRIP = 2**16
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -106,14 +110,19 @@ class Config:
     delay_release: int = 1
 
     def __post_init__(self) -> None:
+        check_fields("matmul[pallas]", self)
         consumer_m, consumer_n = self.consumer_tile
-        if consumer_m % 64 or consumer_n % 64 or self.block_k % 64:
+        if consumer_m % 64 or consumer_n % 64 or self.block_k % 64 or min(consumer_m, consumer_n, self.block_k) <= 0:
             raise ValueError(
-                "matmul[pallas]: each consumer's tile and block_k must be multiples of 64; got "
+                "matmul[pallas]: each consumer's tile and block_k must be positive multiples of 64; got "
                 f"block_m={self.block_m}, block_n={self.block_n}, block_k={self.block_k} split along {self.split}."
             )
         if self.split_k < 1:
             raise ValueError(f"matmul[pallas]: split_k must be positive; got {self.split_k}.")
+        if not 1 <= self.strip <= _MAX_STRIP:
+            raise ValueError(f"matmul[pallas]: strip must be from 1 to {_MAX_STRIP}; got {self.strip}.")
+        if self.delay_release not in (0, 1):
+            raise ValueError(f"matmul[pallas]: delay_release must be 0 or 1; got {self.delay_release}.")
         if self.num_stages <= self.delay_release:
             raise ValueError(
                 f"matmul[pallas]: num_stages must exceed delay_release={self.delay_release}; got {self.num_stages}."

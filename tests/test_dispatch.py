@@ -312,3 +312,36 @@ def test_every_chip_states_where_its_figures_come_from():
         chip = hardware.lookup(name)
         assert "datasheet" in chip.source
         assert 0 < chip.fp32_flops_per_s < chip.tf32_flops_per_s < chip.bf16_flops_per_s
+
+
+CONFIG_FIELDS = [
+    (op, backend, field.name)
+    for op, backend in dispatch.REGISTRY
+    for field in dataclasses.fields(dispatch.load(op, backend).Config)
+]
+
+
+@pytest.mark.parametrize(("op", "where", "name"), CONFIG_FIELDS)
+def test_config_refuses_values_of_another_type(op, where, name):
+    cls = dispatch.load(op, where).Config
+    default = getattr(cls(), name)
+    others = ["x", 1.5, float("nan"), [], {}, object(), *([] if name in ("split", "cluster") else [None])]
+    others += [True, 2.0] if type(default) is int else [0, 1, -1]
+    for value in others:
+        with pytest.raises(ValueError, match=rf"^{op}\[{where}\]: {name} must be ") as e:
+            cls(**{name: value})
+        assert str(e.value).endswith(f"; got {value!r}. Leave it out for the default.")
+    if type(default) is int:
+        for value in (-1, -64, -(2**70), *([2**70] if name == "strip" else [])):
+            with pytest.raises(ValueError, match=rf"^{op}\[{where}\]: .*; got "):
+                cls(**{name: value})
+
+
+def test_config_names_what_a_field_takes():
+    config = dispatch.load("matmul", "pallas").Config
+    with raises_exactly(
+        ValueError, 'matmul[pallas]: cluster must be "m" or "n" or None; got \'x\'. Leave it out for the default.'
+    ):
+        config(cluster="x")
+    with raises_exactly(ValueError, "matmul[pallas]: strip must be an int; got 1.5. Leave it out for the default."):
+        config(strip=1.5)

@@ -28,7 +28,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "winners on disk": ("jaxkernels.tuning.cache", "jaxkernels.tuning"),
     "ground": (
         "jaxkernels.specs", "jaxkernels.halfprecision", "jaxkernels.hardware", "jaxkernels.epilogue",
-        "jaxkernels.folders", "jaxkernels._jax",
+        "jaxkernels.folders", "jaxkernels._jax", "jaxkernels.arguments",
         "jaxkernels.versions", "jaxkernels.bench.measure",
     ),
 }  # fmt: skip

@@ -968,7 +968,7 @@ def test_refuses_what_has_no_kernel_shape() -> None:
     [
         (
             lambda: attention_forward.Config(block_kv=32),
-            "attention_forward[pallas]: block_q and block_kv must be multiples of 64; "
+            "attention_forward[pallas]: block_q and block_kv must be positive multiples of 64; "
             "got Config(block_q=64, block_kv=32, num_stages=2, num_q_slots=1, "
             "bridge=True, num_consumers=2, head_multiple=64, multicast=False, lazy_rescale=True).",
         ),
@@ -992,7 +992,7 @@ def test_refuses_what_has_no_kernel_shape() -> None:
         ),
         (
             lambda: attention_backward.Config(dq_num_stages=0),
-            "attention_backward[pallas]: block sizes must be multiples of 64 and stages at least 1; got "
+            "attention_backward[pallas]: block sizes must be positive multiples of 64 and stages at least 1; got "
             "Config(dq_block_kv=64, dq_num_stages=0, dkv_block_q=64, dkv_num_stages=2, split_outputs=False, "
             "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=1, "
             "stores_first=False).",

@@ -251,7 +251,7 @@ def test_a_missing_wait_is_a_race(missing: str, config: matmul.Config, monkeypat
     [
         (
             dict(block_m=96),
-            "matmul[pallas]: each consumer's tile and block_k must be multiples of 64; got "
+            "matmul[pallas]: each consumer's tile and block_k must be positive multiples of 64; got "
             "block_m=96, block_n=256, block_k=64 split along m.",
         ),
         (dict(num_stages=1, delay_release=1), "matmul[pallas]: num_stages must exceed delay_release=1; got 1."),

@@ -300,7 +300,7 @@ def test_refusals_of_the_tuner(lab):
     message = "tune: needs a device to measure on, and NVIDIA H200 (compute capability 9.0) is not one of this process."
     with raises_exactly(NotImplementedError, message):
         tuner.tune("matmul", make_spec(target=h200))
-    with raises_exactly(ValueError, "tune: top and budget_s must be positive; got top=0, budget_s=20.0."):
+    with raises_exactly(ValueError, "tune: top must be a positive int; got top=0. It counts configurations."):
         tuner.tune("matmul", make_spec(), top=0, budget_s=20.0)
     message = (
         "attention_tangent[fake]: no such kernel in this backend. "
@@ -416,8 +416,35 @@ def test_autotune_has_nothing_to_do(lab):
     f = lambda a, b: jk.matmul(a, b, backend="xla")
     assert str(jk.autotune(f, A, B)) == "1 already tuned, or with nothing to choose"
     assert lab.measured == []
-    with raises_exactly(ValueError, "autotune: top and budget_s must be positive; got top=8, budget_s=0."):
-        jk.autotune(f, A, B, budget_s=0)
+    with raises_exactly(ValueError, "autotune: f must be a function; got None. Give its arguments after it."):
+        jk.autotune(None, A, B)
+
+
+@pytest.mark.parametrize("label", ["autotune", "tuning", "tune"])
+@pytest.mark.parametrize("top", ["8", None, 0, -1, 1.5, True, float("nan")])
+def test_top_must_be_a_positive_int(lab, label, top):
+    with raises_exactly(ValueError, f"{label}: top must be a positive int; got top={top!r}. It counts configurations."):
+        _with_settings(label, top=top)
+
+
+@pytest.mark.parametrize("label", ["autotune", "tuning", "tune"])
+@pytest.mark.parametrize("budget_s", ["8", None, 0, -1.5, True, float("nan"), -float("inf")])
+def test_budget_must_be_a_positive_number(lab, label, budget_s):
+    message = (
+        f"{label}: budget_s must be a positive number; got budget_s={budget_s!r}. It is the seconds for one operation."
+    )
+    with raises_exactly(ValueError, message):
+        _with_settings(label, budget_s=budget_s)
+
+
+def _with_settings(label: str, **settings: Any) -> None:
+    if label == "autotune":
+        jk.autotune(lambda a, b: jk.matmul(a, b, backend="fake"), A, B, **settings)
+    elif label == "tune":
+        tuner.tune("matmul", make_spec(), **settings)
+    else:
+        with jk.tuning(**settings):
+            pass
 
 
 def test_autotune_goes_on_where_one_operation_cannot_be_tuned(lab, monkeypatch):
@@ -546,8 +573,8 @@ def test_tuning_under_shard_map_and_vmap(lab, meshes):
 
 def test_refusals_of_the_context_manager(monkeypatch):
     with (
-        raises_exactly(ValueError, "tuning: top and budget_s must be positive; got top=8, budget_s=-1."),
-        jk.tuning(budget_s=-1),
+        raises_exactly(ValueError, "tuning: enabled must be True or False; got 4. Give top and budget_s by keyword."),
+        jk.tuning(4),
     ):
         pass
     monkeypatch.setattr(jax, "process_count", lambda: 4)

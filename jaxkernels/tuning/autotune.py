@@ -14,7 +14,7 @@ import jax
 
 from jaxkernels import dispatch
 from jaxkernels.explain import explain
-from jaxkernels.tuning.tuner import Result, TuningError, device_for, tune
+from jaxkernels.tuning.tuner import Result, TuningError, check_settings, device_for, tune
 
 __all__ = ["Report", "autotune", "tuning"]
 
@@ -67,10 +67,12 @@ def autotune(f: Callable[..., Any], *args: Any, top: int = 8, budget_s: float = 
       A `Report`; print it.
 
     Raises:
-      Whatever tracing `f` raises; ValueError where `top` or `budget_s` is not positive.
+      Whatever tracing `f` raises; ValueError where `f` is no function, `top` no positive int, or `budget_s` no
+      positive number.
     """
-    if top < 1 or budget_s <= 0:
-        raise ValueError(f"autotune: top and budget_s must be positive; got top={top}, budget_s={budget_s}.")
+    if not callable(f):
+        raise ValueError(f"autotune: f must be a function; got {f!r}. Give its arguments after it.")
+    check_settings("autotune", top, budget_s)
     # Under a policy of our own: not that of an enclosing `tuning`.
     with dispatch.policy(dispatch.Policy()):
         choices = explain(f, *args, **kwargs).choices
@@ -140,10 +142,11 @@ def tuning(enabled: bool = True, *, top: int = 8, budget_s: float = 15.0) -> Ite
 
     Raises:
       NotImplementedError: on several hosts, which would choose each for itself and lower different programs.
-      ValueError: `top` or `budget_s` is not positive.
+      ValueError: `enabled` is not a bool, `top` no positive int, or `budget_s` no positive number.
     """
-    if top < 1 or budget_s <= 0:
-        raise ValueError(f"tuning: top and budget_s must be positive; got top={top}, budget_s={budget_s}.")
+    if not isinstance(enabled, bool):
+        raise ValueError(f"tuning: enabled must be True or False; got {enabled!r}. Give top and budget_s by keyword.")
+    check_settings("tuning", top, budget_s)
     if enabled and jax.process_count() > 1:
         raise NotImplementedError(
             f"tuning: {jax.process_count()} processes run this program, and each would choose for itself. Tune in one "

@@ -22,12 +22,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxkernels import _jax, dispatch, hardware
+from jaxkernels.arguments import positive_number, positive_whole
 from jaxkernels.bench.measure import Call, MeasureError, num_rotations
 from jaxkernels.bench.measure import measure as bench_measure
 from jaxkernels.specs import ArrayType
 from jaxkernels.tuning import operands as operands_lib
 
-__all__ = ["Candidate", "Measure", "Result", "TuningError", "device_for", "tune"]
+__all__ = ["Candidate", "Measure", "Result", "TuningError", "check_settings", "device_for", "tune"]
 
 # A wrong kernel is wrong by the size of the results themselves; rounding differs by less than a hundredth of them.
 _MAX_RMS_ERROR = 0.03
@@ -118,6 +119,12 @@ def device_for(chip: hardware.Chip) -> Any | None:
     return next((device for device in devices if hardware.chip_of(device) == chip), None)
 
 
+def check_settings(label: str, top: Any, budget_s: Any) -> None:
+    """Raises ValueError unless these can be the `top` and `budget_s` of `tune`."""
+    positive_whole(label, "top", top, "It counts configurations.")
+    positive_number(label, "budget_s", budget_s, "It is the seconds for one operation.")
+
+
 def tune(
     op: str,
     spec: Any,
@@ -145,8 +152,7 @@ def tune(
       TuningError: operands and reference cannot be made, for want of memory.
       ValueError: an argument is out of range, or no backend has this name.
     """
-    if top < 1 or budget_s <= 0:
-        raise ValueError(f"tune: top and budget_s must be positive; got top={top}, budget_s={budget_s}.")
+    check_settings("tune", top, budget_s)
     dispatch.check(op, spec, backend)
     device = device_for(spec.target)
     if device is None:

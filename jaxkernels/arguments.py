@@ -1,0 +1,68 @@
+"""Checks of what a caller gives, by its declared type: a wrong one is named before anything uses it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from typing import Any
+
+__all__ = ["check_fields", "is_whole", "positive_number", "positive_whole"]
+
+
+def check_fields(label: str, instance: Any) -> None:
+    """Raises ValueError unless each field of a dataclass is a value of its annotation.
+
+    Args:
+      label: what messages begin with, as "matmul[cuda]".
+      instance: a dataclass of int, bool, Literal, None and unions of these. An int is not a bool.
+    """
+    for name, kinds in _kinds(type(instance)).items():
+        value = getattr(instance, name)
+        if not any(_is(value, kind) for kind in kinds):
+            expected = " or ".join(_named(kind) for kind in kinds)
+            raise ValueError(f"{label}: {name} must be {expected}; got {value!r}. Leave it out for the default.")
+
+
+def is_whole(value: Any) -> bool:
+    """Whether it is an int; True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def positive_whole(label: str, name: str, value: Any, way_out: str) -> None:
+    """Raises ValueError unless the argument is an int of at least 1."""
+    if not is_whole(value) or value < 1:
+        raise ValueError(f"{label}: {name} must be a positive int; got {name}={value!r}. {way_out}")
+
+
+def positive_number(label: str, name: str, value: Any, way_out: str) -> None:
+    """Raises ValueError unless the argument is a positive int or float. Infinity is one, NaN is not."""
+    if not (is_whole(value) or isinstance(value, float)) or math.isnan(value) or value <= 0:
+        raise ValueError(f"{label}: {name} must be a positive number; got {name}={value!r}. {way_out}")
+
+
+@functools.cache
+def _kinds(cls: type) -> dict[str, tuple[Any, ...]]:
+    """The alternatives that each field's annotation allows: types, literal values (in tuples), NoneType."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: tuple(_alternatives(hints[field.name])) for field in dataclasses.fields(cls)}
+
+
+def _alternatives(hint: Any) -> list[Any]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [kind for one in typing.get_args(hint) for kind in _alternatives(one)]
+    return [typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else hint]
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if isinstance(kind, tuple):
+        return any(type(value) is type(known) and value == known for known in kind)
+    return is_whole(value) if kind is int else isinstance(value, kind)
+
+
+def _named(kind: Any) -> str:
+    if isinstance(kind, tuple):
+        return " or ".join(f'"{known}"' if isinstance(known, str) else repr(known) for known in kind)
+    return {int: "an int", bool: "True or False", type(None): "None"}.get(kind, kind.__name__)
