@@ -125,9 +125,14 @@ def compile_kernel(
         setmaxnreg ignored): the code would run, at a fraction of its speed.
 
     Raises:
+      ValueError: an argument of another type, text with a NUL, a macro without a value.
       CompileError: the source does not compile, or `strict` refuses the result.
       ImportError: NVRTC is not installed.
     """
+    check_arguments(
+        "compile[nvrtc]", source=source, kernel=kernel, filename=filename, headers=headers, defines=defines,
+        options=options, arch=arch, strict=strict,
+    )  # fmt: skip
     defines = dict(defines or {})
     if (limit := _max_wait_cycles()) is not None:
         defines["JK_MAX_WAIT_CYCLES"] = f"{limit}ll"
@@ -150,6 +155,49 @@ def compile_kernel(
     if strict:
         _refuse_slow(filename, compiled)
     return compiled
+
+
+def check_arguments(label: str, **arguments: Any) -> None:
+    """Raises ValueError unless these can be the arguments of `compile_kernel` that they are named after."""
+
+    def require(condition: bool, what: str, got: Any, way_out: str) -> None:
+        if not condition:
+            raise ValueError(f"{label}: {what}; got {got!r}. {way_out}")
+
+    def require_text(what: str, value: Any, least: int = 1) -> None:
+        is_text = isinstance(value, str) and len(value) >= least
+        require(is_text, f"{what} must be text", value, "Give a str" + (" that is not empty." if least else "."))
+        # C takes a NUL for the end of the text.
+        require("\0" not in value, f"{what} must have no NUL", f"{value.partition(chr(0))[0][-20:]}\0", "Remove it.")
+
+    for name, value in arguments.items():
+        if name in ("source", "kernel", "filename", "arch"):
+            require_text(name, value, least=0 if name == "source" else 1)
+        elif name == "strict":
+            require(isinstance(value, bool), "strict must be True or False", value, "It judges the compiled code.")
+        elif name == "options":
+            is_list = isinstance(value, Sequence) and not isinstance(value, str)
+            require(is_list, "options must be a list of texts", value, 'Write ["--use_fast_math"].')
+            for option in value:
+                require_text("an option", option)
+        elif value is not None:
+            require(isinstance(value, Mapping), f"{name} must be a dict", value, "None is none.")
+            for key, content in value.items():
+                require_text(f"a name of {name}", key)
+                if name == "headers":
+                    require_text(f"header {key}", content, least=0)
+                else:
+                    check_literal(label, f"macro {key}", content)
+
+
+def check_literal(label: str, what: str, value: Any) -> None:
+    """Raises ValueError unless `literal` writes the value as CUDA C++ has it."""
+    is_number = isinstance(value, int | float | np.number | np.bool_) and np.isfinite(float(value))
+    if not is_number and (not isinstance(value, str) or "\0" in value):
+        raise ValueError(
+            f"{label}: {what} must be a finite number, True, False or text without NUL; got {value!r}. "
+            "Leave out a macro that is not set."
+        )
 
 
 def _max_wait_cycles() -> int | None:

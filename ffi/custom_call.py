@@ -157,6 +157,14 @@ def launch(
     Differentiability: none, and no batching rule; the primitives that call this have their own.
     """
     label = name if label is None else label
+    problem = _Problem(label)
+    problem.unless(isinstance(cubin, bytes), "cubin must be bytes", type(cubin).__name__, "compile_kernel makes one.")
+    problem.unless(isinstance(name, str), "name must be text", f"{name!r}", "It is CompiledKernel.name.")
+    for what, values in (("operands", operands), ("results", results)):
+        have_types = isinstance(values, Sequence) and all(hasattr(x, "shape") and hasattr(x, "dtype") for x in values)
+        problem.unless(have_types, f"{what} must be a list of values with shape and dtype", f"{values!r}", "Fill it.")
+    aliases = {} if input_output_aliases is None else input_output_aliases
+    problem.unless(isinstance(aliases, Mapping), "input_output_aliases must be a dict", f"{aliases!r}", "None is none.")
     buffers = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*operands, *results)]
     attributes = check(
         label, buffers, parameters=parameters, grid=grid, block=block, cluster=cluster, smem_bytes=smem_bytes,
@@ -165,7 +173,7 @@ def launch(
     if (taken := parameter_bytes(cubin, name)) is not None:
         given = tuple(map(_bytes_of, parameters))
         listed = lambda sizes: f"({', '.join(map(str, sizes))})"
-        _Problem(label).unless(
+        problem.unless(
             given == taken,
             f"the kernel takes parameters of {listed(taken)} bytes",
             listed(given),
@@ -173,7 +181,7 @@ def launch(
         )
     if launcher.has_cuda():
         launcher.register()
-    call = jax.ffi.ffi_call(launcher.TARGET, list(results), input_output_aliases=dict(input_output_aliases or {}))
+    call = jax.ffi.ffi_call(launcher.TARGET, list(results), input_output_aliases=dict(aliases))
     return list(call(*operands, cubin=np.frombuffer(cubin, np.uint8), kernel=name, label=label, **attributes))
 
 
@@ -198,6 +206,9 @@ def check(
     target = hardware.cuda_target() if target is None else target
     problem = _Problem(name)
     attributes = _launch_attributes(problem, grid, block, cluster, smem_bytes, target)
+    problem.unless(
+        isinstance(parameters, Sequence), "parameters must be a list or tuple", f"{parameters!r}", "Put it into one."
+    )
     attributes["num_parameters"] = np.int64(len(parameters))
     for i, parameter in enumerate(parameters):
         described = _parameter_attributes(problem.at(f"parameter {i}"), parameter, buffers, target)
@@ -373,7 +384,10 @@ def _tensor_map_attributes(
 
     dtype = tensor_map.dtype or _tensor_map_dtype(buffer.dtype)
     problem.unless(
-        dtype in _DTYPES, f"dtype must be one of {tuple(_DTYPES)}", f"dtype={dtype!r}", "Use one of the same size."
+        isinstance(dtype, str) and dtype in _DTYPES,
+        f"dtype must be one of {tuple(_DTYPES)}",
+        f"dtype={dtype!r}",
+        "Use one of the same size.",
     )
     itemsize = _DTYPES[dtype]
     is_float = "float" in dtype

@@ -116,6 +116,9 @@ class CudaKernel:
       arch: the architecture to compile for, as "sm_90a". None: the device's own.
       strict: refuse code that spills registers or drew a warning of potential performance loss from ptxas.
 
+    Raises (when made):
+      ValueError: an argument of another type, text with a NUL, a macro without a value.
+
     Raises (when called, before anything is launched):
       TypeError: a constant that cannot be hashed, or not those that `plan` takes; a plan of other types than declared.
       ValueError: a wrong number of operands, a plan no device takes, one outside its arrays, or parameters that are
@@ -141,9 +144,18 @@ class CudaKernel:
         arch: str | None = None,
         strict: bool = False,
     ):
+        compiler.check_arguments("CudaKernel", kernel=name)
         self.name = name
+        if not isinstance(source, str | pathlib.Path):
+            what = "source must be CUDA C++ as text, or the pathlib.Path of a file"
+            raise ValueError(self._message(what, f"{source!r}", "Read a file with pathlib.Path(...)."))
+        if not callable(plan):
+            raise ValueError(self._message("plan must be a function", f"{plan!r}", "It returns a LaunchPlan."))
         self._source = source.read_text() if isinstance(source, pathlib.Path) else source
         self._filename = source.name if isinstance(source, pathlib.Path) else f"{name}.cu"
+        compiler.check_arguments(
+            f"{name}[cuda]", source=self._source, headers=headers, defines=defines, options=options, strict=strict
+        )
         self._plan = plan
         self._signature = inspect.signature(plan)
         self._compile_options: dict[str, Any] = dict(headers=headers, options=tuple(options), strict=strict)
@@ -152,7 +164,7 @@ class CudaKernel:
         if vmap_method not in _VMAP_METHODS:
             raise ValueError(self._message(f"vmap_method must be one of {_VMAP_METHODS}", f"{vmap_method!r}", ""))
         self._vmap_method = vmap_method
-        if arch is not None and not _ARCH.fullmatch(arch):
+        if arch is not None and not (isinstance(arch, str) and _ARCH.fullmatch(arch)):
             raise ValueError(self._message("arch must be of the form sm_90 or sm_90a", f"{arch!r}", "None is yours."))
         self._arch = arch
 
@@ -162,7 +174,13 @@ class CudaKernel:
         Args:
           fwd: `fwd(*operands, **constants)` returns the result and what `bwd` needs.
           bwd: `bwd(residuals, cotangent, **constants)` returns a cotangent for each operand; None for zero.
+
+        Raises:
+          ValueError: one of them is not a function.
         """
+        for what, function in (("fwd", fwd), ("bwd", bwd)):
+            if not callable(function):
+                raise ValueError(self._message(f"{what} must be a function", f"{function!r}", "Give both."))
         self._vjp = fwd, bwd
 
     def compile(self, *operands: Any, **constants: Hashable) -> compiler.CompiledKernel:
@@ -264,7 +282,15 @@ class CudaKernel:
         for what in ("parameters", "template"):
             if isinstance(value := getattr(plan, what), str) or not isinstance(value, Iterable):
                 raise TypeError(self._message(f"{what} must be a list or tuple", f"{value!r}", "Put it into one."))
+        for what in ("aliases", "defines"):
+            if not isinstance(value := getattr(plan, what), Mapping):
+                raise TypeError(self._message(f"{what} must be a dict", f"{value!r}", "Write {} for none."))
+        compiler.check_arguments(f"{self.name}[cuda]", defines=plan.defines)
+        for argument in plan.template:
+            compiler.check_literal(f"{self.name}[cuda]", "a template argument", argument)
         for name, result in plan.results.items():
+            if not isinstance(name, str):
+                raise TypeError(self._message("names of results must be text", f"{name!r}", 'Write {"out": x}.'))
             if not hasattr(result, "shape") or not hasattr(result, "dtype"):
                 what = f"result {name} must have shape and dtype"
                 raise TypeError(self._message(what, f"{result!r}", "Use jax.ShapeDtypeStruct."))
@@ -298,7 +324,7 @@ class CudaKernel:
         return parameter
 
     def _index(self, name: str, place: str, among: Any) -> int:
-        if name not in among:
+        if not isinstance(name, str) or name not in among:
             what = f"{place}: buffer must be one of {tuple(among)}"
             raise ValueError(self._message(what, f"{name!r}", "Those are the plan's operands and results."))
         return list(among).index(name)

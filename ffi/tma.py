@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Shaped
 
+from jaxkernels.arguments import is_whole
 from jaxkernels.ffi.custom_call import Pointer, TensorMap
 from jaxkernels.ffi.kernel import CudaKernel, LaunchPlan
 
@@ -79,6 +80,7 @@ def load(
 
     References: PTX ISA, cp.async.bulk.tensor.
     """
+    _check_fill("load", fill)
     x, starts, tile, num_tiles = _checked("load", x, starts, tile)
     if num_tiles == 0:
         return jnp.zeros((0, *tile), x.dtype)
@@ -114,7 +116,9 @@ def multicast_load(
 
     References: PTX ISA, cp.async.bulk.tensor with .multicast::cluster.
     """
-    _require("multicast_load", cluster in _CLUSTERS, f"cluster must be one of {_CLUSTERS}", f"{cluster}", "Use 2.")
+    _check_fill("multicast_load", fill)
+    is_known = is_whole(cluster) and cluster in _CLUSTERS
+    _require("multicast_load", is_known, f"cluster must be one of {_CLUSTERS}", f"{cluster!r}", "Use 2.")
     x, starts, tile, num_tiles = _checked("multicast_load", x, starts, tile, slices=cluster)
     if num_tiles == 0:
         return jnp.zeros((0, cluster, *tile), x.dtype)
@@ -145,7 +149,7 @@ def store(
 
     References: PTX ISA, cp.async.bulk.tensor.
     """
-    tiles = jnp.asarray(tiles)
+    tiles = _as_array("store", "tiles", tiles)
     x, starts, _, _ = _checked("store", x, starts, tiles.shape[1:], tiles=tiles)
     return _written(x, tiles, starts, op="store")
 
@@ -179,7 +183,7 @@ def reduce(
 
     References: PTX ISA, cp.reduce.async.bulk.tensor.
     """
-    tiles = jnp.asarray(tiles)
+    tiles = _as_array("reduce", "tiles", tiles)
     x, starts, _, _ = _checked("reduce", x, starts, tiles.shape[1:], tiles=tiles)
     able = sorted(name for name, ops in _REDUCTIONS.items() if op in ops)
     _require("reduce", bool(able), "op must be add, min or max", f"{op!r}", "These are the hardware's.")
@@ -201,12 +205,24 @@ def _require(op: str, condition: bool, what: str, got: str, way_out: str) -> Non
         raise ValueError(f"tma.{op}[cuda]: {what}; got {got}. {way_out}")
 
 
+def _as_array(op: str, name: str, value: Any) -> jax.Array:
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError) as e:
+        raise ValueError(f"tma.{op}[cuda]: {name} must be an array; got {value!r}. Use jax.numpy.asarray.") from e
+
+
+def _check_fill(op: str, fill: Any) -> None:
+    is_known = isinstance(fill, str) and fill in ("zeros", "nan")
+    _require(op, is_known, 'fill must be "zeros" or "nan"', f"{fill!r}", "These are the hardware's.")
+
+
 def _checked(
     op: str, x: Any, starts: Any, tile: Sequence[int], *, tiles: Any = None, slices: int = 1
 ) -> tuple[jax.Array, jax.Array, tuple[int, ...], int]:
     """Returns x, starts as int32, the tile's shape, and how many there are."""
-    x, starts = jnp.asarray(x), jnp.asarray(starts)
     require = functools.partial(_require, op)
+    x, starts = _as_array(op, "x", x), _as_array(op, "starts", starts)
     is_whole = np.iterable(tile) and all(isinstance(n, (int, np.integer)) for n in tile)
     require(is_whole, "tile must be whole numbers, one for each dimension of x", f"tile={tile}", "Divide with //.")
     tile = tuple(map(int, tile))

@@ -609,3 +609,98 @@ def test_aliases_leave_the_operand_alone_unless_it_is_donated():
     np.testing.assert_array_equal(jax.jit(made)(x), expected)
     np.testing.assert_array_equal(x, before)
     np.testing.assert_array_equal(jax.jit(made, donate_argnums=0)(x), expected)
+
+
+# Arguments of another type.
+
+NOT_TEXT = "Give a str that is not empty."
+NOT_A_LITERAL = "must be a finite number, True, False or text without NUL; got {}. Leave out a macro that is not set."
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "source=None": (
+        dict(source=None),
+        "source must be CUDA C++ as text, or the pathlib.Path of a file; got None. Read a file with pathlib.Path(...).",
+    ),
+    "a NUL in source": (
+        dict(source="int x; \0 int y;"), "source must have no NUL; got 'int x; \\x00'. Remove it."
+    ),
+    "plan=None": (dict(plan=None), "plan must be a function; got None. It returns a LaunchPlan."),
+    "options=3": (dict(options=3), 'options must be a list of texts; got 3. Write ["--use_fast_math"].'),
+    "options as text": (dict(options="-"), """options must be a list of texts; got '-'. Write ["--use_fast_math"]."""),
+    "options=[None]": (dict(options=[None]), f"an option must be text; got None. {NOT_TEXT}"),
+    "headers=3": (dict(headers=3), "headers must be a dict; got 3. None is none."),
+    "headers of None": (dict(headers={"a.cuh": None}), "header a.cuh must be text; got None. Give a str."),
+    "defines=[]": (dict(defines=[]), "defines must be a dict; got []. None is none."),
+    "defines of None": (dict(defines={"A": None}), "macro A " + NOT_A_LITERAL.format("None")),
+    "defines of NaN": (dict(defines={"A": float("nan")}), "macro A " + NOT_A_LITERAL.format("nan")),
+    "defines with a NUL": (dict(defines={"A": "1\0"}), "macro A " + NOT_A_LITERAL.format("'1\\x00'")),
+    "strict=1": (dict(strict=1), "strict must be True or False; got 1. It judges the compiled code."),
+    "arch=90": (dict(arch=90), "arch must be of the form sm_90 or sm_90a; got 90. None is yours."),
+    "vmap_method=[]": (
+        dict(vmap_method=[]), "vmap_method must be one of ('sequential', 'expand_dims', 'broadcast_all', None); got []."
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), ARGUMENTS.values(), ids=ARGUMENTS)
+def test_arguments_of_another_type_are_refused(options, message):
+    with pytest.raises(ValueError, match=exactly(f"f[cuda]: {message}")):
+        CudaKernel(**(dict(source=SOURCE, name="f", plan=plan) | options))
+
+
+@pytest.mark.parametrize("name", [None, "", 3])
+def test_name_must_be_text(name):
+    with pytest.raises(ValueError, match=exactly(f"CudaKernel: kernel must be text; got {name!r}. {NOT_TEXT}")):
+        CudaKernel(SOURCE, name, plan)
+
+
+def test_derivative_must_be_functions():
+    with pytest.raises(ValueError, match=exactly("scaled_sum[cuda]: bwd must be a function; got None. Give both.")):
+        scaled_sum().defvjp(plan, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (dict(aliases=None), TypeError, "aliases must be a dict; got None. Write {} for none."),
+        (dict(aliases=3), TypeError, "aliases must be a dict; got 3. Write {} for none."),
+        (dict(aliases={"x": []}), ValueError, "aliases: buffer must be one of ('out',); got []. Those are the plan's "
+                                              "operands and results."),
+        (dict(defines=None), TypeError, "defines must be a dict; got None. Write {} for none."),
+        (dict(defines={"PERIOD": None}), ValueError, "macro PERIOD " + NOT_A_LITERAL.format("None")),
+        (dict(template=(None,)), ValueError, "a template argument " + NOT_A_LITERAL.format("None")),
+        (dict(results={3: X}), TypeError, """names of results must be text; got 3. Write {"out": x}."""),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_plans_of_another_type_are_refused(changes, error, message):
+    f = CudaKernel(SOURCE, "f", lambda x, y: dataclasses.replace(plan(x, y), **changes))
+    with pytest.raises(error, match=exactly(f"f[cuda]: {message}")):
+        jax.eval_shape(f, X, Y)
+
+
+WRONG = [None, "x", 1.5, float("nan"), -1, 2**70, [], {}, object(), [None], ["x"]]
+
+
+def refusal_of(changed: Any) -> str:
+    """What a kernel with this plan is refused with; nothing where it is taken."""
+    try:
+        jax.eval_shape(CudaKernel(SOURCE, "f", lambda x, y: changed(plan(x, y))), X, Y)
+    except (ValueError, TypeError) as e:
+        return str(e)
+    return ""
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(TensorMap)])
+def test_no_field_of_a_tensor_map_fails_obscurely(field):
+    for value in WRONG:
+        tensor_map = dataclasses.replace(TensorMap("x", box=(8, 64)), **{field: value})
+        parameters = [tensor_map, Pointer("y"), Pointer("out"), np.int64(1)]
+        refusal = refusal_of(lambda plan, p=parameters: dataclasses.replace(plan, parameters=p))
+        assert not refusal or re.match(r"f\[cuda\]: parameter 0: .*; got ", refusal)
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(LaunchPlan)])
+def test_no_field_of_a_plan_fails_obscurely(field):
+    for value in WRONG:
+        refusal = refusal_of(lambda plan, value=value: dataclasses.replace(plan, **{field: value}))
+        assert not refusal or re.match(r"f\[cuda\]: .*; got ", refusal)

@@ -440,3 +440,27 @@ steps = dict(
 )
 def test_compute_sanitizer_finds_what_is_planted_and_nothing_else(tool, steps):
     sanitizer.assert_finds_nothing_else(tool, SANITIZED, steps)
+
+
+@pytest.mark.parametrize("op", ["load", "multicast_load", "store", "reduce"])
+def test_no_argument_fails_obscurely(op):
+    x = jnp.zeros((8, 16), jnp.float32)
+    starts, tiles = jnp.zeros((2, 2), jnp.int32), jnp.zeros((2, 4, 8), jnp.float32)
+    arguments: dict[str, dict[str, Any]] = {
+        "load": dict(x=x, starts=starts, tile=(4, 8), fill="zeros"),
+        "multicast_load": dict(x=x, starts=starts, tile=(4, 8), cluster=2, fill="zeros"),
+        "store": dict(x=x, tiles=tiles, starts=starts),
+        "reduce": dict(x=x, tiles=tiles, starts=starts, op="add"),
+    }
+    for name in arguments[op]:
+        for value in (None, "x", 2.0, float("nan"), -1, 2**70, [], {}, object(), [None], ["x"]):
+            changed = arguments[op] | {name: value}
+            with pytest.raises(ValueError, match=rf"^tma\.{op}\[cuda\]: .*; got "):
+                jax.eval_shape(lambda changed=changed: getattr(tma, op)(**changed))
+
+
+def test_what_is_no_array_is_named():
+    with pytest.raises(
+        ValueError, match=r"^tma\.load\[cuda\]: x must be an array; got None\. Use jax.numpy.asarray\.$"
+    ):
+        tma.load(None, jnp.zeros((2, 2), jnp.int32), (4, 8))
