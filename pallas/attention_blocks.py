@@ -98,6 +98,8 @@ ROWS = plgpu.Layout.WGMMA.reduce(1)
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 #: Logits under a soft cap are off by 2^-21 of it (`cap`): by 5e-4.
 _LARGEST_CAP = 1000.0
+#: Queries or keys. The plan of a longer sequence takes the host minutes, and its items overflow 32 bits.
+_MAX_LENGTH = 2**28
 
 
 def features(spec: AttentionSpec) -> list[str]:
@@ -129,6 +131,8 @@ def unsupported(spec: AttentionSpec) -> str | None:
         return "needs static shapes"
     if 0 in (*spec.q.shape, *spec.k.shape, *spec.v.shape):
         return "has no work in an empty attention"
+    if (longest := max(spec.q.shape[1], spec.k.shape[1])) > _MAX_LENGTH:
+        return f"counts queries and keys in 32 bits and plans each block of them, up to {_MAX_LENGTH}, got {longest}"
     return None
 
 

@@ -957,6 +957,11 @@ def test_refuses_what_has_no_kernel_shape() -> None:
         "tells logits by 2^-21 of the soft cap, up to 1000, got 100000"
     )
     assert attention_forward.unsupported(make_spec(0, 8)) == "has no work in an empty attention"
+    for lengths in ((2**31, 8), (8, 2**28 + 1)):
+        assert attention_forward.unsupported(make_spec(*lengths)) == (
+            f"counts queries and keys in 32 bits and plans each block of them, up to 268435456, got {max(lengths)}"
+        )
+    assert attention_forward.unsupported(make_spec(2**28, 2**28)) is None
     ampere = dataclasses.replace(spec, target=hardware.lookup("NVIDIA A100-SXM4-80GB"))
     assert attention_forward.unsupported(ampere) == (
         "needs a GPU of compute capability 9.0 (Hopper), the target is NVIDIA A100-SXM4-80GB (compute capability 8.0)"
