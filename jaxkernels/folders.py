@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import pathlib
 import re
@@ -21,7 +22,6 @@ import stat
 import tempfile
 import time
 import uuid
-from typing import BinaryIO
 
 import platformdirs
 
@@ -78,7 +78,7 @@ def write_entry(path: pathlib.Path, content: str | bytes) -> None:
     _write(path, content, 0o600)
 
 
-def open_entry(path: pathlib.Path) -> BinaryIO:
+def open_entry(path: pathlib.Path) -> io.BufferedReader:
     """Opens a cache's file for reading, if no other user can have written it.
 
     Raises:

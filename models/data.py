@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
+import io
 import itertools
 import json
 import os
@@ -20,7 +21,7 @@ import pathlib
 import shutil
 import sysconfig
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -265,7 +266,7 @@ def _read_cache(folder: pathlib.Path, kind: str, console: Console) -> tuple[list
     """Returns the two streams, memory-mapped, and their tokenizer, all checked; raises _UnusableError."""
     names = [*_STREAMS, *([] if kind == "bytes" else [tokenizer_lib.FILE_NAME])]
     with contextlib.ExitStack() as stack:
-        files: dict[str, BinaryIO] = {}
+        files: dict[str, io.BufferedReader] = {}
         name = _META
         try:
             meta = json.loads(read_entry(folder / _META))
@@ -292,7 +293,7 @@ def _dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
     return np.min_scalar_type(tokenizer.vocab_size - 1)
 
 
-def _fingerprint(file: BinaryIO) -> dict[str, Any]:
+def _fingerprint(file: io.BufferedReader) -> dict[str, Any]:
     """Size and digest of an open file, which is then read from its beginning again."""
     digest = hashlib.file_digest(file, "sha256").hexdigest()
     num_bytes = file.tell()
@@ -300,7 +301,7 @@ def _fingerprint(file: BinaryIO) -> dict[str, Any]:
     return {"bytes": num_bytes, "sha256": digest}
 
 
-def _map(file: BinaryIO, dtype: np.dtype[Any]) -> np.ndarray:
+def _map(file: io.BufferedReader, dtype: np.dtype[Any]) -> np.ndarray:
     # An empty file cannot be mapped.
     return np.memmap(file, dtype, mode="r") if os.fstat(file.fileno()).st_size else np.zeros(0, dtype)
 
