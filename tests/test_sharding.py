@@ -671,3 +671,15 @@ def test_minor_factor_is_sharded_once_its_major_one_is_split_up():
     rule, options = factors.shardy_rule()
     assert rule == "(n g), n -> (n g), n"
     assert options == dict(reduction_factors=(), need_replication_factors=(), g=4)
+
+
+def test_sharding_that_a_result_keeps_takes_precedence():
+    """P("y", "x") . P(None, "y") -> P(None, "y"): one operand is gathered, nothing else moves."""
+    factors = Factors(operands=(("m", "k"), ("k", "n")), results=(("m", "n"),))
+    types = [ArrayType(shape, np.dtype(np.float32)) for shape in ((16, 32), (32, 8), (16, 8))]
+    chosen = functools.partial(assign, factors, types[:2], axis_sizes=dict(x=4, y=2), results=types[2:])
+    specs = [P("y", "x"), P(None, "y")]
+    assert chosen(specs, result_specs=[P(None, "y")]).axes == dict(n=("y",), k=("x",))
+    assert chosen(specs).axes == dict(m=("y",), k=("x",))
+    # A wish of the result alone takes nothing from an operand: its sum is scattered.
+    assert chosen([P(None, "x"), P()], result_specs=[P(None, "x")]).scatters == ((("x", 1),),)

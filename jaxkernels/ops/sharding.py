@@ -107,9 +107,9 @@ def assign(
     """Chooses the mesh axes of every factor.
 
     A factor takes the first sharding its operands have, in order; one that no operand shards takes the
-    results' wish. A mesh axis serves one factor only, and only where it divides the factor's size; a minor
-    factor is sharded only where every shard holds one index of its major one. What cannot be kept is
-    replicated: correct, at the price of a gather.
+    results' wish. An operand's sharding that a result keeps takes precedence over all others. A mesh axis serves one
+    factor only, and only where it divides the factor's size; a minor factor is sharded only where every shard holds
+    one index of its major one. What cannot be kept is replicated: correct, at the price of a gather.
     """
     num_shards = lambda axes: math.prod(axis_sizes[a] for a in axes)
     sizes = dict(factors.sizes)
@@ -128,8 +128,12 @@ def assign(
 
     chosen: dict[str, Axes] = {}
     used: set[str] = set()
-    # Axes of size 1 split nothing and are in no other's way: they come last.
-    for label, axes in sorted(wishes, key=lambda wish: num_shards(wish[1]) == 1):
+    # Where a result is wanted as an operand is, that comes first: the two would both be resharded otherwise. Axes of
+    # size 1 split nothing and are in no other's way: they come last.
+    of_results = {(label, axes) for labels, e in zip(factors.results, wanted) for label, axes in zip(labels, e)}
+    of_operands = {(label, axes) for labels, e in sharded for label, axes in zip(labels, e)}
+    agreed = of_results & of_operands
+    for label, axes in sorted(wishes, key=lambda wish: (num_shards(wish[1]) == 1, wish not in agreed)):
         for factor in _factors(label):
             fitting = _fitting([a for a in axes if a not in used], axis_sizes, sizes[factor])
             if factor not in chosen and fitting:
