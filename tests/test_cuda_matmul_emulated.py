@@ -81,6 +81,11 @@ def test_padded_rows_are_no_whole_boxes(layouts: str, emulator: Emulator) -> Non
     check(make_spec(185, 251, 72, layouts=layouts), Config(128, 128, num_stages=3))
 
 
+def test_padding_adds_nothing_to_a_sum(emulator: Emulator) -> None:
+    """Both operands have padded rows of k, so that elements of the padding meet each other."""
+    check(make_spec(72, 64, 67, layouts="mk.nk"), Config(64, 64))
+
+
 @pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize(
     ("config", "shape", "options"),

@@ -256,13 +256,17 @@ def test_cache_key_covers_all_that_decides_the_code(cache, monkeypatch):
     assert len(list(cache.iterdir())) == len(variants) + 3
 
 
-def test_cache_key_names_the_library_that_compiles():
+def test_cache_key_names_the_library_that_compiles(monkeypatch):
     build = compiler._nvrtc_build()
     assert build is not None
     path, size, changed = build
     assert any(os.path.realpath(path) in line for line in pathlib.Path("/proc/self/maps").read_text().splitlines())
     stat = pathlib.Path(path).stat()
     assert (size, changed) == (stat.st_size, stat.st_mtime_ns)
+    request = compiler._Request("", "kernel", "kernel.cu", (), ())
+    key = request.key()
+    monkeypatch.setattr(compiler, "_nvrtc_build", lambda: (path, size, changed + 1))
+    assert request.key() != key
 
 
 @pytest.mark.parametrize("from_path", [False, True], ids=["current directory", "include path"])
