@@ -122,13 +122,19 @@ class Trainer:
     Args:
       config: what to train.
       devices: the devices; None for all that JAX sees.
+      attention_fn: replaces the model's attention, as `Transformer` takes it.
 
     Raises:
       InputError: the batch cannot be split evenly over the devices, or a step does not fit into their memory.
       NotImplementedError: the config names a backend that cannot run the model here.
     """
 
-    def __init__(self, config: TrainingConfig, devices: Sequence[Any] | None = None):
+    def __init__(
+        self,
+        config: TrainingConfig,
+        devices: Sequence[Any] | None = None,
+        attention_fn: Callable[..., jax.Array] | None = None,
+    ):
         self.devices = _as_devices(devices)
         if config.batch_size % len(self.devices):
             raise InputError(
@@ -137,7 +143,7 @@ class Trainer:
             )
         self.config = config
         model = dataclasses.replace(config.model, deterministic=config.deterministic)
-        self.graphdef, _ = abstract_params(model)
+        self.graphdef, _ = abstract_params(model, attention_fn)
         self._optimizer = optimizer(config)
         mesh = jax.make_mesh((len(self.devices),), ("data",), axis_types=(AxisType.Auto,), devices=self.devices)
         self.replicated = NamedSharding(mesh, PartitionSpec())

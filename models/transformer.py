@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -68,8 +69,9 @@ class Projection(nnx.Module):
 class Attention(nnx.Module):
     """Causal self-attention with rotary positions and grouped key/value heads."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, attention_fn: Callable[..., jax.Array] | None = None):
         c = self.config = config
+        self.attention_fn = attention_fn
         self.qkv = Projection(c.embed_dim, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c, rngs=rngs)
         self.out = Projection(c.num_heads * c.head_dim, c.embed_dim, c, rngs=rngs, gain=_residual_gain(c))
 
@@ -94,6 +96,8 @@ class Attention(nnx.Module):
         if cache is not None and x.shape[1] == 1:
             visible = jnp.broadcast_to(jnp.minimum(length + 1, cache.key.shape[1]), x.shape[:1])
             out = jk.dot_product_attention(q, cache.key, cache.value, key_value_seq_lengths=visible, backend=c.backend)
+        elif self.attention_fn is not None:
+            out = self.attention_fn(q, k, v, is_causal=True)
         else:
             out = jk.dot_product_attention(q, k, v, is_causal=True, deterministic=c.deterministic, backend=c.backend)
         return self.out(out.reshape(*x.shape[:2], -1), residual=residual), cache
@@ -115,9 +119,9 @@ class FeedForward(nnx.Module):
 class Block(nnx.Module):
     """One layer: attention and feed-forward, each on the normalised stream and added to it."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, attention_fn: Callable[..., jax.Array] | None = None):
         self.attention_norm = _norm(config, rngs)
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = Attention(config, rngs=rngs, attention_fn=attention_fn)
         self.mlp_norm = _norm(config, rngs)
         self.mlp = FeedForward(config, rngs=rngs)
 
@@ -138,19 +142,21 @@ class Transformer(nnx.Module):
     Args:
       config: sizes and options.
       rngs: the stream "params" seeds the initialisation. `scan` and `remat` do not change it.
+      attention_fn: replaces `jaxkernels.dot_product_attention`, but for decoding: called as
+        attention_fn(query, key, value, is_causal=True). To compare with another library's attention.
 
     References: Vaswani et al. 2017, arXiv:1706.03762; RMSNorm: Zhang and Sennrich 2019, arXiv:1910.07467;
     rotary positions: Su et al. 2021, arXiv:2104.09864; grouped heads: Ainslie et al. 2023, arXiv:2305.13245.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, attention_fn: Callable[..., jax.Array] | None = None):
         self.config = config
         shape = (config.vocab_size, config.embed_dim)
         init = nnx.initializers.normal(_EMBEDDING_STDDEV)
         self.embedding = nnx.Param(init(rngs.params(), shape, jnp.float32))
         # XLA compiles the random draws of one block and loops over the layers: see `init_params`.
         keys = jax.random.split(rngs.params(), config.num_layers)
-        init_block = lambda key: Block(config, rngs=nnx.Rngs(params=key))
+        init_block = lambda key: Block(config, rngs=nnx.Rngs(params=key), attention_fn=attention_fn)
         stacked = nnx.scan(init_block, in_axes=0, out_axes=0)(keys)
         layer = lambda i: jax.tree.map(lambda x: x[i], stacked)
         # One Block with stacked parameters if the model scans, else a list of Blocks.
@@ -243,9 +249,12 @@ def _stacked_params(config: ModelConfig, key: jax.Array) -> dict[str, Any]:
     return nnx.to_pure_dict(nnx.state(Transformer(config, rngs=nnx.Rngs(params=key)), nnx.Param))
 
 
-def abstract_params(config: ModelConfig) -> tuple[nnx.GraphDef, dict]:
+def abstract_params(
+    config: ModelConfig, attention_fn: Callable[..., jax.Array] | None = None
+) -> tuple[nnx.GraphDef, dict]:
     """Returns the model's structure and the shapes of its parameters, without allocating them."""
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(params=0))), nnx.Param)
+    build = lambda: Transformer(config, rngs=nnx.Rngs(params=0), attention_fn=attention_fn)
+    graphdef, params = nnx.split(nnx.eval_shape(build), nnx.Param)
     return graphdef, nnx.to_pure_dict(params)
 
 

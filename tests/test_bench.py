@@ -914,13 +914,15 @@ def test_training_steps_have_a_table_of_their_own():
         suite="train-124m", op="train", shape="124m 32x1024", tokens=32768, memory_bytes_per_s=None,
         sides=(
             Side("auto", True, 0.066, samples(66.0, 66.0, 66.0), 0.0),
-            Side("xla", False, 0.082, samples(82.5, 82.5, 82.5), 0.0),
+            Side("xla", False, 0.106, samples(106.0, 106.0, 106.0), 0.0),
+            Side("cudnn", False, 0.0675, samples(67.5, 67.5, 67.5), 0.0),
         ),
         flops=2.6e13,
     )  # fmt: skip
     text = report.table([report.Found(step, pathlib.Path("train.json"), Results(ENVIRONMENT, (step,)))])
-    assert "| preset | dtype | xla | auto |" in text
-    assert "| 66.0 ms, 496,485 tokens/s, MFU 39.8% (1.25 x) |" in text
+    assert "| preset | dtype | xla (baseline) | cudnn (baseline) | auto |" in text
+    assert "| 66.0 ms, 496,485 tokens/s, MFU 39.8% (1.02 x) |" in text
+    assert "x: times as fast as the fastest baseline." in text
 
 
 def test_tables_of_a_real_run_name_every_problem():
@@ -1004,9 +1006,34 @@ def test_training_rows(monkeypatch):
     (step,) = training.run([("train-tiny", "tiny")], settings(clock=None))
     assert [(side.name, side.is_ours) for side in step.sides] == [("xla", False), ("auto", True)]
     assert step.sides[1].error_ratio == 0
+    assert step.refused["cudnn"] == "computes in 16 bits, not in float32"
+    assert baselines.cudnn_refuses("bfloat16", H200) is None
     assert step.tokens == 2 * 16
-    assert step.refused["pallas"].startswith("NotImplementedError: ")
+    assert step.refused["jaxkernels pallas"].startswith("NotImplementedError: ")
     assert "tokens/s" in results.line(step, step.ours[0])
+
+
+def test_training_steps_are_also_held_against_another_attention(monkeypatch):
+    """cuDNN's, with XLA's products; here JAX's own stands in for it."""
+    model = dataclasses.replace(PRESETS["tiny"].model, num_layers=1, embed_dim=32, mlp_dim=32)
+    tiny = dataclasses.replace(PRESETS["tiny"], model=model, batch_size=2, sequence_length=16)
+    monkeypatch.setitem(PRESETS, "tiny", tiny)
+    monkeypatch.setattr(training, "_ROUNDS", 1)
+    monkeypatch.setattr(measure, "_SUSTAINED_LAUNCHES", (1, 1))
+    monkeypatch.setattr(training, "cudnn_refuses", lambda dtype, chip: None)
+    traced = []
+
+    def attention(*operands: jax.Array, is_causal: bool) -> jax.Array:
+        traced.append(is_causal)
+        return jax.nn.dot_product_attention(*operands, is_causal=is_causal)
+
+    assert training._BASELINES["cudnn"].keywords == {"implementation": "cudnn"}
+    monkeypatch.setitem(training._BASELINES, "cudnn", attention)
+    (step,) = training.run([("train-tiny", "tiny")], settings(clock=None, backends=("pallas",)))
+    assert [(side.name, side.is_ours) for side in step.sides] == [("xla", False), ("cudnn", False)]
+    assert step.sides[1].error_ratio < 0.01
+    assert traced
+    assert all(traced)
 
 
 def test_rows_thin_out_a_suite(monkeypatch):

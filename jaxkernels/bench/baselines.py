@@ -16,7 +16,7 @@ from jaxkernels.bench.cases import AttentionCase, MatmulCase
 from jaxkernels.bench.suites import Op, Problem
 from jaxkernels.hardware import Chip
 
-__all__ = ["BASELINES", "Baseline", "Contender", "baseline_names"]
+__all__ = ["BASELINES", "Baseline", "Contender", "baseline_names", "cudnn_refuses"]
 
 Operands = dict[str, jax.Array]
 
@@ -201,10 +201,15 @@ def _attention_xla(problem: Problem[AttentionCase]) -> Iterator[Contender]:
     yield Contender("xla", functools.partial(_jax_attention, problem.case, "xla"))
 
 
+def cudnn_refuses(dtype: str, chip: Chip) -> str | None:
+    """Why cuDNN has no attention for the dtype on the chip, or None."""
+    if dtype not in ("bfloat16", "float16"):
+        return f"computes in 16 bits, not in {dtype}"
+    return _needs_cuda(chip)
+
+
 def _cudnn_refuses(problem: Problem[AttentionCase], chip: Chip) -> str | None:
-    if problem.case.dtype not in ("bfloat16", "float16"):
-        return f"computes in 16 bits, not in {problem.case.dtype}"
-    return _needs_cuda(chip) or _jax_nn_refuses(problem.case)
+    return cudnn_refuses(problem.case.dtype, chip) or _jax_nn_refuses(problem.case)
 
 
 def _attention_cudnn(problem: Problem[AttentionCase]) -> Iterator[Contender]:

@@ -142,8 +142,13 @@ def table(found: Sequence[Found]) -> str:
     names = list(dict.fromkeys(side.name for row in rows for side in row.ours))
     is_training = rows[0].tokens is not None
     if is_training:
-        head = ["preset", "dtype", "xla", *names]
-        lines = [[row.shape, row.dtype, _step(row, row.fastest_baseline), *_by_name(row, names, _step)] for row in rows]
+        baselines = list(dict.fromkeys(side.name for row in rows for side in row.sides if not side.is_ours))
+        head = ["preset", "dtype", *(f"{name} (baseline)" for name in baselines), *names]
+        lines = []
+        for row in rows:
+            theirs = {side.name: side for side in row.sides if not side.is_ours}
+            cells = [_step(row, theirs.get(name)) for name in baselines]
+            lines.append([row.shape, row.dtype, *cells, *_by_name(row, names, _step)])
     else:
         head = ["shape", "dtype", "fastest baseline", *names]
         lines = [[_shape(row), row.dtype, _baseline(row), *_by_name(row, names, _speed)] for row in rows]
@@ -208,12 +213,11 @@ def _mean(ratios: Iterable[float | None]) -> str:
 
 def _sources(found: Sequence[Found], *, is_training: bool) -> str:
     what = "Step time, speed" if is_training else f"TFLOP/s, {found[0].row.regime}"
-    against = "xla" if is_training else "the fastest baseline"
     runs = collections.Counter(x.path for x in found)
     texts = [_run(next(x for x in found if x.path == path)) for path in runs]
     if len(runs) > 1:
         texts = [f"{n} rows: {text}" for n, text in zip(runs.values(), texts)]
-    return f"{what}; x: times as fast as {against}. {' '.join(texts)}\n"
+    return f"{what}; x: times as fast as the fastest baseline. {' '.join(texts)}\n"
 
 
 def _run(found: Found) -> str:

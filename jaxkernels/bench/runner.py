@@ -31,7 +31,7 @@ from jaxkernels.bench.results import Row, Side
 from jaxkernels.bench.suites import Problem, peak_flops_per_s
 from jaxkernels.bench.telemetry import Telemetry
 
-__all__ = ["Settings", "run"]
+__all__ = ["Settings", "our_key", "run"]
 
 _Arrays = dict[str, jax.Array]
 
@@ -167,7 +167,7 @@ class _Plan:
         """Compiles a backend's kernel, which a worker has started to lower, or which is lowered here."""
         contender = Contender(name, lowering.our_function(self.problem, name))
         lower = started or functools.partial(lowering.lower, self.problem, contender)
-        self._compiling[_our_key(name)] = self._submit(functools.partial(_compile, contender, True, lower))
+        self._compiling[our_key(name)] = self._submit(functools.partial(_compile, contender, True, lower))
 
     def _baselines(self) -> Iterator[Contender]:
         op = self.problem.op
@@ -333,8 +333,8 @@ class _WrongResultError(RuntimeError):
     """A result that breaks the error rule."""
 
 
-def _our_key(backend: str) -> str:
-    """Of a backend's side in a plan: a baseline may bear the same name."""
+def our_key(backend: str) -> str:
+    """The key of a backend's side: a baseline may have the backend's name."""
     return f"jaxkernels {backend}"
 
 

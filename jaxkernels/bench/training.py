@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxkernels import dispatch
+from jaxkernels import dispatch, hardware
 from jaxkernels.bench import accuracy
+from jaxkernels.bench.baselines import cudnn_refuses
 from jaxkernels.bench.measure import Call, WallClock, measure
 from jaxkernels.bench.results import Row, Side
-from jaxkernels.bench.runner import Settings
+from jaxkernels.bench.runner import Settings, our_key
 from jaxkernels.models.config import TrainingConfig, training_config
 from jaxkernels.models.training import Trainer, peak_flops_per_s
 
 __all__ = ["run"]
 
-_BASELINE = "xla"
 _AUTO = "auto"
 
 #: The fraction of the loss that counts as an error ratio of 1.
@@ -28,12 +29,20 @@ _CHECKED = "the loss of the first step, against xla's: an error ratio of 1 is ha
 
 _ROUNDS, _BUDGET_SECONDS = 5, 30
 
+_AttentionFn = Callable[..., jax.Array]
+
+#: Baselines -> the attention that replaces ours; products are XLA's in all of them. The fastest counts.
+_BASELINES: dict[str, _AttentionFn | None] = {
+    "xla": None,
+    "cudnn": functools.partial(jax.nn.dot_product_attention, implementation="cudnn"),
+}
+
 
 class _Steps:
     """A model that takes one training step at each call, always on the same batch."""
 
-    def __init__(self, config: TrainingConfig, device: Any):
-        self._trainer = Trainer(config, [device])
+    def __init__(self, config: TrainingConfig, device: Any, attention_fn: _AttentionFn | None = None):
+        self._trainer = Trainer(config, [device], attention_fn)
         rng = np.random.default_rng(config.seed)
         shape = (config.batch_size, config.sequence_length + 1)
         self._batch = self._trainer.put(rng.integers(config.model.vocab_size, size=shape, dtype=np.int32))
@@ -49,50 +58,64 @@ def run(
 ) -> Iterator[Row]:
     """Times the training step of presets, given with the name of their suite; one row each.
 
-    Sides are the backends, and "auto" where each operation chooses; xla's step is the baseline. XLA is free to autotune
-    (`deterministic=False`), which makes the baseline faster. A step is timed by the host's clock, from its start to its
-    result, one after the other.
+    Our sides are the backends, and "auto", where each operation chooses. The baselines are "xla", with XLA's products
+    and attention, and "cudnn", with XLA's products and cuDNN's attention: the fastest counts. All sides have the
+    preset's `scan` and `remat`. XLA is free to autotune (`deterministic=False`), which makes the baselines faster. A
+    step is timed by the host's clock, from its start to its result, one after the other.
 
     Args:
       presets: (suite, preset name) pairs.
       settings: what to compare; regimes and baselines are not looked at.
       status: told what is going on.
     """
-    ours = settings.backends or (_AUTO, *dispatch.backend_names())
+    chip = hardware.chip_of(settings.device)
+    backends = settings.backends or (_AUTO, *dispatch.backend_names())
     for suite, preset in presets:
-        steps, losses, refused = {}, {}, {}
-        for name in (_BASELINE, *(name for name in ours if name != _BASELINE)):
+        config = _config(preset, _AUTO, settings.device)
+        sides: dict[str, tuple[str, str, _AttentionFn | None]] = {}  # key -> name, backend, attention
+        refused: dict[str, str] = {}
+        for name, attention_fn in _BASELINES.items():
+            reason = cudnn_refuses(config.model.dtype, chip) if name == "cudnn" else None
+            if reason is None:
+                sides[name] = name, "xla", attention_fn
+            else:
+                refused[name] = reason
+        sides |= {our_key(name): (name, name, None) for name in backends if name not in _BASELINES}
+        steps: dict[str, _Steps] = {}
+        losses: dict[str, float] = {}
+        for key, (name, backend, attention_fn) in sides.items():
             status(f"{preset}: compiling for {name}")
             try:
-                steps[name] = _Steps(_config(preset, name, settings.device), settings.device)
-                losses[name] = float(steps[name]())
-                error = abs(losses[name] / losses.get(_BASELINE, losses[name]) - 1) / _LOSS_UNIT
-                if not error <= accuracy.ALLOWED:
-                    refused[name] = f"wrong: its first loss is {losses[name]:.4f}, xla's {losses[_BASELINE]:.4f}"
-                    del steps[name]
+                step = _Steps(_config(preset, backend, settings.device), settings.device, attention_fn)
+                losses[key] = float(step())
+                reference = next(iter(losses.values()))  # xla's, unless it failed
+                if not abs(losses[key] / reference - 1) / _LOSS_UNIT <= accuracy.ALLOWED:
+                    refused[key] = f"wrong: its first loss is {losses[key]:.4f}, {next(iter(losses))}'s {reference:.4f}"
+                else:
+                    steps[key] = step
             except Exception as e:  # No kernel for this model, or no memory: the others may do.
-                refused[name] = f"{type(e).__name__}: {e}".splitlines()[0]
+                refused[key] = f"{type(e).__name__}: {e}".splitlines()[0]
         status(f"{preset}: timing")
         settings.telemetry.take()
         samples = measure(
-            {name: Call(step, [()]) for name, step in steps.items()},
+            {key: Call(step, [()]) for key, step in steps.items()},
             regime="sustained",
             rounds=_ROUNDS,
             budget_s=_BUDGET_SECONDS,
             clock=settings.clock or WallClock(),
             probe=settings.telemetry.sm_clock,
         )
-        sides = [
+        timed = [
             Side(
-                name=name,
-                is_ours=name != _BASELINE,
+                name=sides[key][0],
+                is_ours=key not in _BASELINES,
                 seconds=times.median,
                 samples=times,
-                error_ratio=abs(losses[name] / losses[_BASELINE] - 1) / _LOSS_UNIT,
+                error_ratio=abs(losses[key] / next(iter(losses.values())) - 1) / _LOSS_UNIT,
             )
-            for name, times in samples.items()
+            for key, times in samples.items()
         ]
-        yield _row(suite, _config(preset, _AUTO, settings.device), settings, tuple(sides), refused)
+        yield _row(suite, config, settings, tuple(timed), refused)
 
 
 def _config(preset: str, backend: str, device: Any) -> TrainingConfig:
