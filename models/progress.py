@@ -35,7 +35,7 @@ class Progress:
         self._bar = rich_progress.Progress(
             rich_progress.BarColumn(),
             rich_progress.MofNCompleteColumn(),
-            rich_progress.TextColumn("{task.fields[text]}"),
+            rich_progress.TextColumn("{task.fields[text]}", markup=False),
             console=console,
             transient=True,
             disable=not console.is_terminal,

@@ -20,6 +20,8 @@ import numpy as np
 import pytest
 from errors import raises_exactly
 from matplotlib.image import imread
+from rich.status import Status
+from rich.text import Text
 from typer.testing import CliRunner, Result
 
 import jaxkernels as jk
@@ -638,7 +640,7 @@ def test_the_sampled_gpu_is_the_one_that_is_used(monkeypatch, visible, handle):
 def test_without_nvml_nothing_is_sampled(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with Telemetry(0) as telemetry:
-        assert telemetry.reason == "nvidia-ml-py is not installed: pip install jaxkernels[bench]"
+        assert telemetry.reason == 'nvidia-ml-py is not installed: pip install "jaxkernels[bench]"'
         assert (telemetry.sm_clock(), telemetry.take(), telemetry.driver(), telemetry.limits()) == (
             None,
             None,
@@ -988,6 +990,33 @@ def test_bench_from_end_to_end(tmp_path, monkeypatch):
     assert {text.split(" | ")[0] for text in moved} >= {
         "gemm 32x48x40 nn float32 xla", "gemm 32x48x40 nn float32 xla (baseline)"
     }  # fmt: skip
+
+
+def test_messages_keep_their_brackets_and_a_bench_that_times_nothing_fails(registry, monkeypatch):
+    """The console must not take them for its markup."""
+    reason = 'needs more: pip install "jaxkernels[cuda13]" [/] (4096, [128])'
+    monkeypatch.setattr(xla_matmul, "unsupported", lambda spec: reason)
+    result = invoke("bench", "gemm", "--shapes", "32x48x40:float32", "--regime", "burst", "--backend", "xla")
+    assert f"jaxkernels xla: matmul[xla]: {reason}. " in result.stdout
+    assert result.exit_code == 1
+    assert result.stderr == "error: bench: no kernel of ours was timed in 1 rows; the reasons stand above.\n"
+
+
+@pytest.mark.parametrize("update", ["[/] [128]", "4x128 [red]"])
+def test_spinner_of_a_bench_keeps_brackets(update, monkeypatch):
+    shown = []
+
+    def run(work: Any, settings: Any, status: Callable[[Any], None]) -> Iterator[Row]:
+        status(update)
+        yield row()
+
+    def show(status: Status, text: Any) -> None:
+        shown.append(Text.from_markup(text) if isinstance(text, str) else text)
+
+    monkeypatch.setattr(Status, "update", show)
+    monkeypatch.setattr(runner, "run", run)
+    assert invoke("bench", "gemm", "--shapes", "32x48x40:float32").exit_code == 0
+    assert [text.plain for text in shown] == [update]
 
 
 def test_wrong_results_fail_the_command(wrong_backend):

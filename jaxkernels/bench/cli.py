@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from jaxkernels import dispatch
 from jaxkernels.folders import check_writable
 from jaxkernels.models.config import InputError
+from jaxkernels.models.progress import plain_console
 
 if TYPE_CHECKING:
     from jaxkernels.bench.results import Results, Row
@@ -111,7 +113,7 @@ def bench(
     from jaxkernels.bench import results as results_lib
     from jaxkernels.bench import suites
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console()
     if op not in suites.OPS:
         raise InputError(f"bench: unknown operation {op!r}; use one of {', '.join(suites.OPS)}.")
     if suite == ["list"]:
@@ -146,6 +148,8 @@ def bench(
     if wrong := sum(map(_is_wrong, results.rows)):
         console.print(f"{wrong} rows have wrong results of ours, see above")
         raise typer.Exit(1)
+    if not any(row.ours for row in results.rows):
+        raise InputError(f"bench: no kernel of ours was timed in {len(results.rows)} rows; the reasons stand above.")
 
 
 def _check_outputs(command: str, json: pathlib.Path | None, plot: pathlib.Path | None) -> None:
@@ -288,7 +292,7 @@ def _run(
             console.print(f"clocks, power and temperature are not sampled: {settings.telemetry.reason}")
         so_far = lambda: results_lib.Results(where | dict(seconds=time.perf_counter() - begin), tuple(rows))
         try:
-            for row in run(work, settings, spinner.update):
+            for row in run(work, settings, lambda text: spinner.update(Text(text))):
                 rows.append(row)
                 _show(row, settings, console)
                 if json is not None and time.perf_counter() - saved > _SAVE_SECONDS:
@@ -404,7 +408,7 @@ def study(
     from jaxkernels.bench import suites
     from jaxkernels.bench.telemetry import Telemetry
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console()
     problems = [suites.parse_shape("gemm", text) for text in shapes or ["8192x8192x8192", "2048x2048x2048"]]
     device = jax.devices()[0]
     if device.platform not in ("gpu", "cuda"):
@@ -443,7 +447,7 @@ def report(
     """Write the documentation's benchmark tables from committed results."""
     from jaxkernels.bench.report import Library, render
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console()
     if not results.is_dir():
         raise InputError(f"report: there is no folder {results}. Give the benchmarks' folder with --results.")
     library = Library(results)

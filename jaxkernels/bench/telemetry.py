@@ -72,7 +72,7 @@ class Telemetry:
             try:
                 import pynvml as nvml
             except ImportError:
-                self.reason = "nvidia-ml-py is not installed: pip install jaxkernels[bench]"
+                self.reason = 'nvidia-ml-py is not installed: pip install "jaxkernels[bench]"'
                 return
         self._nvml = nvml
         try:
