@@ -2,6 +2,13 @@
 
 nnx.MultiHeadAttention(..., attention_fn=attention_fn)
 linen.MultiHeadDotProductAttention(..., attention_fn=make_attention_fn(backend="pallas"))
+
+Causal attention is fast if the kernel knows the rule: a mask array that is computed under `jit` is only data to it.
+
+fast, NNX:    layer(x, is_causal=True)
+fast, Linen:  MultiHeadDotProductAttention(..., attention_fn=make_attention_fn(is_causal=True)), then layer(x)
+slow, both:   layer(x, mask=make_causal_mask(tokens)) under `jit`: XLA runs it
+fast, both:   a causal mask that is a concrete array, made outside of `jit`: it is recognised
 """
 
 from __future__ import annotations
@@ -13,6 +20,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
 from flax.nnx.nn import dtypes
 from jaxtyping import Array, Float
 
@@ -36,7 +45,7 @@ def attention_fn(
     module: Any = None,
     promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
     is_causal: bool = False,
-    force_fp32_for_softmax: bool = False,
+    force_fp32_for_softmax: bool | None = None,
     einsum_dot_general: Callable[..., Array] | None = None,
     qk_attn_weights_einsum: Callable[..., Array] | None = None,
     attn_weights_value_einsum: Callable[..., Array] | None = None,
@@ -45,66 +54,81 @@ def attention_fn(
 ) -> Float[Array, "*B T N D"]:
     """Computes attention in place of `flax.nnx.dot_product_attention` or `flax.linen.dot_product_attention`.
 
-    It takes the parameters of both: Linen passes those that the signature names.
+    It takes the parameters of both: Linen passes those that the signature names. A call that needs the attention
+    weights as an array, or another arithmetic than the kernels', runs Flax's own function if no backend is named.
 
     Args:
       query, key, value: any batch dimensions, or none; N a multiple of K (grouped heads, also for Linen).
       bias, mask: broadcastable to (*B, N, T, S); a mask of any dtype, where nonzero means seen (Flax
-        makes float32 masks of 0 and 1).
-      broadcast_dropout, dropout_rng, dropout_rate, deterministic: there is no dropout on the weights;
-        see Raises.
+        makes float32 masks of 0 and 1). A concrete mask that is exactly causal becomes `is_causal`. A traced mask
+        does not: the fast kernels take none.
+      broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout on the weights runs Flax's own function.
       dtype, promote_dtype: the operands are promoted to `dtype` (default: their common one) first.
-      precision: as `jax.lax.Precision`; see Raises. For 16-bit operands every setting gives the same.
-      module: where the attention weights are to be sown; see Raises.
+      precision: as `jax.lax.Precision`. For 16-bit operands every setting gives the same; for float32, more than the
+        default runs Flax's own function.
+      module: the attention weights are sown there, by Flax's own function.
       is_causal: query i sees keys j <= i.
-      force_fp32_for_softmax: the softmax is computed in float32 in any case.
-      einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: see Raises.
-      backend: name of the backend that must run it, or None for the fastest that can.
+      force_fp32_for_softmax: the softmax is computed in float32 in any case. Linen's layers always give it: where
+        Flax's own function runs, it is Linen's if this or another of Linen's arguments is given, else NNX's.
+      einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: the caller's own products run Flax's own
+        function.
+      backend: name of the backend that must run it, or None for the fastest that can, or Flax's own function.
 
     Returns:
       The output, (*B, T, N, D), in the promoted dtype.
 
     Raises:
       ValueError: shapes are wrong, or dropout_rate is not in [0, 1).
-      NotImplementedError: dropout on the weights, sown weights, an einsum of the caller's own, or more
-        than the default precision for float32: the weights are never formed as an array, and the
-        products are the kernel's. Or the named backend cannot compute this.
+      NotImplementedError: a backend is named that cannot compute this: with dropout on the weights, sown weights, an
+        einsum of the caller's own, operands that are not floating, or more than the default precision for float32.
 
-    Differentiability: as `jaxkernels.dot_product_attention`.
+    Differentiability: as `jaxkernels.dot_product_attention`; as Flax's own function where that runs.
     """
     op = f"attention_fn[{backend or 'auto'}]"
     if not 0.0 <= dropout_rate < 1.0:
-        raise ValueError(f"{op}: dropout_rate must be in [0, 1); got {dropout_rate!r}.")
+        raise ValueError(f"{op}: dropout_rate must be in the range [0, 1), got {dropout_rate!r}.")
+    given = (query, key, value)
+    query, key, value = promote_dtype(given, dtype=dtype)
+    own_einsums = dict(
+        einsum_dot_general=einsum_dot_general,
+        qk_attn_weights_einsum=qk_attn_weights_einsum,
+        attn_weights_value_einsum=attn_weights_value_einsum,
+    )
+    own_einsums = {name: einsum for name, einsum in own_einsums.items() if einsum is not None}
+    reason = None
     if dropout_rate > 0.0 and not deterministic:
-        raise NotImplementedError(
-            f"{op}: there is no dropout on attention weights; got dropout_rate={dropout_rate} and deterministic=False. "
-            "Set dropout_rate=0 and put a Dropout layer after the attention, or use Flax's own attention_fn."
-        )
-    if module is not None:
-        raise NotImplementedError(
-            f"{op}: the attention weights are never formed, so they cannot be sown; got a module to sow them in. "
-            "Leave sow_weights=False, or use Flax's own attention_fn."
-        )
-    for name, einsum in (
-        ("einsum_dot_general", einsum_dot_general),
-        ("qk_attn_weights_einsum", qk_attn_weights_einsum),
-        ("attn_weights_value_einsum", attn_weights_value_einsum),
-    ):
-        if einsum is not None:
-            raise NotImplementedError(
-                f"{op}: the products are the kernel's own; got {name}={einsum!r}. Use Flax's own attention_fn with it."
-            )
-    query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    if query.dtype == jnp.float32 and precision not in (None, "default", jax.lax.Precision.DEFAULT):
-        raise NotImplementedError(
-            f"{op}: float32 is multiplied at JAX's default precision; got precision={precision!r}. "
-            "Set jax_default_matmul_precision instead, or use Flax's own attention_fn."
-        )
+        reason = f"there is no dropout on attention weights; got {dropout_rate=} and {deterministic=}"
+    elif module is not None:
+        reason = "the attention weights are never formed, so they cannot be sown; got a module to sow them in"
+    elif own_einsums:
+        name, einsum = next(iter(own_einsums.items()))
+        reason = f"the products are the kernel's own; got {name}={einsum!r}"
+    elif not jnp.issubdtype(query.dtype, jnp.floating):
+        reason = f"operands must be floating; got {query.dtype}"
+    elif query.dtype == jnp.float32 and precision not in (None, "default", jax.lax.Precision.DEFAULT):
+        reason = f"float32 is multiplied at JAX's default precision; got {precision=}"
+    if reason is not None and backend is not None:
+        raise NotImplementedError(f"{op}: {reason}. Use backend=None, which runs Flax's own function then.")
+    if reason is not None:
+        options: dict[str, Any] = dict(
+            broadcast_dropout=broadcast_dropout, dropout_rng=dropout_rng, dropout_rate=dropout_rate,
+            deterministic=deterministic, dtype=dtype, precision=precision, module=module,
+        )  # fmt: skip
+        if own_einsums or force_fp32_for_softmax is not None or isinstance(module, linen.Module):
+            if is_causal:
+                causal = jnp.tri(query.shape[-3], key.shape[-3], dtype=bool)
+                mask = causal if mask is None else jnp.logical_and(mask, causal)
+            options |= own_einsums | dict(force_fp32_for_softmax=bool(force_fp32_for_softmax))
+            return linen.dot_product_attention(query, key, value, bias, mask, **options)
+        options |= dict(promote_dtype=promote_dtype, is_causal=is_causal)
+        return nnx.dot_product_attention(*given, bias, mask, **options)
     if not (query.ndim == key.ndim == value.ndim >= 3 and query.shape[:-3] == key.shape[:-3] == value.shape[:-3]):
         raise ValueError(
             f"{op}: query, key and value must have the same batch dimensions, (*B, length, heads, features); "
             f"got {query.shape}, {key.shape} and {value.shape}."
         )
+    if mask is not None and _is_causal_mask(mask, query.shape[-3], key.shape[-3]):
+        mask, is_causal = None, True
     batch = query.shape[:-3]
     flat = lambda x: x.reshape(-1, *x.shape[-3:])
     out = jk.dot_product_attention(
@@ -123,9 +147,46 @@ def attention_fn(
 nnx_attention_fn = linen_attention_fn = attention_fn
 
 
-def make_attention_fn(backend: str | None = None) -> Callable[..., Array]:
-    """Returns `attention_fn` with its backend fixed, for layers, which have no argument for it."""
-    return functools.partial(attention_fn, backend=backend)
+def make_attention_fn(backend: str | None = None, *, is_causal: bool = False) -> Callable[..., Array]:
+    """Returns `attention_fn` with arguments fixed that layers do not have.
+
+    Args:
+      backend: name of the backend that must run it, or None for the fastest that can.
+      is_causal: every call is causal, as for Linen, whose layers have masks only. Leave the causal mask out of the
+        call then. Another mask still counts. For self-attention on whole sequences: a call with other numbers of
+        queries and keys, as in decoding with a cache, raises ValueError.
+    """
+    if not is_causal:
+        return functools.partial(attention_fn, backend=backend)
+
+    # Linen reads the signature: the layer must see every parameter of `attention_fn`.
+    @functools.wraps(attention_fn)
+    def causal_attention_fn(query: Array, key: Array, *args: Any, **kwargs: Any) -> Array:
+        if query.ndim >= 3 and key.ndim >= 3 and query.shape[-3] != key.shape[-3]:
+            raise ValueError(
+                f"attention_fn[{backend or 'auto'}]: is_causal=True needs as many queries as keys; "
+                f"got {query.shape[-3]} and {key.shape[-3]}. Use make_attention_fn() and a mask."
+            )
+        return attention_fn(query, key, *args, **{**kwargs, "is_causal": True, "backend": backend})
+
+    return causal_attention_fn
+
+
+def _is_causal_mask(mask: Any, num_queries: int, num_keys: int) -> bool:
+    """Whether a mask lets query i see keys j <= i and no others; False if tracing hides its values."""
+    if isinstance(mask, jax.core.Tracer) or mask.shape[-2:] != (num_queries, num_keys):
+        return False
+    if isinstance(mask, np.ndarray):
+        return bool(np.all(mask.astype(bool) == np.tri(num_queries, num_keys, dtype=bool)))
+    if not mask.is_fully_addressable:
+        return False
+    with jax.ensure_compile_time_eval():  # also while another program is traced, of which the mask is a constant
+        return bool(_equals_causal(mask))
+
+
+@jax.jit
+def _equals_causal(mask: jax.Array) -> jax.Array:
+    return jnp.all(mask.astype(bool) == jnp.tri(*mask.shape[-2:], dtype=bool))
 
 
 def _flat_batch(op: str, name: str, x: Array, batch: tuple[int, ...]) -> Array:

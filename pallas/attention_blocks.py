@@ -120,7 +120,8 @@ def unsupported(spec: AttentionSpec) -> str | None:
         return f"takes bfloat16 or float16, not {spec.q.dtype}"
     operands = {"a bias": spec.bias is not None, "a dense mask": spec.mask is not None}
     if missing := [name for name, is_given in operands.items() if is_given]:
-        return f"does not handle {', '.join(missing)} yet"
+        way_out = "; is_causal, a window, lengths or segments are fast in its place" if spec.mask is not None else ""
+        return f"does not handle {', '.join(missing)} yet{way_out}"
     if spec.scale <= 0:
         return f"needs a positive scale, got {spec.scale}"
     if spec.soft_cap is not None and spec.soft_cap > _LARGEST_CAP:

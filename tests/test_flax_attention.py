@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -181,59 +182,95 @@ def test_deterministic_layer_ignores_its_dropout_rate(flax):
     assert_close(RUN[flax](attention_fn, x, layer=layer), RUN[flax](STOCK[flax], x, layer=layer), rtol=5e-5)
 
 
-def test_nnx_layer_refuses_dropout():
-    layer = nnx_layer(attention_fn, dropout_rate=0.1)
-    with pytest.raises(NotImplementedError) as e:
-        layer(inputs(2), deterministic=False)
-    assert str(e.value) == (
-        "attention_fn[auto]: there is no dropout on attention weights; got dropout_rate=0.1 and deterministic=False. "
-        "Set dropout_rate=0 and put a Dropout layer after the attention, or use Flax's own attention_fn."
-    )
-
-
-def test_linen_layer_refuses_dropout():
-    module = linen.MultiHeadDotProductAttention(
-        num_heads=HEADS, attention_fn=attention_fn, dropout_rate=0.1, deterministic=False
-    )
-    with pytest.raises(NotImplementedError, match=r"there is no dropout on attention weights; got dropout_rate=0\.1"):
-        module.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, inputs(2))
-
-
+@pytest.mark.parametrize("rate", [0.3, 0.0])
 @pytest.mark.parametrize("flax", ["nnx", "linen"])
-def test_layer_refuses_to_sow_weights(flax):
-    if flax == "nnx":
-        call = nnx_layer(attention_fn)
-    else:
-        module = linen.MultiHeadDotProductAttention(num_heads=HEADS, attention_fn=attention_fn)
-        call = functools.partial(module.init, jax.random.key(0))
-    with pytest.raises(NotImplementedError) as e:
-        call(inputs(2), sow_weights=True)
-    assert str(e.value) == (
-        "attention_fn[auto]: the attention weights are never formed, so they cannot be sown; got a module to sow them "
-        "in. Leave sow_weights=False, or use Flax's own attention_fn."
-    )
+def test_layer_that_needs_the_weights_gets_those_of_the_stock_one(flax, rate):
+    """Dropout on the weights, and sown weights."""
+    x, found = inputs(2), []
+    for function in (attention_fn, STOCK[flax]):
+        if flax == "nnx":
+            layer = nnx_layer(function, dropout_rate=rate)
+            out = layer(x, deterministic=False, rngs=nnx.Rngs(dropout=3), sow_weights=True, is_causal=True)
+            found.append((out, jax.tree.leaves(nnx.to_pure_dict(nnx.pop(layer, nnx.Intermediate)))))
+        else:
+            module = linen.MultiHeadDotProductAttention(
+                num_heads=HEADS, attention_fn=function, dropout_rate=rate, deterministic=False
+            )
+            keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+            variables = module.init(keys, x)
+            run = functools.partial(module.apply, mutable=["intermediates"], sow_weights=True)
+            out, sown = run(variables, x, mask=np.tri(7, dtype=bool), rngs={"dropout": jax.random.key(1)})
+            found.append((out, jax.tree.leaves(sown)))
+    assert found[0][1]
+    assert_close(*found, rtol=1e-6)
+
+
+class Einsum(linen.Module):
+    """An einsum of the caller's own."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        return 2 * jnp.einsum(*args, **kwargs)
+
+
+def test_linen_layer_with_einsums_of_its_own_gets_them():
+    options = dict(qk_attn_weights_einsum_cls=Einsum, attn_weights_value_einsum_cls=Einsum)
+    x = inputs(2)
+    assert_close(linen_run(attention_fn, x, layer=options), linen_run(STOCK["linen"], x, layer=options), rtol=1e-6)
+    causal = attention_fn(Q, Q, Q, is_causal=True, qk_attn_weights_einsum=Einsum(), attn_weights_value_einsum=Einsum())
+    assert causal.shape == Q.shape
+
+
+def test_complex_operands_run_linens_function_for_linen():
+    rng = np.random.default_rng(0)
+    real = lambda: random_array(rng, (2, 5, HEADS, 8), "float32")
+    q, k, v = (real() + 1j * real() for _ in range(3))
+    options = dict(mask=np.tri(5, dtype=bool)[None, None], force_fp32_for_softmax=False)
+    ours = attention_fn(q, k, v, **options)
+    assert ours.dtype == jnp.complex64
+    assert_close(ours, linen.dot_product_attention(q, k, v, **options), rtol=1e-6)
+    causal = attention_fn(q, k, v, is_causal=True, force_fp32_for_softmax=False)
+    assert_close(causal, ours, rtol=1e-6)
+
+
+def test_more_than_the_default_precision_runs_the_stock_function():
+    jaxpr = jax.make_jaxpr(lambda q: attention_fn(q, q, q, precision="highest", is_causal=True))(Q)
+    assert "jk_" not in str(jaxpr)
 
 
 Q = np.zeros((2, 5, HEADS, 8), np.float32)
+WAY_OUT = "Use backend=None, which runs Flax's own function then."
 
 
 @pytest.mark.parametrize(
     ("error", "args", "options", "message"),
     [
-        (ValueError, (Q, Q, Q), dict(dropout_rate=1.0), "attention_fn[auto]: dropout_rate must be in [0, 1); got 1.0."),
         (
-            NotImplementedError,
+            ValueError,
             (Q, Q, Q),
-            dict(qk_attn_weights_einsum=jnp.einsum, attn_weights_value_einsum=jnp.einsum),
-            f"attention_fn[auto]: the products are the kernel's own; got qk_attn_weights_einsum={jnp.einsum!r}. "
-            "Use Flax's own attention_fn with it.",
+            dict(dropout_rate=1.0),
+            "attention_fn[auto]: dropout_rate must be in the range [0, 1), got 1.0.",
         ),
-        (
-            NotImplementedError,
-            (Q, Q, Q),
-            dict(precision="highest"),
-            "attention_fn[auto]: float32 is multiplied at JAX's default precision; got precision='highest'. "
-            "Set jax_default_matmul_precision instead, or use Flax's own attention_fn.",
+        *(
+            (NotImplementedError, (Q, Q, Q), options | dict(backend="xla"), f"attention_fn[xla]: {reason}. {WAY_OUT}")
+            for options, reason in (
+                (
+                    dict(dropout_rate=0.1),
+                    "there is no dropout on attention weights; got dropout_rate=0.1 and deterministic=False",
+                ),
+                (
+                    dict(module=linen.Dense(3)),
+                    "the attention weights are never formed, so they cannot be sown; got a module to sow them in",
+                ),
+                (
+                    dict(qk_attn_weights_einsum=jnp.einsum, attn_weights_value_einsum=jnp.einsum),
+                    f"the products are the kernel's own; got qk_attn_weights_einsum={jnp.einsum!r}",
+                ),
+                (
+                    dict(precision="highest"),
+                    "float32 is multiplied at JAX's default precision; got precision='highest'",
+                ),
+                (dict(dtype=jnp.complex64), "operands must be floating; got complex64"),
+            )
         ),
         (
             ValueError,
@@ -259,6 +296,84 @@ def test_call_is_refused(error, args, options, message):
 def test_precision_makes_no_difference_to_16_bits():
     q, k, v = (random_array(np.random.default_rng(i), (2, 5, HEADS, 8), "bfloat16") for i in range(3))
     np.testing.assert_array_equal(attention_fn(q, k, v, precision="highest"), attention_fn(q, k, v))
+
+
+# Causal masks.
+
+
+def kernels_of(f: Callable[..., Any], *args: Any) -> list[Any]:
+    """The specs of the attentions in a program for a GPU, by the backend that each gets."""
+    return [(choice.backend, choice.spec) for choice in jk.explain(f, *args, platform="cuda").choices]
+
+
+CAUSAL = nnx.make_causal_mask(jnp.ones((2, 64)))
+X16 = jax.ShapeDtypeStruct((2, 64, HEADS, 64), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "mask", [CAUSAL, np.asarray(CAUSAL), np.tri(64, dtype=bool), jnp.tri(64, dtype=jnp.int8)[None, None]], ids=repr
+)
+def test_concrete_causal_mask_reaches_the_fast_kernel(mask):
+    ((backend, spec),) = kernels_of(lambda x: attention_fn(x, x, x, mask=mask), X16)
+    assert (backend, spec.causal, spec.mask) == ("pallas", True, None)
+
+
+def test_layers_with_a_causal_mask_reach_the_fast_kernel():
+    layer = dict(num_heads=HEADS, qkv_features=HEADS * 64, dtype=jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((2, 64, FEATURES), jnp.bfloat16)
+    inner = nnx.MultiHeadAttention(
+        **layer, in_features=FEATURES, decode=False, attention_fn=attention_fn, rngs=nnx.Rngs(0)
+    )
+    assert [backend for backend, _ in kernels_of(lambda x: inner(x, mask=CAUSAL), x)] == ["pallas"]
+    module = linen.MultiHeadDotProductAttention(**layer, attention_fn=make_attention_fn(is_causal=True))
+    params = jax.eval_shape(module.init, jax.random.key(0), x)
+    ((backend, spec),) = kernels_of(module.apply, params, x)
+    assert (backend, spec.causal) == ("pallas", True)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        np.ones((64, 64), bool),
+        np.tri(64, k=1, dtype=bool),
+        np.asarray(CAUSAL) * (np.arange(64) < np.array([[[[64]]], [[[9]]]])),
+        np.ones((1, 64), bool),
+    ],
+    ids=["full", "one more", "with padding", "for every query"],
+)
+def test_other_masks_stay_masks(mask):
+    ((backend, spec),) = kernels_of(lambda x: attention_fn(x, x, x, mask=mask), X16)
+    assert (backend, spec.causal) == ("xla", False)
+    assert spec.mask is not None
+
+
+def test_traced_causal_mask_stays_a_mask_and_explain_says_what_is_fast():
+    explanation = jk.explain(lambda x, mask: attention_fn(x, x, x, mask=mask), X16, CAUSAL, platform="cuda")
+    assert dict(explanation.choices[0].passed_over)["pallas"] == (
+        "does not handle a dense mask yet; is_causal, a window, lengths or segments are fast in its place"
+    )
+
+
+@pytest.mark.parametrize("length", [5, 7])
+def test_recognised_masks_give_the_results_of_the_stock_function(length):
+    q, k, v = (
+        random_array(np.random.default_rng(i), (2, n, HEADS, 8), "float32") for i, n in enumerate((7, length, length))
+    )
+    mask = np.tri(7, length, dtype=np.float32)
+    assert_close(attention_fn(q, k, v, mask=mask), STOCK["linen"](q, k, v, mask=mask), rtol=5e-5)
+
+
+def test_causal_function_agrees_with_the_mask_and_adds_to_others():
+    function, x = make_attention_fn(is_causal=True), inputs(2)
+    causal, padding = np.tri(7, dtype=bool)[None, None], np.arange(7) < np.array([[[[7]]], [[[4]]]])
+    for mask, full in ((None, causal), (causal, causal), (padding, causal & padding)):
+        assert_close(linen_run(function, x, mask=mask), linen_run(STOCK["linen"], x, mask=full), rtol=5e-5)
+
+
+def test_causal_function_refuses_a_cache():
+    message = "is_causal=True needs as many queries as keys; got 1 and 5. Use make_attention_fn() and a mask."
+    with pytest.raises(ValueError, match=re.escape(f"attention_fn[auto]: {message}")):
+        make_attention_fn(is_causal=True)(Q[:, :1], Q, Q)
 
 
 # How it plugs in.

@@ -892,7 +892,10 @@ _BIAS, _MASK = ArrayType((1, 2, 8, 8), jnp.dtype("float32")), ArrayType((1, 1, 8
     ("rules", "reason"),
     [
         (dict(bias=_BIAS), "does not handle a bias yet"),
-        (dict(mask=_MASK), "does not handle a dense mask yet"),
+        (
+            dict(mask=_MASK),
+            "does not handle a dense mask yet; is_causal, a window, lengths or segments are fast in its place",
+        ),
         (dict(dtype="float32"), "takes bfloat16 or float16, not float32"),
         (dict(dims=(288, 64)), "handles head dimensions up to 256, got 288 and 64"),
     ],
