@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 from flax.nnx.nn import dtypes
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 import jaxkernels as jk
@@ -174,7 +175,7 @@ def make_attention_fn(backend: str | None = None, *, is_causal: bool = False) ->
 
 def _is_causal_mask(mask: Any, num_queries: int, num_keys: int) -> bool:
     """Whether a mask lets query i see keys j <= i and no others; False if tracing hides its values."""
-    if isinstance(mask, jax.core.Tracer) or mask.shape[-2:] != (num_queries, num_keys):
+    if isinstance(mask, Tracer) or mask.shape[-2:] != (num_queries, num_keys):
         return False
     if isinstance(mask, np.ndarray):
         return bool(np.all(mask.astype(bool) == np.tri(num_queries, num_keys, dtype=bool)))

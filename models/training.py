@@ -173,7 +173,7 @@ class Trainer:
     def abstract_state(self) -> TrainState:
         """Returns its shapes and dtypes."""
         _, params = abstract_params(self.config.model)
-        return TrainState(params, jax.eval_shape(self._optimizer.init, params), jax.ShapeDtypeStruct((), jnp.int32))
+        return jax.eval_shape(lambda params: TrainState(params, self._optimizer.init(params), jnp.int32(0)), params)
 
     def put(self, batch: Any) -> jax.Array:
         """Starts the batch's way to the devices."""
