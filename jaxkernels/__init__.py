@@ -25,8 +25,8 @@ from jaxkernels.tuning.autotune import autotune, tuning
 from jaxkernels.versions import installed_version as _installed_version
 
 __all__ = [
-    "__version__", "autotune", "checkpoint_policies", "dot_general", "dot_product_attention", "explain", "ffi", "matmul",
-    "models", "tuning",
+    "__version__", "autotune", "checkpoint_policies", "dot_general", "dot_product_attention", "explain", "ffi",
+    "matmul", "models", "tuning",
 ]  # fmt: skip
 
 #: The installed version; that of a checkout that is not installed is "0+unknown".
