@@ -37,7 +37,7 @@ MUTATIONS: dict[str, Mutation] = {
         "tests/test_dot_general.py::test_values_and_gradients_follow_lax",
     ),
     "cotangent contracted over its first dimensions": Mutation(
-        "jaxkernels/ops/matmul.py", "range(ct.ndim - num_n, ct.ndim)", "range(len(lhs_b), len(lhs_b) + num_n)",
+        "jaxkernels/ops/matmul.py", "range(np.ndim(ct) - num_n, np.ndim(ct))", "range(len(lhs_b), len(lhs_b) + num_n)",
         "tests/test_dot_general.py::test_values_and_gradients_follow_lax",
     ),
     "mapped dimension moves no equal dimension": Mutation(

@@ -258,8 +258,9 @@ def _reference_only(op: KernelOp, order: str, backend: str | None) -> None:
 
 
 def _differentiate_reference(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """jax.jvp of f in its floating arguments; integer and boolean ones are constants."""
-    moving = [i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.floating)]
+    """jax.jvp of f in its floating arguments that move; the others are constants."""
+    floating = [i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.floating)]
+    moving = [i for i in floating if type(tangents[i]) is not ad.Zero]
 
     def g(*xs: jax.Array) -> Any:
         args = list(primals)
@@ -268,7 +269,7 @@ def _differentiate_reference(f: Callable[..., Any], primals: Sequence[Any], tang
         return f(*args)
 
     with usual_promotion():
-        return jax.jvp(g, tuple(primals[i] for i in moving), tuple(ad.instantiate_zeros(tangents[i]) for i in moving))
+        return jax.jvp(g, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving))
 
 
 def _tangent_jvp(primals: Any, tangents: Any, *, static: Attention, backend: str | None, config: Any) -> Any:

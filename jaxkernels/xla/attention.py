@@ -114,6 +114,8 @@ def tangent(
 ) -> tuple[jax.Array, jax.Array]:
     """Forward mode: returns the tangents of out and lse for tangents of q, k, v (and the bias)."""
     q, k, v = _without_padding(extras, q, k, v)
+    if spec.target.platform == "cpu":  # XLA's CPU backend fuses a product with zeros into the next loop, wrongly.
+        tangents = jax.lax.optimization_barrier(list(tangents))
     q_dot, k_dot, v_dot = _without_padding(extras, *tangents[:3])
     logits = _Logits.of(spec, q, k, extras)
     wide = _wide(q)
