@@ -507,7 +507,7 @@ def test_gradient_of_attention_is_one_forward_and_one_backward_kernel():
     assert primitives_of(gradient, q, k, v) == dict(jk_attention_forward=1, jk_attention_backward=1)
 
 
-@pytest.mark.parametrize("num_heads, head_dim", [(2, 64), (4, 64), (2, 32)])
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(2, 64), (4, 64), (2, 32)])
 def test_many_tangents_of_some_operands(num_heads, head_dim):
     """XLA's CPU backend made garbage of 512 tangents of the queries beside zeros as those of the values."""
     shape = (1, 16, num_heads, head_dim)
