@@ -23,6 +23,7 @@ from jax._src import sharding_impls as _sharding_impls
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.lax import lax as _lax
 from jax._src.lib import xla_client as _xla_client
+from jax.core import Tracer
 from jax.experimental import jet as _jet
 from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -87,7 +88,8 @@ def canonical_precision(precision: Any) -> Any:
 
 def convert(x: jax.Array, dtype: Any, *, weak_type: bool) -> jax.Array:
     """Converts `x` to `dtype`, weakly typed or not (`lax._convert_element_type`); `astype` drops a weak type."""
-    return _lax._convert_element_type(x, dtype, weak_type)
+    converted: Any = _lax._convert_element_type(x, dtype, weak_type)
+    return converted
 
 
 def match_varying_axes(*xs: jax.Array) -> tuple[jax.Array, ...]:
@@ -149,9 +151,9 @@ def concrete_mesh_of(mesh: AbstractMesh, *xs: jax.Array) -> AbstractMesh | Mesh:
     """
 
     def unwrapped(x: Any) -> Any:
-        return unwrapped(x.primal) if isinstance(x, jax.core.Tracer) and hasattr(x, "primal") else x
+        return unwrapped(x.primal) if isinstance(x, Tracer) and hasattr(x, "primal") else x
 
-    shardings = (x.sharding for x in map(unwrapped, xs) if not isinstance(x, jax.core.Tracer))
+    shardings = (x.sharding for x in map(unwrapped, xs) if not isinstance(x, Tracer))
     meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh))
     return next((m for m in meshes if m.abstract_mesh == mesh), mesh)
 
@@ -341,9 +343,10 @@ def with_unknown_devices(ctx: mlir.LoweringRuleContext) -> mlir.LoweringRuleCont
 
     (`custom_partitioning._custom_partitioning_lowering_rule`, with `decode_shardings=False`.)
     """
-    num_devices = ctx.module_context.axis_context.num_devices
-    axis_context = mlir.ShardingContext(num_devices, (None,) * num_devices)
-    return ctx.replace(module_context=ctx.module_context.replace(axis_context=axis_context))
+    axis_context: Any = ctx.module_context.axis_context
+    num_devices = axis_context.num_devices
+    unknown = mlir.ShardingContext(num_devices, (None,) * num_devices)
+    return ctx.replace(module_context=ctx.module_context.replace(axis_context=unknown))
 
 
 def on_auto_axes(fun: Callable[..., Any]) -> Callable[..., Any]:

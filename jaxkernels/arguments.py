@@ -65,4 +65,5 @@ def _is(value: Any, kind: Any) -> bool:
 def _named(kind: Any) -> str:
     if isinstance(kind, tuple):
         return " or ".join(f'"{known}"' if isinstance(known, str) else repr(known) for known in kind)
-    return {int: "an int", bool: "True or False", type(None): "None"}.get(kind, kind.__name__)
+    names: dict[Any, str] = {int: "an int", bool: "True or False", type(None): "None"}
+    return names[kind] if kind in names else kind.__name__

@@ -311,7 +311,9 @@ X16 = jax.ShapeDtypeStruct((2, 64, HEADS, 64), jnp.bfloat16)
 
 
 @pytest.mark.parametrize(
-    "mask", [CAUSAL, np.asarray(CAUSAL), np.tri(64, dtype=bool), jnp.tri(64, dtype=jnp.int8)[None, None]], ids=repr
+    "mask",
+    [CAUSAL, np.asarray(CAUSAL), np.tri(64, dtype=bool), jnp.tri(64, dtype=jnp.int8)[None, None]],
+    ids=["jax", "numpy", "bool", "int8"],
 )
 def test_concrete_causal_mask_reaches_the_fast_kernel(mask):
     ((backend, spec),) = kernels_of(lambda x: attention_fn(x, x, x, mask=mask), X16)

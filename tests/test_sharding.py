@@ -203,7 +203,6 @@ def test_sum_over_shards_is_scattered(opaque, meshes):
         (P(None, "x"), P(None, None), {"x"}),  # lax refuses these two.
         (P(None, ("x", "y")), P(("x", "y"), None), {"x"}),
     ],
-    ids=str,
 )
 def test_unreduced_out_sharding(opaque, meshes, a_spec, b_spec, unreduced):
     """Every shard keeps its terms of the sum, without communication."""
@@ -238,7 +237,6 @@ def test_unreduced_out_sharding(opaque, meshes, a_spec, b_spec, unreduced):
         (P(("x", "y"), None), P(None, None, reduced={"x", "y"})),
         (P(("x", "y"), None), P(None, None, reduced={"x"})),  # lax refuses the gradient.
     ],
-    ids=str,
 )
 @pytest.mark.parametrize("name", ["product", "dense"])
 def test_operands_whose_gradients_stay_unreduced(opaque, meshes, name, a_spec, b_spec):

@@ -17,6 +17,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 from jax.interpreters import ad
 from jaxtyping import Array, ArrayLike
 
@@ -516,7 +517,7 @@ def dot_product_attention(
     if (extras.query_segments is None) != (extras.key_segments is None):
         given, missing = ("query", "key_value") if extras.key_segments is None else ("key_value", "query")
         raise ValueError(f"{op}: {given}_segment_ids needs {missing}_segment_ids too; got None.")
-    if isinstance(scale, jax.core.Tracer):
+    if isinstance(scale, Tracer):
         if backend not in (None, "xla"):
             raise NotImplementedError(
                 f"{op}: scale is a constant of the kernels; got {scale!r}. Give a number known at trace time, or use "

@@ -454,7 +454,7 @@ def dot_general(
         out_sharding=out_sharding,
     )
     try:
-        (like,) = jax.make_jaxpr(product)(lhs, rhs).out_avals
+        like: Any = jax.make_jaxpr(product)(lhs, rhs).out_avals[0]
     except TypeError as e:  # The dtypes; a mistake in the sharding has an error class of its own.
         raise ValueError(f"{op}: {e}") from e
     static = Product(numbers, jnp.dtype(like.dtype), precision)
