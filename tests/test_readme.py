@@ -78,6 +78,19 @@ def test_speeds_are_those_of_the_results():
         assert quoted == f"{float(measured):.{digits}f}", work
 
 
+def test_training_speeds_are_those_of_the_results():
+    rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \|$", README, re.MULTILINE)
+    results = (pathlib.Path(jk.__file__).parent.parent / "docs" / "benchmarks.md").read_text()
+    measured = re.findall(
+        r"^\| (\w+) \d+x\d+ \| bfloat16 \|.*?\| [\d.]+ ms, ([\d,]+) tokens/s[^|]*\| "
+        r"[\d.]+ ms, ([\d,]+) tokens/s, MFU [\d.]+% \(([\d.]+) x\) \|",
+        results,
+        re.MULTILINE,
+    )
+    assert rows
+    assert sorted(rows) == sorted((preset, ours, cudnn, ratio) for preset, cudnn, ours, ratio in measured)
+
+
 @pytest.mark.parametrize("row", table(), ids=lambda row: f"{row['operation']}-{row['backend']}")
 def test_table_agrees_with_the_backends(row):
     backend = row["backend"].strip("`")
