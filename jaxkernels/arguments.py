@@ -66,4 +66,4 @@ def _named(kind: Any) -> str:
     if isinstance(kind, tuple):
         return " or ".join(f'"{known}"' if isinstance(known, str) else repr(known) for known in kind)
     names: dict[Any, str] = {int: "an int", bool: "True or False", type(None): "None"}
-    return names[kind] if kind in names else kind.__name__
+    return names.get(kind) or str(kind.__name__)

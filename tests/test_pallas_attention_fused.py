@@ -26,6 +26,7 @@ from interpreted_attention import (
     run_backward,
 )
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from numerics import exact_attention_gradients
 
 from jaxkernels.pallas import (
     attention_backward,
@@ -97,6 +98,35 @@ def test_fused_with_grouped_heads(heads: tuple[int, int], dim: int, deterministi
     """Head by head, or block by block of all heads."""
     spec = make_spec(200, 200, heads=heads, dims=(dim, dim), batch=2, causal=True, deterministic=deterministic)
     check_backward(spec, FUSED[dim])
+
+
+@pytest.mark.one_version
+@pytest.mark.parametrize(
+    ("dim", "spread", "tied"), [(64, 16, False), (64, 1, True), (128, 100, False), (128, 1, True)], ids=str
+)
+def test_gradients_at_peaked_softmaxes(dim: int, spread: float, tied: bool) -> None:
+    """Beside the error of plain JAX there is that of delta = rowsum(dO * O), which O's rounding moves."""
+    spec = make_spec(128, 128, heads=(1, 1), dims=(dim, dim))
+    q, k, v = random_operands(spec)
+    dout, dlse = random_cotangents(spec)
+    dlse = np.zeros_like(dlse)
+    k = q if tied else k
+    q = (spread * q.astype(np.float32)).astype(q.dtype)
+    out, lse = xla_forward.run(spec, xla_forward.Config(), *map(jnp.asarray, (q, k, v)))
+    with interpret():
+        actual = attention_backward.run(spec, FUSED[dim], *map(jnp.asarray, (q, k, v, out, lse, dout, dlse)))
+        actual = [np.float64(x) for x in actual]
+    plain = xla_backward.run(spec, xla_backward.Config(), *map(jnp.asarray, (q, k, v, out, lse, dout, dlse)))
+    exact = exact_attention_gradients(q, k, v, np.zeros((1, 1, 128, 128)), dout)
+    # O's rounding moves delta by 2^-9 of each of its terms, and each dS in the row by P times as much.
+    magnitude = lambda x: np.abs(np.float64(x))
+    p = np.exp(spec.scale * np.einsum("btnh,bsnh->bnts", np.float64(q), np.float64(k)) - np.float64(lse)[..., None])
+    shift = 2**-9 * spec.scale * np.sum(magnitude(dout) * magnitude(out), axis=-1)  # (B, T, N)
+    moved = np.einsum("bnts,btn->bnts", p, shift)
+    of_delta = [np.einsum("bnts,bsnh->btnh", moved, magnitude(k)), np.einsum("bnts,btnh->bsnh", moved, magnitude(q)), 0]
+    for name, x, y, z, moved_by in zip(("dq", "dk", "dv"), actual, plain, exact, of_delta):
+        allowed = 2 * np.max(magnitude(y - z)) + 2**-9 * np.max(magnitude(z)) + moved_by
+        assert np.all(magnitude(x - z) <= allowed), name
 
 
 @pytest.mark.one_version

@@ -452,8 +452,8 @@ def dot_product_attention(
 
     Differentiability: in both modes, any number of times, in query, key, value and bias (of every
     broadcast shape), through the output and through the logsumexp. A named backend other than "xla"
-    refuses what its kernels lack: forward mode and second derivatives. `jax.experimental.jet` knows no rule for it,
-    and `checkify` sees the operation from outside: it reports no NaN that arises within.
+    refuses what its kernels lack: forward mode, second derivatives and Taylor series (`jax.experimental.jet`).
+    `checkify` reports a NaN in a result.
 
     Under `jax.checkpoint`, the output and the logsumexp can be saved by name: see `jaxkernels.checkpoint_policies`.
 
