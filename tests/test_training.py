@@ -471,6 +471,15 @@ def change_steps(monkeypatch: pytest.MonkeyPatch, change: Callable[[int, TrainSt
     monkeypatch.setattr(training, "Trainer", changed)
 
 
+@pytest.fixture
+def sigint() -> Iterator[None]:
+    """SIGINT as at a terminal; a shell's background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("sigint")
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_saves_and_the_advice_continues_to_the_same_losses(signum, finished, tmp_path, monkeypatch):
     before = signal.getsignal(signum)
@@ -496,6 +505,7 @@ def test_interrupt_saves_and_the_advice_continues_to_the_same_losses(signum, fin
     assert losses(Run.open(folder)) == losses(finished)
 
 
+@pytest.mark.usefixtures("sigint")
 def test_second_interrupt_stops_at_once_and_the_advice_still_works(finished, tmp_path, monkeypatch):
     def interrupt(number: int, *result: Any) -> tuple:
         if number == 2:

@@ -68,11 +68,11 @@ def attend(
     """Returns attention's output, in v's dtype, and the natural logsumexp of the logits, in float32."""
     p, lse = _softmax(_Logits.of(spec, q, k, extras).masked)
     _, _, v = _without_padding(extras, q, k, v)
-    p, values = p.astype(k.dtype), _heads_first(v)
+    p = p.astype(k.dtype)
     if spec.q.shape[1] == 1:  # XLA's CPU backend multiplies one row faster from the right, by a factor of 1.3.
-        out = jnp.moveaxis(_dot("bksd,bkgts->bkdgt", values, p, None), 2, -1)
+        out = jnp.moveaxis(_dot("bskd,bkgts->bkdgt", v, p, None), 2, -1)
     else:
-        out = _dot("bkgts,bksd->bkgtd", p, values, None)
+        out = _dot("bkgts,bskd->bkgtd", p, v, None)
     out = _without_padded_queries(extras, _heads_last(out))
     return out, lse.reshape(lse.shape[0], q.shape[2], q.shape[1])
 
@@ -87,17 +87,17 @@ def backward(
     the same but for O's rounding. If one P is nearly 1, dP - delta nearly cancels, and that rounding is all it leaves.
     """
     q, k, v = _without_padding(extras, q, k, v)
-    grouped, keys, values = _heads_first(q, k.shape[2]), _heads_first(k), _heads_first(v)
+    grouped = _heads_first(q, k.shape[2])
     douts = _heads_first(_without_padded_queries(extras, dout), k.shape[2])
     logits = _Logits.of(spec, q, k, extras)
     p, _ = _softmax(logits.masked)
     wide = _wide(q)
-    dp = _dot("bkgtd,bksd->bkgts", douts, values, wide)
+    dp = _dot("bkgtd,bskd->bkgts", douts, v, wide)
     delta = jnp.sum(p * dp, axis=-1, keepdims=True)
     ds = logits.chain(p * (dp - delta + dlse.reshape(*p.shape[:4], 1)))
     # Tensor cores take both operands in one dtype. A CPU multiplies in float32: rounding there loses what jax.nn keeps.
     scaled = (ds * spec.scale).astype(wide if spec.target.platform == "cpu" else q.dtype)
-    dq = _heads_last(_dot("bkgts,bksh->bkgth", scaled, keys, wide))
+    dq = _heads_last(_dot("bkgts,bskh->bkgth", scaled, k, wide))
     dk = jnp.swapaxes(_dot("bkgts,bkgth->bksh", scaled, grouped, wide), 1, 2)
     dv = jnp.swapaxes(_dot("bkgts,bkgtd->bksd", p.astype(v.dtype), douts, wide), 1, 2)
     grads = (dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype))
@@ -124,8 +124,8 @@ def tangent(
         raw_dot = raw_dot + _group_heads(tangents[3], k.shape[2]).astype(raw_dot.dtype)
     logits_dot = logits.chain(raw_dot).astype(jnp.float32)
     (p, _), (p_dot, lse_dot) = jax.jvp(_softmax, (logits.masked,), (logits_dot,))
-    out_dot = _dot("bkgts,bksd->bkgtd", p_dot.astype(k.dtype), _heads_first(v), wide)
-    out_dot += _dot("bkgts,bksd->bkgtd", p.astype(k.dtype), _heads_first(v_dot), wide)
+    out_dot = _dot("bkgts,bskd->bkgtd", p_dot.astype(k.dtype), v, wide)
+    out_dot += _dot("bkgts,bskd->bkgtd", p.astype(k.dtype), v_dot, wide)
     out_dot = _without_padded_queries(extras, _heads_last(out_dot).astype(v.dtype))
     return out_dot, lse_dot.reshape(lse_dot.shape[0], q.shape[2], q.shape[1])
 
@@ -184,7 +184,7 @@ def _softmax(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _products(q: jax.Array, k: jax.Array) -> Float[Array, "B K G T S"]:
     """q k^T, in float32 at least."""
-    return _dot("bkgth,bksh->bkgts", _heads_first(q, k.shape[2]), _heads_first(k), _wide(q))
+    return _dot("bkgth,bskh->bkgts", _heads_first(q, k.shape[2]), k, _wide(q))
 
 
 def _wide(q: jax.Array) -> Any:
@@ -205,10 +205,8 @@ def _dot(subscripts: str, lhs: jax.Array, rhs: jax.Array, dtype: Any) -> jax.Arr
     return jax.lax.dot_general(lhs, rhs, (places(contracted), places(batch)), preferred_element_type=dtype)
 
 
-def _heads_first(x: jax.Array, num_kv_heads: int | None = None) -> jax.Array:
-    """(B, S, K, H) -> (B, K, S, H), or (B, T, N, H) -> (B, K, G, T, H)."""
-    if num_kv_heads is None:
-        return jnp.swapaxes(x, 1, 2)
+def _heads_first(x: jax.Array, num_kv_heads: int) -> Float[Array, "B K G T H"]:
+    """From (B, T, N, H)."""
     x = x.reshape(*x.shape[:2], num_kv_heads, x.shape[2] // num_kv_heads, x.shape[3])
     return jnp.transpose(x, (0, 2, 3, 1, 4))
 
