@@ -262,6 +262,28 @@ def test_compiled_logits_beyond_1e8_are_no_nans(shape, scale):
     np.testing.assert_array_equal(out, np.take_along_axis(v, np.moveaxis(best, 1, 2)[..., None], axis=1))
 
 
+@pytest.mark.parametrize("scale", [1e11, -1e11, 1e-30])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        dict(is_causal=True),
+        dict(key_value_seq_lengths=np.int32([5, 3])),
+        dict(is_causal=True, logits_soft_cap=1e12),
+        dict(local_window_size=(1, 2)),
+    ],
+    ids=str,
+)
+def test_compiled_logits_of_any_size_are_masked(rules, scale):
+    rng = np.random.default_rng(0)
+    q, k, v = (random_array(rng, (2, length, 2, 8), "float32") for length in (7, 5, 5))
+    f = functools.partial(jk.dot_product_attention, scale=scale, return_lse=True, **rules)
+    with jax.disable_jit():  # Each operation rounds.
+        expected = f(q, k, v)
+    assert_close(jax.jit(f)(q, k, v), expected)
+    grads = jax.jit(jax.grad(lambda *xs: jnp.sum(f(*xs)[0]), (0, 1, 2)))(q, k, v)
+    assert all(np.isfinite(grad).all() for grad in grads)
+
+
 @pytest.mark.parametrize(
     ("tied", "spread"),
     [("", 16), ("", 100), ("", 400), ("q = k", 1), ("q = k = v", 1)],

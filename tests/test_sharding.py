@@ -681,3 +681,13 @@ def test_sharding_that_a_result_keeps_takes_precedence():
     assert chosen(specs).axes == dict(m=("y",), k=("x",))
     # A wish of the result alone takes nothing from an operand: its sum is scattered.
     assert chosen([P(None, "x"), P()], result_specs=[P(None, "x")]).scatters == ((("x", 1),),)
+
+
+def test_gradient_of_attention_gathers_keys_and_values_once(meshes):
+    """For the forward and the backward pass together, as jax.nn does."""
+    xs = place(meshes.auto, arrays(*[(4, 16, 8, 8)] * 3), (P("x", "y"),) * 3)
+    counts = [
+        collectives(compile_quickly(with_gradients(f)).lower(*xs).compile())
+        for f in (functools.partial(jk.dot_product_attention, backend="xla"), jax.nn.dot_product_attention)
+    ]
+    assert counts[0] == counts[1]

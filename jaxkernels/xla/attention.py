@@ -66,7 +66,7 @@ def attend(
     spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Returns attention's output, in v's dtype, and the natural logsumexp of the logits, in float32."""
-    p, lse = _softmax(_Logits.of(spec, q, k, extras).masked)
+    p, lse = _Logits.of(spec, q, k, extras).softmax()
     _, _, v = _without_padding(extras, q, k, v)
     p = p.astype(k.dtype)
     if spec.q.shape[1] == 1:  # XLA's CPU backend multiplies one row faster from the right, by a factor of 1.3.
@@ -90,7 +90,7 @@ def backward(
     grouped = _heads_first(q, k.shape[2])
     douts = _heads_first(_without_padded_queries(extras, dout), k.shape[2])
     logits = _Logits.of(spec, q, k, extras)
-    p, _ = _softmax(logits.masked)
+    p, _ = logits.softmax()
     wide = _wide(q)
     dp = _dot("bkgtd,bskd->bkgts", douts, v, wide)
     delta = jnp.sum(p * dp, axis=-1, keepdims=True)
@@ -123,7 +123,9 @@ def tangent(
     if extras.bias is not None:
         raw_dot = raw_dot + _group_heads(tangents[3], k.shape[2]).astype(raw_dot.dtype)
     logits_dot = logits.chain(raw_dot).astype(jnp.float32)
-    (p, _), (p_dot, lse_dot) = jax.jvp(_softmax, (logits.masked,), (logits_dot,))
+    p, _ = logits.softmax()
+    lse_dot = jnp.sum(p * logits_dot, axis=-1, keepdims=True)
+    p_dot = p * (logits_dot - lse_dot)
     out_dot = _dot("bkgts,bskd->bkgtd", p_dot.astype(k.dtype), v, wide)
     out_dot += _dot("bkgts,bskd->bkgtd", p.astype(k.dtype), v_dot, wide)
     out_dot = _without_padded_queries(extras, _heads_last(out_dot).astype(v.dtype))
@@ -135,51 +137,56 @@ class _Logits:
     """The logits of all queries and keys, and what their derivatives need.
 
     Attributes:
-      masked: (B, K, G, T, S), after the soft cap and the masks; float32.
+      masked: (B, K, G, T, S), float32: the logits after the soft cap, over `unit`; MASKED_LOGIT where they are masked.
+      unit: the scale or the soft cap, or 1; not negative.
       visible: which of them are not masked; None if all are visible.
       slope: the derivative of the soft cap; None without one.
     """
 
     masked: jax.Array
+    unit: float
     visible: jax.Array | None
     slope: jax.Array | None
 
     @classmethod
     def of(cls, spec: AttentionSpec, q: jax.Array, k: jax.Array, extras: Extras) -> _Logits:
-        logits, slope = _products(q, k) * spec.scale, None
-        if extras.bias is not None:
-            logits = (logits + _group_heads(extras.bias, k.shape[2])).astype(logits.dtype)
+        logits, unit, slope = _products(q, k), spec.scale, None
         visible = visibility(spec, extras)
         if visible is not None:
             visible = _group_heads(visible, k.shape[2])
+        if extras.bias is not None:
+            logits = (logits * unit + _group_heads(extras.bias, k.shape[2])).astype(logits.dtype)
+            unit = 1.0
         if spec.soft_cap is not None:
             if visible is not None:  # A masked bias may be NaN, and then so would be the slope.
                 logits = jnp.where(visible, logits, 0)
-            t = jnp.tanh(logits / spec.soft_cap)
-            logits, slope = spec.soft_cap * t, 1 - t**2
+            t = jnp.tanh(logits * (unit / spec.soft_cap))
+            logits, unit, slope = t, spec.soft_cap, 1 - t**2
+        if unit < 0:
+            logits, unit = -logits, -unit
         if visible is not None:
+            if unit < 2.0**-60:  # Too small to keep unit * MASKED_LOGIT out of sight.
+                logits, unit = logits * unit, 1.0
             logits = jnp.where(visible, logits, MASKED_LOGIT)
-        return cls(logits.astype(jnp.float32), visible, slope)
+        return cls(logits.astype(jnp.float32), unit, visible, slope)
+
+    def softmax(self) -> tuple[jax.Array, jax.Array]:
+        """Softmax and natural logsumexp along the last axis; their derivatives pass the maximum by."""
+        top = jax.lax.stop_gradient(jnp.max(self.masked, axis=-1, keepdims=True, initial=-jnp.inf))
+        # Not unit * masked - unit * top: XLA computes fma(unit, masked, -unit * top), which rounds once. Beyond 1e8 the
+        # largest logit would be hundreds away from itself, and its exponential zero or infinite.
+        p = jnp.exp(self.unit * (self.masked - top))
+        total = jnp.sum(p, axis=-1, keepdims=True)
+        largest = jnp.where(top == MASKED_LOGIT, top, self.unit * top)
+        # All logits minus infinity, or one plus infinity: that is the logsumexp, while p is NaN.
+        lse = jnp.where(jnp.isfinite(largest), largest + jnp.log(total), largest)
+        return p / total, lse[..., 0]
 
     def chain(self, x: jax.Array) -> jax.Array:
         """Takes tangents of the logits from before the soft cap to after the masks; cotangents the other way."""
         if self.slope is not None:
             x = x * self.slope
         return x if self.visible is None else jnp.where(self.visible, x, 0)
-
-
-def _softmax(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Softmax and natural logsumexp along the last axis; their derivatives pass the maximum by."""
-    constant = jax.lax.stop_gradient(logits)
-    top = jnp.max(constant, axis=-1, keepdims=True, initial=-jnp.inf)
-    # XLA computes the logits twice in one loop, the second time without rounding them before `top` is subtracted.
-    # Beyond 1e8 the largest would be hundreds away from itself, and its exponential zero or infinite.
-    is_top = constant == jnp.where(jnp.isfinite(top), top, jnp.nan)
-    p = jnp.exp(logits - jnp.where(is_top, constant, top))
-    total = jnp.sum(p, axis=-1, keepdims=True)
-    # All logits minus infinity, or one plus infinity: that is the logsumexp, while p is NaN.
-    lse = jnp.where(jnp.isfinite(top), top + jnp.log(total), top)
-    return p / total, lse[..., 0]
 
 
 def _products(q: jax.Array, k: jax.Array) -> Float[Array, "B K G T S"]:
