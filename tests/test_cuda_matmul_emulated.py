@@ -21,7 +21,7 @@ from jaxkernels.specs import MatmulSpec
 
 Config = matmul.Config
 
-#: What of the kernels' text no C++ compiler takes, and what stands for it: also a tanh that is exact.
+#: Text of the kernels that a C++ compiler refuses, and its replacement. The replacement of tanh is exact.
 TRANSLATED = {
     "jaxkernels::gemm": {
         "extern __shared__ __align__(1024) unsigned char dynamic_smem[];":

@@ -163,7 +163,7 @@ def test_weak_types_follow_jax(lhs, rhs):
     product = lambda dot_general: lambda lhs, rhs: dot_general(lhs, rhs, numbers)
     assert types(product(jk.dot_general)) == types(product(jax.lax.dot_general))
     assert types(jk.matmul) == types(jnp.matmul)
-    # Of a dtype that is asked for, lax's dot_general only keeps the weak type.
+    # With a dtype that is asked for, dot_general keeps the weak type. matmul does not.
     wide = lambda dot_general: lambda lhs, rhs: dot_general(lhs, rhs, numbers, preferred_element_type=jnp.float32)
     assert types(wide(jk.dot_general)) == types(wide(jax.lax.dot_general))
     ours = lambda lhs, rhs: jk.matmul(lhs, rhs, out_dtype=jnp.float32)

@@ -247,7 +247,7 @@ def test_gradient_of_a_load_needs_a_type_that_is_added():
 
 # Values.
 
-#: What of tma.cu no C++ compiler takes, and what stands for it. What threads lay out in shared memory they say.
+#: Text of tma.cu that a C++ compiler refuses, and its replacement. Threads announce what they lay out in shared memory.
 _TRANSLATED = {
     "extern __shared__ unsigned char dynamic_smem[];": "#define dynamic_smem emulator::shared_memory()",
     "__shared__ tma::u64 full;": "tma::u64& full = emulator::static_shared<tma::u64>();",

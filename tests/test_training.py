@@ -749,7 +749,7 @@ def test_config_that_was_edited_is_refused(finished):
         "rope_theta=10000.0 in the checkpoint, 5.0 there). Undo the change. `train --resume` takes --steps, --data, "
         "--eval-every and --checkpoint-every; other settings need a new run (--init-from takes over weights)."
     )
-    path.write_text(json.dumps(values, indent=7))  # What it says is the same.
+    path.write_text(json.dumps(values, indent=7))  # The same values.
     assert Run.open(finished.folder) == finished
 
 

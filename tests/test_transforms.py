@@ -459,7 +459,7 @@ REMATS = {
 @pytest.mark.parametrize("policy", ["dots_saveable", "checkpoint_dots", "dots_with_no_batch_dims_saveable"])
 @pytest.mark.parametrize("ours", ["dot_general", "matmul", "silu"])
 def test_checkpoint_policies_know_our_products(ours, policy, remat):
-    """As many products in a gradient as with plain JAX, under the policy of the same name."""
+    """A gradient has as many products as with plain JAX under the policy of the same name."""
     product, reference = {
         "dot_general": (lambda a, b: jk.dot_general(a, b, (((1,), (0,)), ((), ()))), jnp.matmul),
         "matmul": (jk.matmul, jnp.matmul),

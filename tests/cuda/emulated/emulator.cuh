@@ -147,7 +147,7 @@ inline Cluster* cluster;
 inline Thread* thread;
 inline std::function<void()> kernel;
 inline const char* kernel_name = "";
-inline size_t smem_alignment = 1024, smem_bytes = 0;  // Of the dynamic shared memory.
+inline size_t smem_alignment = 1024, smem_bytes = 0;  // The dynamic shared memory's.
 
 inline std::string name_of(const Thread& t) {
   return "block " + std::to_string(t.block_idx) + " thread " + std::to_string(t.index);
@@ -329,7 +329,7 @@ inline std::string run_cluster(unsigned first_block, int num_blocks, unsigned nu
   }
   // Whether the hardware does nothing while a thread can go on.
   const bool is_late = here.random() % 2;
-  // Else some blocks are slow, and in either case some warps: they are passed over most times.
+  // Otherwise some blocks are slow. Some warps always are: they are passed over most times.
   struct Turn {
     size_t warp;
     unsigned one_in;

@@ -203,7 +203,7 @@ T narrow(auto x) {
     return static_cast<T>(x);
   }
 }
-// Of a NaN and a number min and max take the number, and -0.0 is less than 0.0 (PTX ISA, "min").
+// With a NaN and a number, min and max return the number. -0.0 is less than 0.0 (PTX ISA, "min").
 template <typename T>
 void combine(Reduction reduction, unsigned char* element, const unsigned char* part) {
   T old, added;
