@@ -1026,12 +1026,18 @@ def test_wrong_results_fail_the_command(wrong_backend):
     assert "1 rows have wrong results of ours, see above" in result.stdout
 
 
-def test_training_rows(monkeypatch):
+@pytest.fixture
+def tiny_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training steps of a model that takes seconds, each measured once."""
     model = dataclasses.replace(PRESETS["tiny"].model, num_layers=1, embed_dim=32, mlp_dim=32)
     tiny = dataclasses.replace(PRESETS["tiny"], model=model, batch_size=2, sequence_length=16)
     monkeypatch.setitem(PRESETS, "tiny", tiny)
     monkeypatch.setattr(training, "_ROUNDS", 1)
     monkeypatch.setattr(measure, "_SUSTAINED_LAUNCHES", (1, 1))
+
+
+@pytest.mark.usefixtures("tiny_steps")
+def test_training_rows():
     (step,) = training.run([("train-tiny", "tiny")], settings(clock=None))
     assert [(side.name, side.is_ours) for side in step.sides] == [("xla", False), ("auto", True)]
     assert step.sides[1].error_ratio == 0
@@ -1042,13 +1048,9 @@ def test_training_rows(monkeypatch):
     assert "tokens/s" in results.line(step, step.ours[0])
 
 
+@pytest.mark.usefixtures("tiny_steps")
 def test_training_steps_are_also_held_against_another_attention(monkeypatch):
     """cuDNN's, with XLA's products; here JAX's own stands in for it."""
-    model = dataclasses.replace(PRESETS["tiny"].model, num_layers=1, embed_dim=32, mlp_dim=32)
-    tiny = dataclasses.replace(PRESETS["tiny"], model=model, batch_size=2, sequence_length=16)
-    monkeypatch.setitem(PRESETS, "tiny", tiny)
-    monkeypatch.setattr(training, "_ROUNDS", 1)
-    monkeypatch.setattr(measure, "_SUSTAINED_LAUNCHES", (1, 1))
     monkeypatch.setattr(training, "cudnn_refuses", lambda dtype, chip: None)
     traced = []
 
