@@ -163,24 +163,37 @@ def test_sizes_that_no_axis_divides(opaque, meshes, kind):
 NUMBERS = (((1,), (0,)), ((), ()))
 
 
+def ours_and_lax(backend: Any, program: Callable[[Callable[..., jax.Array]], Any]) -> tuple[Any, Any] | None:
+    """What `program` gives with our dot_general and with lax's. None: both raise, and our error must be lax's."""
+
+    def attempt(dot_general: Callable[..., jax.Array]) -> Any:
+        try:
+            return program(dot_general)
+        except Exception as e:
+            return f"{type(e).__name__}: {e}"
+
+    ours, reference = attempt(functools.partial(jk.dot_general, backend=backend)), attempt(jax.lax.dot_general)
+    if isinstance(reference, str):
+        assert ours == reference
+        return None
+    return ours, reference
+
+
 @pytest.mark.parametrize("out_spec", [None, P(None, None), P("x", None), P(None, "y"), P("x", "y")], ids=str)
 @every_product
 def test_out_sharding(opaque, meshes, name, out_spec):
     """As in lax, errors included; a sum over shards that is wanted scattered is not replicated first."""
     xs = place(meshes.explicit, arrays((16, 32), (32, 8)), PRODUCTS[name][:2])
 
-    def attempt(dot_general: Callable[..., jax.Array]) -> Any:
+    def program(dot_general: Callable[..., jax.Array]) -> Any:
         f = lambda lhs, rhs: dot_general(lhs, rhs, NUMBERS, out_sharding=out_spec)
-        try:
-            return compile_quickly(f).lower(*xs).compile()
-        except Exception as e:
-            return f"{type(e).__name__}: {e}"
+        return compile_quickly(f).lower(*xs).compile()
 
     with jax.set_mesh(meshes.explicit):
-        ours, reference = attempt(functools.partial(jk.dot_general, backend=opaque)), attempt(jax.lax.dot_general)
-    if isinstance(reference, str):
-        assert ours == reference
+        both = ours_and_lax(opaque, program)
+    if both is None:
         return
+    ours, reference = both
     out, expected = ours(*xs), reference(*xs)
     assert_close(out, expected)
     assert out.sharding.is_equivalent_to(expected.sharding, 2)
@@ -209,21 +222,18 @@ def test_unreduced_out_sharding(opaque, meshes, a_spec, b_spec, unreduced):
     xs = place(meshes.explicit, arrays((16, 32), (32, 8)), (a_spec, b_spec))
     spec = P(a_spec[0], None, unreduced=unreduced)
 
-    def attempt(dot_general: Callable[..., jax.Array]) -> Any:
+    def program(dot_general: Callable[..., jax.Array]) -> Any:
         product = lambda a, b: dot_general(a, b, NUMBERS, out_sharding=spec)
         reduced = lambda a, b: jax.sharding.reshard(product(a, b), P(*spec.partitions))
-        try:
-            types = [jax.typeof(x) for x in jax.jit(with_gradients(reduced))(*xs)[1]]
-            counts = collectives(compile_quickly(product).lower(*xs).compile())
-            return jax.typeof(jax.jit(product)(*xs)), types, counts, jax.jit(with_gradients(reduced))(*xs)
-        except Exception as e:
-            return f"{type(e).__name__}: {e}"
+        types = [jax.typeof(x) for x in jax.jit(with_gradients(reduced))(*xs)[1]]
+        counts = collectives(compile_quickly(product).lower(*xs).compile())
+        return jax.typeof(jax.jit(product)(*xs)), types, counts, jax.jit(with_gradients(reduced))(*xs)
 
     with jax.set_mesh(meshes.explicit):
-        ours, reference = attempt(functools.partial(jk.dot_general, backend=opaque)), attempt(jax.lax.dot_general)
-    if isinstance(reference, str):
-        assert ours == reference
+        both = ours_and_lax(opaque, program)
+    if both is None:
         return
+    ours, reference = both
     assert ours[:2] == reference[:2]
     assert not ours[2]
     assert_close(ours[3], reference[3])
