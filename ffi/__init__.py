@@ -13,8 +13,8 @@ Memory Accelerator.
 from jaxkernels.ffi import tma
 from jaxkernels.ffi.compiler import CompiledKernel, CompileError, Report, compile_kernel
 from jaxkernels.ffi.custom_call import Parameter, Pointer, TensorMap, launch
+from jaxkernels.ffi.handler import TARGET, Status, launch_count, register, status
 from jaxkernels.ffi.kernel import CudaKernel, LaunchPlan
-from jaxkernels.ffi.launcher import TARGET, Status, launch_count, register, status
 
 __all__ = [
     "TARGET",

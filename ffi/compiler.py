@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkernels.folders import cache_root, read_entry, write_entry
+from jaxkernels.core.folders import cache_root, read_entry, write_entry
 
 __all__ = ["CompileError", "CompiledKernel", "Report", "compile_kernel", "literal", "nvrtc_version"]
 

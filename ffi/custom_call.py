@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkernels import hardware
-from jaxkernels.ffi import launcher
+from jaxkernels.core import hardware
+from jaxkernels.ffi import handler
 from jaxkernels.ffi.cubin import parameter_bytes
 
 __all__ = ["Parameter", "Pointer", "TensorMap", "check", "launch"]
@@ -179,9 +179,9 @@ def launch(
             listed(given),
             "Give them in the order of the kernel's signature.",
         )
-    if launcher.has_cuda():
-        launcher.register()
-    call = jax.ffi.ffi_call(launcher.TARGET, list(results), input_output_aliases=dict(aliases))
+    if handler.has_cuda():
+        handler.register()
+    call = jax.ffi.ffi_call(handler.TARGET, list(results), input_output_aliases=dict(aliases))
     return list(call(*operands, cubin=np.frombuffer(cubin, np.uint8), kernel=name, label=label, **attributes))
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, mlir
 
-from jaxkernels import _jax, hardware
+from jaxkernels.core import _jax, hardware
 from jaxkernels.ffi import compiler, custom_call
 from jaxkernels.ffi.custom_call import Parameter
 

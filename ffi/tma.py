@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Shaped
 
-from jaxkernels.arguments import is_whole
+from jaxkernels.core.arguments import is_whole
 from jaxkernels.ffi.custom_call import Pointer, TensorMap
 from jaxkernels.ffi.kernel import CudaKernel, LaunchPlan
 

@@ -16,9 +16,10 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 import jaxkernels
-from jaxkernels import dispatch, hardware
 from jaxkernels.bench.cli import bench, report, study
-from jaxkernels.models.config import PRESETS, InputError, TrainingConfig
+from jaxkernels.core import dispatch, hardware
+from jaxkernels.core.errors import InputError
+from jaxkernels.models.config import PRESETS, TrainingConfig
 from jaxkernels.tuning.cli import tune
 
 __all__ = ["app", "main"]

@@ -13,10 +13,12 @@ import re
 import jax
 import jax.numpy as jnp
 
-from jaxkernels import dispatch, hardware
-from jaxkernels.folders import cache_root
-from jaxkernels.specs import ArrayType, AttentionSpec, MatmulSpec
-from jaxkernels.versions import installed_version
+from jaxkernels.core import dispatch, hardware
+from jaxkernels.core.folders import cache_root
+from jaxkernels.core.types import ArrayType
+from jaxkernels.core.versions import installed_version
+from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.ops.matmul.spec import MatmulSpec
 
 __all__ = ["Availability", "Report", "as_json", "as_text", "examine"]
 
@@ -171,7 +173,7 @@ def _cuda(chip: hardware.Chip) -> Availability:
     """The CUDA engine: its launcher, NVRTC, a chip its kernels are written for, and what its kernels say."""
     try:
         from jaxkernels.ffi.compiler import nvrtc_version
-        from jaxkernels.ffi.launcher import status as launcher_status
+        from jaxkernels.ffi.handler import status as launcher_status
     except ImportError as e:
         return Availability("cuda", (f"the engine cannot be imported: {e}",))
     reasons, notes = [], []

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxkernels import dispatch, hardware
+from jaxkernels.core import dispatch, hardware
 
 __all__ = ["Explanation", "explain"]
 
@@ -45,7 +45,7 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
       *args, **kwargs: its arguments: arrays, `jax.ShapeDtypeStruct`s in their place, and whatever else it
         takes, which is passed on as it is.
       platform: "cpu" or "cuda" ("gpu" is another name of it); default: the platform of JAX's default backend.
-        "cuda" works without a GPU (see `jaxkernels.hardware.cuda_target` for the chip that is then assumed).
+        "cuda" works without a GPU (see `jaxkernels.core.hardware.cuda_target` for the chip that is then assumed).
 
     Returns:
       An `Explanation`; print it, or read its `choices`.

@@ -22,7 +22,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import LatestN
 
-from jaxkernels.models.config import InputError, TrainingConfig
+from jaxkernels.core.errors import InputError
+from jaxkernels.models.config import TrainingConfig
 
 __all__ = ["Checkpoints", "complete_steps"]
 

@@ -7,11 +7,9 @@ import itertools
 import math
 from typing import Any
 
-__all__ = ["PRESETS", "InputError", "ModelConfig", "Preset", "TrainingConfig", "preset", "training_config"]
+from jaxkernels.core.errors import InputError
 
-
-class InputError(ValueError):
-    """What the user gave cannot be used: the command line prints the message alone, without a traceback."""
+__all__ = ["PRESETS", "ModelConfig", "Preset", "TrainingConfig", "preset", "training_config"]
 
 
 #: Integers stay below: steps are counted in int32, and no size of a model comes near.

@@ -2,7 +2,7 @@
 
 The cache is a folder for each text and tokenizer. Its meta.json has the size and the SHA-256 of every other file; all
 are checked at each load (1.6 GB/s on one core, like the text itself), and a cache that differs is made anew. Only the
-user who made it, or root, may have written it (`jaxkernels.folders`); another user makes another.
+user who made it, or root, may have written it (`jaxkernels.core.folders`); another user makes another.
 
 A batch is a pure function of (seed, step), so a resumed run sees exactly the batches it would have seen.
 """
@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from jaxkernels.folders import cache_root, make_private, open_entry, part_of, read_entry
+from jaxkernels.core.errors import InputError
+from jaxkernels.core.folders import cache_root, make_private, open_entry, part_of, read_entry
 from jaxkernels.models import tokenizer as tokenizer_lib
-from jaxkernels.models.config import InputError
 from jaxkernels.models.progress import waiting
 from jaxkernels.models.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer
 

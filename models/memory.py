@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from jaxkernels.models.config import InputError, TrainingConfig
+from jaxkernels.core.errors import InputError
+from jaxkernels.models.config import TrainingConfig
 
 __all__ = ["check_compiled", "check_config", "device_bytes", "explained"]
 

@@ -24,10 +24,11 @@ from typing import Any, Self
 
 import filelock
 
-from jaxkernels.folders import check_writable, write_whole
+from jaxkernels.core.errors import InputError
+from jaxkernels.core.folders import check_writable, write_whole
 from jaxkernels.models import tokenizer as tokenizer_lib
 from jaxkernels.models.checkpoints import Checkpoints, complete_steps
-from jaxkernels.models.config import InputError, TrainingConfig
+from jaxkernels.models.config import TrainingConfig
 from jaxkernels.models.tokenizer import Tokenizer
 
 __all__ = ["RUNS_FOLDER", "Metrics", "Run", "check_free", "latest_run"]

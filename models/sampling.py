@@ -14,7 +14,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxkernels.models.config import InputError, ModelConfig
+from jaxkernels.core.errors import InputError
+from jaxkernels.models.config import ModelConfig
 from jaxkernels.models.run import Run
 from jaxkernels.models.tokenizer import END_OF_TEXT, Tokenizer
 from jaxkernels.models.transformer import abstract_params, init_cache

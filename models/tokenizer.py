@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
-from jaxkernels.models.config import InputError
+from jaxkernels.core.errors import InputError
 
 __all__ = [
     "END_OF_TEXT", "FILE_NAME", "BpeTokenizer", "ByteTokenizer", "Tokenizer", "check_bpe_vocab_size", "from_json",

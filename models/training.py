@@ -27,11 +27,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 from rich.console import Console
 
-from jaxkernels import hardware
+from jaxkernels.core import hardware
+from jaxkernels.core.errors import InputError
 from jaxkernels.models import data as data_lib
 from jaxkernels.models import memory
 from jaxkernels.models.checkpoints import Checkpoints
-from jaxkernels.models.config import InputError, TrainingConfig
+from jaxkernels.models.config import TrainingConfig
 from jaxkernels.models.data import TokenData
 from jaxkernels.models.interrupts import Interrupts
 from jaxkernels.models.plot import plot_losses

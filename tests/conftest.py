@@ -21,7 +21,7 @@ import jax
 import pytest
 from cases import ATTENTION_CASES, MATMUL_CASES
 
-from jaxkernels import dispatch, hardware
+from jaxkernels.core import dispatch, hardware
 from jaxkernels.tuning import cache
 
 # Tracing and lowering make millions of objects that stay: to look for garbage less often saves 5 % of their time.

@@ -24,105 +24,109 @@ class Mutation:
     test: str
 
 
-_ORDERS = "tests/test_cuda_matmul_emulated.py::test_without_them_every_order_is_right[64x96-1]"
-_FOLLOWS_JAX_NN = "tests/test_attention.py::test_options_follow_jax_nn"
-_SCHEDULE = "tests/test_attention_schedule.py::test_random_cases"
+_ORDERS = "tests/matmul/test_cuda_matmul_emulated.py::test_without_them_every_order_is_right[64x96-1]"
+_FOLLOWS_JAX_NN = "tests/attention/test_attention.py::test_options_follow_jax_nn"
+_SCHEDULE = "tests/attention/test_attention_schedule.py::test_random_cases"
 _WORK_IS_COUNTED = "tests/test_bench.py::test_work_is_counted"
 _LAUNCH = "tests/test_ffi_launcher.py::test_launch_reaches_the_driver_as_it_was_asked_for"
 
 MUTATIONS: dict[str, Mutation] = {
     # Derivatives and vmap of products.
     "contracted dimensions in the operand's own order": Mutation(
-        "jaxkernels/ops/matmul.py", 'np.argsort(other_k, kind="stable"))', "range(len(mine_k)))",
-        "tests/test_dot_general.py::test_values_and_gradients_follow_lax",
+        "jaxkernels/ops/matmul/api.py", 'np.argsort(other_k, kind="stable"))', "range(len(mine_k)))",
+        "tests/matmul/test_dot_general.py::test_values_and_gradients_follow_lax",
     ),
     "cotangent contracted over its first dimensions": Mutation(
-        "jaxkernels/ops/matmul.py", "range(np.ndim(ct) - num_n, np.ndim(ct))", "range(len(lhs_b), len(lhs_b) + num_n)",
-        "tests/test_dot_general.py::test_values_and_gradients_follow_lax",
+        "jaxkernels/ops/matmul/api.py",
+        "range(np.ndim(ct) - num_n, np.ndim(ct))", "range(len(lhs_b), len(lhs_b) + num_n)",
+        "tests/matmul/test_dot_general.py::test_values_and_gradients_follow_lax",
     ),
     "mapped dimension moves no equal dimension": Mutation(
-        "jaxkernels/ops/matmul.py", "d + (d >= inserted)", "d + (d > inserted)",
+        "jaxkernels/ops/matmul/api.py", "d + (d >= inserted)", "d + (d > inserted)",
         "tests/test_transforms.py::test_vmap_of_every_combination_of_operands",
     ),
     "place of a mapped rhs in the result": Mutation(
-        "jaxkernels/ops/matmul.py", "len(lhs_b) + len(lhs_free) + rhs_free", "len(lhs_b) + rhs_free",
+        "jaxkernels/ops/matmul/api.py", "len(lhs_b) + len(lhs_free) + rhs_free", "len(lhs_b) + rhs_free",
         "tests/test_transforms.py::test_vmap_of_every_combination_of_operands",
     ),
     # Masks of the reference.
     "causal mask without the diagonal": Mutation(
-        "jaxkernels/xla/attention.py", "(j <= i)", "(j < i)", _FOLLOWS_JAX_NN
+        "jaxkernels/ops/attention/reference.py", "(j <= i)", "(j < i)", _FOLLOWS_JAX_NN
     ),
     "window one key short on the left": Mutation(
-        "jaxkernels/xla/attention.py", "(i <= j + left)", "(i < j + left)", _FOLLOWS_JAX_NN
+        "jaxkernels/ops/attention/reference.py", "(i <= j + left)", "(i < j + left)", _FOLLOWS_JAX_NN
     ),
     "window one key short on the right": Mutation(
-        "jaxkernels/xla/attention.py", "(i >= j - right)", "(i > j - right)", _FOLLOWS_JAX_NN
+        "jaxkernels/ops/attention/reference.py", "(i >= j - right)", "(i > j - right)", _FOLLOWS_JAX_NN
     ),
     "one key of padding seen": Mutation(
-        "jaxkernels/xla/attention.py", "(j < extras.key_lengths[", "(j <= extras.key_lengths[", _FOLLOWS_JAX_NN
+        "jaxkernels/ops/attention/reference.py",
+        "(j < extras.key_lengths[", "(j <= extras.key_lengths[", _FOLLOWS_JAX_NN
     ),
     "one query of padding alive": Mutation(
-        "jaxkernels/xla/attention.py", "[None, :] < extras.query_lengths", "[None, :] <= extras.query_lengths",
-        "tests/test_attention.py::test_padded_queries_give_zero_and_take_no_gradient",
+        "jaxkernels/ops/attention/reference.py",
+        "[None, :] < extras.query_lengths", "[None, :] <= extras.query_lengths",
+        "tests/attention/test_attention.py::test_padded_queries_give_zero_and_take_no_gradient",
     ),
     "earlier segments seen": Mutation(
-        "jaxkernels/xla/attention.py", "[:, :, None] == extras.key_segments", "[:, :, None] >= extras.key_segments",
-        "tests/test_attention.py::test_segment_ids_without_batch",
+        "jaxkernels/ops/attention/reference.py",
+        "[:, :, None] == extras.key_segments", "[:, :, None] >= extras.key_segments",
+        "tests/attention/test_attention.py::test_segment_ids_without_batch",
     ),
     # Planning of the attention kernels, and a kernel itself.
     # Ends for every query taken for those of any, and the other way round.
     "window's first keys not visited": Mutation(
-        "pallas/attention_blocks.py", "_largest(query_start - left, 0)", "_largest(query_end - 1 - left, 0)",
+        "pallas/attention/blocks.py", "_largest(query_start - left, 0)", "_largest(query_end - 1 - left, 0)",
         f"{_SCHEDULE}[forward-0]",
     ),
     "keys after the diagonal unmasked": Mutation(
-        "pallas/attention_blocks.py", "_least(query_start + right + 1, key_end)",
+        "pallas/attention/blocks.py", "_least(query_start + right + 1, key_end)",
         "_least(query_end + right, key_end)", f"{_SCHEDULE}[forward-0]",
     ),
     "window's last queries not visited": Mutation(
-        "pallas/attention_blocks.py", "_least(key_end + left, query_end)", "_least(key_start + left + 1, query_end)",
+        "pallas/attention/blocks.py", "_least(key_end + left, query_end)", "_least(key_start + left + 1, query_end)",
         f"{_SCHEDULE}[backward-0]",
     ),
     "queries before the diagonal unmasked": Mutation(
-        "pallas/attention_blocks.py", "_largest(key_end - 1 - right, query_start)",
+        "pallas/attention/blocks.py", "_largest(key_end - 1 - right, query_start)",
         "_largest(key_start - right, query_start)", f"{_SCHEDULE}[backward-0]",
     ),
     "last block left out where it is a part": Mutation(
-        "pallas/attention_blocks.py", "_quotient(end + block - 1, block)", "_quotient(end, block)",
+        "pallas/attention/blocks.py", "_quotient(end + block - 1, block)", "_quotient(end, block)",
         f"{_SCHEDULE}[wide backward-0]",
     ),
     "exponentials to base 2 of natural logits": Mutation(
-        "pallas/attention_forward.py", "c = spec.scale * LOG2E if", "c = spec.scale if",
-        "tests/test_pallas_attention.py::test_one_key_and_one_query",
+        "pallas/attention/forward.py", "c = spec.scale * LOG2E if", "c = spec.scale if",
+        "tests/attention/test_pallas_attention.py::test_one_key_and_one_query",
     ),
     # Sharding.
     "minor factor sharded beside a whole major one": Mutation(
-        "jaxkernels/ops/sharding.py", "if num_shards(chosen.get(factor, ())) != sizes[factor]:", "if False:",
+        "jaxkernels/core/sharding.py", "if num_shards(chosen.get(factor, ())) != sizes[factor]:", "if False:",
         "tests/test_sharding.py::test_minor_factor_is_sharded_once_its_major_one_is_split_up",
     ),
     "axis of two factors": Mutation(
-        "jaxkernels/ops/sharding.py", "used.update(fitting)", "pass",
+        "jaxkernels/core/sharding.py", "used.update(fitting)", "pass",
         "tests/test_sharding.py::test_first_operand_settles_a_factor_and_an_axis_serves_one",
     ),
     "scattered sum added up again": Mutation(
-        "jaxkernels/ops/sharding.py", "add.remove(axes[0])", "pass",
+        "jaxkernels/core/sharding.py", "add.remove(axes[0])", "pass",
         "tests/test_sharding.py::test_first_operand_settles_a_factor_and_an_axis_serves_one",
     ),
     "axes that divide a size one by one only": Mutation(
-        "jaxkernels/ops/sharding.py", "size % math.prod(axis_sizes[a] for a in (*fitting, axis)) != 0",
+        "jaxkernels/core/sharding.py", "size % math.prod(axis_sizes[a] for a in (*fitting, axis)) != 0",
         "size % axis_sizes[axis] != 0", "tests/test_sharding.py::test_axes_divide_a_factor_together",
     ),
     # Dispatch, winners and tuning.
     "measured winner not preferred": Mutation(
-        "jaxkernels/dispatch.py", "if reason is None and fastest not in (None, name):", "if False:",
+        "jaxkernels/core/dispatch.py", "if reason is None and fastest not in (None, name):", "if False:",
         "tests/test_tuning.py::test_backends_compete_where_none_is_named",
     ),
     "versions of the field not compared": Mutation(
-        "jaxkernels/dispatch.py", "found[1] != _versions(op, usable_backends(op, spec))", "False",
+        "jaxkernels/core/dispatch.py", "found[1] != _versions(op, usable_backends(op, spec))", "False",
         "tests/test_tuning_cache.py::test_fastest_backend_is_measured_anew_when_the_field_changes",
     ),
     "reasons left out": Mutation(
-        "jaxkernels/dispatch.py", "no backend supports {spec}: {reasons}.", "no backend supports {spec}.",
+        "jaxkernels/core/dispatch.py", "no backend supports {spec}: {reasons}.", "no backend supports {spec}.",
         "tests/test_dispatch.py::test_every_reason_is_listed_where_all_refuse",
     ),
     "key without the version": Mutation(
@@ -192,29 +196,30 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     # The CUDA GEMM.
     "store without a proxy fence": Mutation(
-        "ffi/gemm.cu", "  fence_proxy_async();\n  __syncwarp();", "  __syncwarp();", _ORDERS
+        "ffi/matmul/gemm.cu", "  fence_proxy_async();\n  __syncwarp();", "  __syncwarp();", _ORDERS
     ),
     "phase of the residual's barrier": Mutation(
-        "ffi/gemm.cu", "residual_parity_ ^= 1u << out_slot(p);", "", _ORDERS
+        "ffi/matmul/gemm.cu", "residual_parity_ ^= 1u << out_slot(p);", "", _ORDERS
     ),
     "slot filled before it is empty": Mutation(
-        "ffi/gemm.cu", "place.parity() ^ 1);\n      mbarrier_arrive", "place.parity());\n      mbarrier_arrive", _ORDERS
+        "ffi/matmul/gemm.cu",
+        "place.parity() ^ 1);\n      mbarrier_arrive", "place.parity());\n      mbarrier_arrive", _ORDERS
     ),
     "bias of the neighbouring column": Mutation(
-        "ffi/gemm.cu", "values[r + 1] += pair.y, values[r + 2]", "values[r + 1] += pair.x, values[r + 2]",
-        "tests/test_cuda_matmul_emulated.py::test_epilogues[silu]",
+        "ffi/matmul/gemm.cu", "values[r + 1] += pair.y, values[r + 2]", "values[r + 1] += pair.x, values[r + 2]",
+        "tests/matmul/test_cuda_matmul_emulated.py::test_epilogues[silu]",
     ),
     "head of another residue": Mutation(
-        "ffi/gemm.cu", "residue * (problem_.k % kUnit) % kUnit}", "residue % kUnit}",
-        "tests/test_cuda_matmul_emulated.py::test_without_them_every_order_in_place_is_right",
+        "ffi/matmul/gemm.cu", "residue * (problem_.k % kUnit) % kUnit}", "residue % kUnit}",
+        "tests/matmul/test_cuda_matmul_emulated.py::test_without_them_every_order_in_place_is_right",
     ),
     "last strip as wide as the others": Mutation(
-        "ffi/gemm.cu", "min(problem_.strip, minor_tiles - strip * problem_.strip)", "problem_.strip",
-        "tests/test_cuda_matmul_emulated.py::test_tile_orders[m]",
+        "ffi/matmul/gemm.cu", "min(problem_.strip, minor_tiles - strip * problem_.strip)", "problem_.strip",
+        "tests/matmul/test_cuda_matmul_emulated.py::test_tile_orders[m]",
     ),
     "padded rows with their neighbours' elements": Mutation(
-        "ffi/pad_rows.cu", "if (first + kUnit < size) {", "if (first < size) {",
-        "tests/test_cuda_matmul_emulated.py::test_padding_adds_nothing_to_a_sum",
+        "ffi/matmul/pad_rows.cu", "if (first + kUnit < size) {", "if (first < size) {",
+        "tests/matmul/test_cuda_matmul_emulated.py::test_padding_adds_nothing_to_a_sum",
     ),
     # Benchmarks.
     "bytes counted as elements": Mutation(
@@ -253,7 +258,7 @@ MUTATIONS: dict[str, Mutation] = {
         "tests/test_training.py::test_checkpoint_of_another_model_is_refused",
     ),
     "part of a file left behind": Mutation(
-        "jaxkernels/folders.py", "part.unlink(missing_ok=True)", "pass",
+        "jaxkernels/core/folders.py", "part.unlink(missing_ok=True)", "pass",
         "tests/test_folders.py::test_what_stood_there_stays_when_writing_fails",
     ),
 }  # fmt: skip

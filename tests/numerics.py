@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import jaxkernels as jk
-from jaxkernels import dispatch
 from jaxkernels.bench.accuracy import ALLOWED, error_ratio, plain_attention, plain_matmul, widen
+from jaxkernels.core import dispatch
 
 __all__ = [
     "Operands",

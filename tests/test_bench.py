@@ -25,7 +25,7 @@ from rich.text import Text
 from typer.testing import CliRunner, Result
 
 import jaxkernels as jk
-from jaxkernels import cli, dispatch, hardware
+from jaxkernels import cli
 from jaxkernels.bench import accuracy, baselines, lowering, measure, plots, report, results, runner, suites, training
 from jaxkernels.bench import cli as bench_cli
 from jaxkernels.bench.baselines import BASELINES, Baseline, Contender
@@ -35,8 +35,10 @@ from jaxkernels.bench.measure import Samples, Visit
 from jaxkernels.bench.results import Results, Row, Side
 from jaxkernels.bench.suites import SUITES, Problem
 from jaxkernels.bench.telemetry import Reading, Telemetry
-from jaxkernels.models.config import PRESETS, InputError
-from jaxkernels.xla import matmul as xla_matmul
+from jaxkernels.core import dispatch, hardware
+from jaxkernels.core.errors import InputError
+from jaxkernels.models.config import PRESETS
+from jaxkernels.ops.matmul import reference as xla_matmul
 
 DATA = pathlib.Path(__file__).parent / "data"
 #: `jaxkernels bench gemm --regime burst --json ...` on a machine with two CPU cores.

@@ -15,7 +15,8 @@ import jax
 import pytest
 from typer.testing import CliRunner, Result
 
-from jaxkernels import cli, dispatch, doctor, hardware
+from jaxkernels import cli, doctor
+from jaxkernels.core import dispatch, hardware
 from jaxkernels.models.config import PRESETS
 
 ROOT = pathlib.Path(cli.__file__).parent.parent

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from jaxkernels.core.errors import InputError
 from jaxkernels.models import data, tokenizer
-from jaxkernels.models.config import InputError
 from jaxkernels.models.tokenizer import END_OF_TEXT, ByteTokenizer
 
 TEXTS = {

@@ -17,13 +17,14 @@ from errors import raises_exactly
 from jax import export
 
 import jaxkernels as jk
-from jaxkernels import dispatch, hardware
-from jaxkernels.dispatch import Entry
-from jaxkernels.ops.attention import Attention, forward_op
-from jaxkernels.ops.matmul import Product, dot_general_op
-from jaxkernels.specs import ArrayType, MatmulSpec
-from jaxkernels.xla import matmul as xla_matmul
-from jaxkernels.xla.attention_forward import Config as ForwardConfig
+from jaxkernels.core import dispatch, hardware
+from jaxkernels.core.dispatch import Entry
+from jaxkernels.core.types import ArrayType
+from jaxkernels.ops.attention.api import Attention, forward_op
+from jaxkernels.ops.attention.reference_forward import Config as ForwardConfig
+from jaxkernels.ops.matmul import reference as xla_matmul
+from jaxkernels.ops.matmul.api import Product, dot_general_op
+from jaxkernels.ops.matmul.spec import MatmulSpec
 
 REAL = [name for name in dispatch.backend_names() if name != "xla"]
 A = np.ones((5, 7), np.float32)
@@ -186,7 +187,7 @@ def matmul_spec() -> MatmulSpec:
 def test_config_is_taken_by_the_backend_it_is_for(install):
     install("tuned")
     assert dispatch.choose("matmul", matmul_spec(), "tuned", Config(block=128)).config == Config(block=128)
-    message = "matmul[xla]: config must be a jaxkernels.xla.matmul.Config; got Config(block=64)."
+    message = "matmul[xla]: config must be a jaxkernels.ops.matmul.reference.Config; got Config(block=64)."
     with raises_exactly(ValueError, message):
         dispatch.choose("matmul", matmul_spec(), "xla", Config())
     message = "matmul: config=Config(block=64) needs the backend it is for. Name it with backend=."

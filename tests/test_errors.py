@@ -12,8 +12,8 @@ import pytest
 from errors import raises_exactly
 
 import jaxkernels as jk
-from jaxkernels import dispatch
-from jaxkernels.xla.matmul import Config
+from jaxkernels.core import dispatch
+from jaxkernels.ops.matmul.reference import Config
 
 KNOWN = ", ".join(map(repr, dispatch.backend_names()))
 
@@ -129,7 +129,7 @@ MATMULS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "config of no kind": (
         (A, B),
         dict(config=dict(num_stages=1), activation="relu", backend="xla"),
-        "matmul[xla]: config must be a jaxkernels.xla.matmul.Config; got {'num_stages': 1}.",
+        "matmul[xla]: config must be a jaxkernels.ops.matmul.reference.Config; got {'num_stages': 1}.",
     ),
     "bias without columns": (
         (A, array(7)),

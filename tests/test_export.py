@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from numerics import assert_close
 
 import jaxkernels as jk
-from jaxkernels import _jax, dispatch
-from jaxkernels.ops.matmul import dot_general_op
+from jaxkernels.core import _jax, dispatch
+from jaxkernels.ops.matmul.api import dot_general_op
 
 PLATFORMS = ("cpu", "cuda")
 

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkernels as jk
-from jaxkernels import _jax, hardware
+from jaxkernels.core import _jax, hardware
 from jaxkernels.ffi import CudaKernel, LaunchPlan, Pointer, TensorMap, compiler, kernel
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from jax import export
 
-from jaxkernels import ffi, hardware
+from jaxkernels import ffi
+from jaxkernels.core import hardware
 from jaxkernels.ffi.cubin import parameter_bytes
 
 ROOT = pathlib.Path(__file__).parent.parent

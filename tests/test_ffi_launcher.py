@@ -25,8 +25,9 @@ import pytest
 from cuda import pathfinder
 from jax import export
 
-from jaxkernels import ffi, hardware
-from jaxkernels.ffi import custom_call, launcher
+from jaxkernels import ffi
+from jaxkernels.core import hardware
+from jaxkernels.ffi import custom_call, handler
 
 ROOT = pathlib.Path(__file__).parent.parent
 CUDA = ROOT / "tests" / "cuda"
@@ -283,7 +284,7 @@ class StandIn:
         build(CUDA / "host_launcher.cc", self.library)
         os.environ["STAND_IN_DRIVER"] = str(self.driver)
         self.device = jax.devices("cpu")[0]
-        launcher.register_library(self.library, "cpu")
+        handler.register_library(self.library, "cpu")
         self._library = ctypes.CDLL(str(self.driver))
         self._library.stand_in_events.restype = ctypes.c_char_p
 
@@ -324,7 +325,7 @@ def run(cubin: bytes, name: str, *operands: jax.Array, results=(X,), **kwargs: A
 
 def test_library_exports_what_it_should_and_no_more(tmp_path):
     library = build(FFI / "launcher.cc", tmp_path / "liblauncher.so")
-    loaded = launcher.load(library)
+    loaded = handler.load(library)
     for stage in ("instantiate", "initialize", "execute"):
         assert getattr(loaded, f"jaxkernels_{stage}")
     assert loaded.jaxkernels_launch_type_id() != loaded.jaxkernels_launch_type_info()
@@ -469,9 +470,9 @@ def test_a_missing_or_old_driver_is_an_exception(built, any_cubin, tmp_path, dri
         import pathlib
         import jax, jax.numpy as jnp
         from jaxkernels import ffi
-        from jaxkernels.ffi import launcher
+        from jaxkernels.ffi import handler
         jax.devices()
-        launcher.register_library(pathlib.Path({str(built.library)!r}), "cpu")
+        handler.register_library(pathlib.Path({str(built.library)!r}), "cpu")
         cubin = pathlib.Path({str(tmp_path / "cubin")!r}).read_bytes()
         f = jax.jit(lambda x: ffi.launch(cubin, "kernel", [x], [x], parameters=[], grid=(1,), block=(1,)))
         try:
@@ -552,7 +553,7 @@ ATTRIBUTES: dict[str, Any] = {
 def call(image: bytes, /, **changed: Any) -> jax.Array:
     attributes = ATTRIBUTES | {"cubin": np.frombuffer(image, np.uint8)} | changed
     attributes = {name: value for name, value in attributes.items() if value is not None}
-    fun = jax.jit(lambda x: jax.ffi.ffi_call(launcher.TARGET, X)(x, **attributes))
+    fun = jax.jit(lambda x: jax.ffi.ffi_call(handler.TARGET, X)(x, **attributes))
     return fun(jnp.zeros(X.shape, X.dtype)).block_until_ready()
 
 
@@ -694,15 +695,15 @@ def test_status_elsewhere_than_on_linux(package_path, monkeypatch):
     assert str(ffi.status()) == "not built: CUDA kernels run on Linux only, this is darwin"
 
 
-@pytest.mark.skipif(launcher.has_cuda(), reason="this machine has a CUDA device or JAX's plugin")
+@pytest.mark.skipif(handler.has_cuda(), reason="this machine has a CUDA device or JAX's plugin")
 def test_register_needs_a_device():
     with pytest.raises(RuntimeError, match=r"^register\[cuda\]: JAX has no CUDA device here; got cpu devices\.$"):
         ffi.register()
 
 
 def test_register_and_launch_say_that_the_launcher_is_missing(package_path, any_cubin, monkeypatch):
-    monkeypatch.setattr(launcher, "has_cuda", lambda: True)
-    monkeypatch.delitem(launcher._libraries, "CUDA", raising=False)
+    monkeypatch.setattr(handler, "has_cuda", lambda: True)
+    monkeypatch.delitem(handler._libraries, "CUDA", raising=False)
     message = f"register[cuda]: the launcher of the CUDA kernels is missing; {ffi.status()}."
     for attempt in (ffi.register, lambda: lower(any_cubin)):
         with pytest.raises(RuntimeError) as error:
@@ -711,8 +712,8 @@ def test_register_and_launch_say_that_the_launcher_is_missing(package_path, any_
 
 
 def test_registration_happens_once(stand_in):
-    library = launcher.register_library(stand_in.library, "cpu")
-    assert launcher.register_library(pathlib.Path("/not/looked/at.so"), "cpu") is library
+    library = handler.register_library(stand_in.library, "cpu")
+    assert handler.register_library(pathlib.Path("/not/looked/at.so"), "cpu") is library
 
 
 def test_a_launcher_jaxlib_refuses_is_an_exception(stand_in, monkeypatch):
@@ -724,4 +725,4 @@ def test_a_launcher_jaxlib_refuses_is_an_exception(stand_in, monkeypatch):
     with pytest.raises(
         RuntimeError, match=r"does not take the launcher; got .*API version \(0\.9\).*Install the package again"
     ):
-        launcher.register_library(stand_in.library, "another platform")
+        handler.register_library(stand_in.library, "another platform")

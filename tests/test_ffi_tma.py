@@ -19,7 +19,7 @@ import sanitizer
 from emulated import NEEDS_COMPILER, Emulator
 
 import jaxkernels as jk
-from jaxkernels import hardware
+from jaxkernels.core import hardware
 from jaxkernels.ffi import tma
 
 # What the operations compute.

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from jaxkernels import folders
-from jaxkernels.folders import cache_root, open_entry, part_of, read_entry, write_entry, write_whole
+from jaxkernels.core import folders
+from jaxkernels.core.folders import cache_root, open_entry, part_of, read_entry, write_entry, write_whole
 
 
 def test_a_file_and_its_folders(tmp_path):

@@ -23,13 +23,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "operations": ("jaxkernels.ops",),
     # Measures kernels as dispatch knows them, with the benchmarks' method; knows nothing of primitives.
     "tuner": ("jaxkernels.tuning.tuner", "jaxkernels.tuning.operands"),
-    "dispatch": ("jaxkernels.dispatch",),
-    "backends": ("jaxkernels.xla", "jaxkernels.pallas", "jaxkernels.ffi", "jaxkernels.triton"),
+    "dispatch": ("jaxkernels.core.kernel_op", "jaxkernels.core.dispatch", "jaxkernels.core.sharding"),
+    "backends": ("jaxkernels.pallas", "jaxkernels.ffi", "jaxkernels.triton"),
     "winners on disk": ("jaxkernels.tuning.cache", "jaxkernels.tuning"),
     "ground": (
-        "jaxkernels.specs", "jaxkernels.halfprecision", "jaxkernels.hardware", "jaxkernels.epilogue",
-        "jaxkernels.folders", "jaxkernels._jax", "jaxkernels.arguments",
-        "jaxkernels.versions", "jaxkernels.bench.measure",
+        "jaxkernels.core", "jaxkernels.ops.matmul.spec", "jaxkernels.ops.attention.spec",
+        "jaxkernels.ops.matmul.tensor_cores", "jaxkernels.ops.matmul.epilogue",
+        "jaxkernels.core.folders", "jaxkernels.core._jax", "jaxkernels.core.arguments",
+        "jaxkernels.core.versions", "jaxkernels.bench.measure",
     ),
 }  # fmt: skip
 BACKENDS = LAYERS["backends"]
@@ -37,7 +38,7 @@ BACKENDS = LAYERS["backends"]
 #: What the layers would forbid. Derivatives of the derivatives are those of the reference in plain JAX: it defines what
 #: the operations mean, and happens to be a backend too.
 ALLOWED = {
-    ("jaxkernels.ops.attention", "jaxkernels.xla.attention"),
+    ("jaxkernels.ops.attention.api", "jaxkernels.ops.attention.reference"),
     # jk.models is a name of the public face. It is imported at first use.
     ("jaxkernels", "jaxkernels.models"),
 }
@@ -87,8 +88,8 @@ def backend_of(name: str) -> str | None:
 
 
 def test_all_modules_are_found():
-    for name in ("jaxkernels.ops.matmul", "jaxkernels.xla.matmul", "jaxkernels.pallas", "jaxkernels.ffi", "jaxkernels"):
-        assert name in MODULES
+    names = "jaxkernels", "jaxkernels.ops.matmul.api", "jaxkernels.pallas", "jaxkernels.ffi"
+    assert {*names} <= {*MODULES}
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
@@ -109,18 +110,18 @@ def test_operations_do_not_import_backends_otherwise():
     found = {
         (name, imported)
         for name in MODULES
-        if layer_of(name) < layer_of("jaxkernels.xla")
+        if layer_of(name) < layer_of("jaxkernels.pallas")
         for imported in imports_of(name)
         if backend_of(imported)
     }
     of_operations = {(name, imported) for name, imported in found if name.startswith("jaxkernels.ops")}
     assert of_operations == {(name, imported) for name, imported in ALLOWED if backend_of(imported)}
-    assert not any(name == "jaxkernels.dispatch" for name, _ in found)
+    assert not any(name == "jaxkernels.core.dispatch" for name, _ in found)
 
 
 def test_models_use_the_public_face_only():
     """And the table of chips, to report their share of the peak, and the rule for where caches are kept."""
-    public = "jaxkernels", "jaxkernels.hardware", "jaxkernels.folders"
+    public = "jaxkernels", "jaxkernels.core.hardware", "jaxkernels.core.folders", "jaxkernels.core.errors"
     for name in MODULES:
         if name.startswith("jaxkernels.models"):
             ours = {imported for imported in imports_of(name) if imported.split(".")[0] == "jaxkernels"}
@@ -129,4 +130,4 @@ def test_models_use_the_public_face_only():
 
 def test_private_names_of_jax_are_used_in_one_file():
     users = {name for name in MODULES for imported in imports_of(name) if imported.startswith("jax._src")}
-    assert users == {"jaxkernels._jax"}
+    assert users == {"jaxkernels.core._jax"}

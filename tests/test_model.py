@@ -16,7 +16,8 @@ from flax import nnx
 from numerics import assert_close, assert_same_bits, compile_quickly
 
 import jaxkernels as jk
-from jaxkernels.models.config import PRESETS, InputError, ModelConfig, preset
+from jaxkernels.core.errors import InputError
+from jaxkernels.models.config import PRESETS, ModelConfig, preset
 from jaxkernels.models.sampling import generate
 from jaxkernels.models.training import cross_entropy
 from jaxkernels.models.transformer import (

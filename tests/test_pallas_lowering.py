@@ -19,9 +19,13 @@ from cases import ATTENTION_CASES, MATMUL_CASES, AttentionCase, MatmulCase
 from products import shipped_winners, types_of
 
 import jaxkernels as jk
-from jaxkernels import dispatch, hardware
-from jaxkernels.pallas import attention_backward, attention_forward, matmul
-from jaxkernels.specs import ArrayType, AttentionSpec, MatmulSpec
+from jaxkernels.core import dispatch, hardware
+from jaxkernels.core.types import ArrayType
+from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.ops.matmul.spec import MatmulSpec
+from jaxkernels.pallas.attention import backward as attention_backward
+from jaxkernels.pallas.attention import forward as attention_forward
+from jaxkernels.pallas.matmul import gemm as matmul
 
 _H200 = hardware.lookup("NVIDIA H200")
 

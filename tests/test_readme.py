@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkernels as jk
-from jaxkernels import dispatch
+from jaxkernels.core import dispatch
 
 README = (pathlib.Path(jk.__file__).parent.parent / "README.md").read_text()
 FLOATS = ("bfloat16", "float16", "float32", "float8_e4m3fn")

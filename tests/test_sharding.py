@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 from numerics import assert_close, compile_quickly
 
 import jaxkernels as jk
-from jaxkernels import _jax
-from jaxkernels.ops.sharding import Factors, assign
-from jaxkernels.specs import ArrayType
+from jaxkernels.core import _jax
+from jaxkernels.core.sharding import Factors, assign
+from jaxkernels.core.types import ArrayType
 
 _COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 

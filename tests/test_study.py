@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from jaxkernels.bench import study
 from jaxkernels.bench.suites import parse_shape
 from jaxkernels.cli import app
-from jaxkernels.models.config import InputError
+from jaxkernels.core.errors import InputError
 
 POINTS = [
     study.Point("mk,kn 64x64x64", backend, "128 x 256", knob, value, 1e-6, 9e-7, 2e-6, 1e12, share)

@@ -30,10 +30,11 @@ from numerics import assert_close, assert_same_bits, compile_quickly
 from PIL import Image
 from rich.console import Console
 
-from jaxkernels import hardware
+from jaxkernels.core import hardware
+from jaxkernels.core.errors import InputError
 from jaxkernels.models import memory, progress, sampling, training
 from jaxkernels.models.checkpoints import Checkpoints, complete_steps
-from jaxkernels.models.config import InputError, ModelConfig, TrainingConfig, training_config
+from jaxkernels.models.config import ModelConfig, TrainingConfig, training_config
 from jaxkernels.models.interrupts import Interrupted
 from jaxkernels.models.run import Metrics, Run, latest_run
 from jaxkernels.models.tokenizer import ByteTokenizer

@@ -20,10 +20,13 @@ from errors import raises_exactly
 from typer.testing import CliRunner, Result
 
 import jaxkernels as jk
-from jaxkernels import cli, dispatch, hardware
+from jaxkernels import cli
 from jaxkernels.bench.measure import Call, MeasureError
-from jaxkernels.dispatch import Entry
-from jaxkernels.specs import ArrayType, AttentionSpec, MatmulSpec
+from jaxkernels.core import dispatch, hardware
+from jaxkernels.core.dispatch import Entry
+from jaxkernels.core.types import ArrayType
+from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.ops.matmul.spec import MatmulSpec
 from jaxkernels.tuning import autotune as autotune_lib
 from jaxkernels.tuning import cache, operands, tuner
 from jaxkernels.tuning import cli as tune_cli

@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkernels import dispatch, hardware
-from jaxkernels.dispatch import Entry
-from jaxkernels.specs import ArrayType, AttentionSpec, MatmulSpec
+from jaxkernels.core import dispatch, hardware
+from jaxkernels.core.dispatch import Entry
+from jaxkernels.core.types import ArrayType
+from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.ops.matmul.spec import MatmulSpec
 from jaxkernels.tuning import cache
 
 ROOT = pathlib.Path(cache.__file__).parent.parent.parent
@@ -426,8 +428,8 @@ def test_damaged_fastest_backend_is_ignored(values, reason, fake, forget, tmp_pa
 
 _WRITER = """
 import sys, dataclasses
-from jaxkernels import hardware
-from jaxkernels.specs import ArrayType
+from jaxkernels.core import hardware
+from jaxkernels.core.types import ArrayType
 from jaxkernels.tuning import cache
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkernels import dispatch, hardware
-from jaxkernels.pallas import attention_backward, attention_forward, matmul
-from jaxkernels.specs import ArrayType, AttentionSpec, MatmulSpec
+from jaxkernels.core import dispatch, hardware
+from jaxkernels.core.types import ArrayType
+from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.ops.matmul.spec import MatmulSpec
+from jaxkernels.pallas.attention import backward as attention_backward
+from jaxkernels.pallas.attention import forward as attention_forward
+from jaxkernels.pallas.matmul import gemm as matmul
 
 H200 = hardware.lookup("NVIDIA H200")
 KERNELS = [(op, backend) for (op, backend), entry in dispatch.REGISTRY.items() if entry.platforms is not None]

@@ -16,8 +16,9 @@ from cases import ATTENTION_CASES, MATMUL_CASES, AttentionCase, MatmulCase
 from jax import export
 
 import jaxkernels as jk
-from jaxkernels import dispatch, hardware
-from jaxkernels.specs import ArrayType, AttentionSpec
+from jaxkernels.core import dispatch, hardware
+from jaxkernels.core.types import ArrayType
+from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.tuning import operands
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxkernels.bench.cases import AttentionCase, MatmulCase
 from jaxkernels.bench.suites import Op, Problem
-from jaxkernels.hardware import Chip
+from jaxkernels.core.hardware import Chip
 
 __all__ = ["BASELINES", "Baseline", "Contender", "baseline_names", "cudnn_refuses"]
 

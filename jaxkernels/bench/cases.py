@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkernels as jk
-from jaxkernels.specs import Activation
+from jaxkernels.ops.matmul.spec import Activation
 
 __all__ = ["AttentionCase", "Draw", "MatmulCase", "Operands", "random_array"]
 

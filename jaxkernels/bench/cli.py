@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxkernels import dispatch
-from jaxkernels.folders import check_writable
-from jaxkernels.models.config import InputError
+from jaxkernels.core import dispatch
+from jaxkernels.core.errors import InputError
+from jaxkernels.core.folders import check_writable
 from jaxkernels.models.progress import plain_console
 
 if TYPE_CHECKING:

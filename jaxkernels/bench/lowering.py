@@ -25,11 +25,11 @@ import numpy as np
 from jax import export
 
 import jaxkernels as jk
-from jaxkernels import dispatch, hardware
 from jaxkernels.bench.baselines import Contender
 from jaxkernels.bench.cases import MatmulCase
 from jaxkernels.bench.suites import Problem
-from jaxkernels.hardware import Chip
+from jaxkernels.core import dispatch, hardware
+from jaxkernels.core.hardware import Chip
 
 __all__ = ["Lowered", "Workers", "differentiated", "lower", "masks", "our_function", "save", "shapes", "struct"]
 

@@ -19,7 +19,7 @@ from jaxkernels.bench import results as results_lib
 from jaxkernels.bench.measure import REGIMES
 from jaxkernels.bench.results import Results, Row, Side
 from jaxkernels.bench.suites import SUITES
-from jaxkernels.models.config import InputError
+from jaxkernels.core.errors import InputError
 
 __all__ = ["Library", "geometric_mean", "ratios", "render", "summary", "table"]
 

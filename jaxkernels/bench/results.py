@@ -13,13 +13,13 @@ import sys
 from collections.abc import Collection
 from typing import Any, Literal
 
-from jaxkernels import hardware
 from jaxkernels.bench import measure
 from jaxkernels.bench.measure import Regime, Samples
 from jaxkernels.bench.telemetry import Reading, Telemetry
-from jaxkernels.folders import write_whole
-from jaxkernels.models.config import InputError
-from jaxkernels.versions import installed_version
+from jaxkernels.core import hardware
+from jaxkernels.core.errors import InputError
+from jaxkernels.core.folders import write_whole
+from jaxkernels.core.versions import installed_version
 
 __all__ = [
     "SCHEMA", "Change", "Results", "Row", "Side", "cells", "compare", "environment", "line", "load", "read", "resumed",

@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkernels import dispatch, hardware
 from jaxkernels.bench import accuracy, lowering
 from jaxkernels.bench.baselines import BASELINES, Contender, baseline_names
 from jaxkernels.bench.cases import AttentionCase, Draw, MatmulCase
@@ -30,6 +29,7 @@ from jaxkernels.bench.measure import Call, Clock, Regime, Samples, clock_for, me
 from jaxkernels.bench.results import Row, Side
 from jaxkernels.bench.suites import Problem, peak_flops_per_s
 from jaxkernels.bench.telemetry import Telemetry
+from jaxkernels.core import dispatch, hardware
 
 __all__ = ["Settings", "our_key", "run"]
 

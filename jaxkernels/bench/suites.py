@@ -12,8 +12,9 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from jaxkernels.bench.cases import AttentionCase, MatmulCase
-from jaxkernels.hardware import Chip
-from jaxkernels.models.config import PRESETS, InputError
+from jaxkernels.core.errors import InputError
+from jaxkernels.core.hardware import Chip
+from jaxkernels.models.config import PRESETS
 
 __all__ = ["OPS", "SUITES", "Op", "Problem", "Suite", "parse_shape", "peak_flops_per_s", "select"]
 

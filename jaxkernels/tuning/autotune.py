@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxkernels import dispatch
+from jaxkernels.core import dispatch
 from jaxkernels.explain import explain
 from jaxkernels.tuning.tuner import Result, TuningError, check_settings, device_for, tune
 

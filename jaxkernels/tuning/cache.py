@@ -1,6 +1,6 @@
 """Winners on disk: one small JSON file for each chip, operation, spec, backend and kernel version.
 
-Files are written and read as `jaxkernels.folders` has it: readers see all of one or nothing, several processes may
+Files are written and read as `jaxkernels.core.folders` has it: readers see all of one or nothing, several processes may
 write at once (the last one wins), and a file that another user may have written is ignored. It holds its key in clear:
 
     <cache>/tuning/nvidia_h200/matmul-pallas-v1/5b0d....json
@@ -29,9 +29,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxkernels.folders import cache_root, read_entry, write_entry
-from jaxkernels.hardware import Chip
-from jaxkernels.specs import ArrayType
+from jaxkernels.core.folders import cache_root, read_entry, write_entry
+from jaxkernels.core.hardware import Chip
+from jaxkernels.core.types import ArrayType
 
 __all__ = ["AUTO", "Key", "entries", "lookup", "store"]
 

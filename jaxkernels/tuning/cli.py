@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 
-from jaxkernels import dispatch, hardware
 from jaxkernels.bench import suites
+from jaxkernels.core import dispatch, hardware
+from jaxkernels.core.errors import InputError
 from jaxkernels.explain import explain
-from jaxkernels.models.config import InputError
 from jaxkernels.tuning import cache, tuner
 
 __all__ = ["tune"]

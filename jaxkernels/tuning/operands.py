@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkernels import _jax, dispatch
-from jaxkernels.specs import ArrayType, AttentionSpec
+from jaxkernels.core import _jax, dispatch
+from jaxkernels.core.types import ArrayType
+from jaxkernels.ops.attention.spec import AttentionSpec
 
 __all__ = ["first_heads", "make"]
 

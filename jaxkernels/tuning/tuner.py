@@ -21,11 +21,11 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxkernels import _jax, dispatch, hardware
-from jaxkernels.arguments import positive_number, positive_whole
 from jaxkernels.bench.measure import Call, MeasureError, num_rotations
 from jaxkernels.bench.measure import measure as bench_measure
-from jaxkernels.specs import ArrayType
+from jaxkernels.core import _jax, dispatch, hardware
+from jaxkernels.core.arguments import positive_number, positive_whole
+from jaxkernels.core.types import ArrayType
 from jaxkernels.tuning import operands as operands_lib
 
 __all__ = ["Candidate", "Measure", "Result", "TuningError", "check_settings", "device_for", "tune"]

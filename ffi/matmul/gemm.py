@@ -1,0 +1,857 @@
+"""Matrix product on Hopper tensor cores, with its epilogue, in CUDA C++ (gemm.cu says how it works).
+
+Operands lie in memory as "mk" or "km" and "kn" or "nk" and are read as they are. The Tensor Memory Accelerator
+takes rows that are whole 16-byte units: an operand with other rows is padded first (pad_rows.cu) or, an lhs of "mk" and
+"kn", read in tiles of every so many-th row (`Config.in_place`); a result with other rows is stored, and a residual
+loaded, by ordinary instructions. Sizes need no multiple of anything else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkernels.core import hardware
+from jaxkernels.core.arguments import check_fields
+from jaxkernels.ffi import compiler, custom_call, handler, wgmma
+from jaxkernels.ops.matmul import tensor_cores as halfprecision
+from jaxkernels.ops.matmul.epilogue import apply_epilogue
+from jaxkernels.ops.matmul.spec import MatmulSpec
+
+__all__ = ["VERSION", "Config", "compile_gemm", "estimate", "run", "search_space", "shortlist", "unsupported"]
+
+VERSION = 4
+
+_Axis = Literal["m", "n"]
+_INPUTS = {jnp.dtype(jnp.bfloat16): "BFloat16", jnp.dtype(jnp.float16): "Float16"}
+_OUTPUTS = _INPUTS | {jnp.dtype(jnp.float32): "Float32"}
+
+# As in gemm.cu.
+_SWIZZLE_BYTES = 128
+_ATOM = _SWIZZLE_BYTES // 2
+_WGMMA_M = 64
+_WARPGROUP = 128
+_STAGING_BYTES = 16 * _SWIZZLE_BYTES
+#: Accumulators of one thread: of its 232 registers these leave enough for addresses and an epilogue.
+_MAX_ACCUMULATORS = 192
+#: The bytes that rows must be multiples of to be TMA operands.
+_TMA_BYTES = 16
+#: The same, in elements of an operand.
+_UNIT = _TMA_BYTES // 2
+#: The bytes of a cache line: rows padded to them are read faster.
+_LINE_BYTES = 128
+#: Rows that a block of pad_rows.cu works on at a time, and blocks that fill an SM.
+_PAD_WARPS = 8
+_PAD_BLOCKS_PER_SM = 8
+#: Blocks of a cluster on every Hopper GPU.
+_MAX_CLUSTER = 8
+#: Elements of a box along one dimension.
+_MAX_BOX = 256
+#: Half of what a signed 32-bit number counts: the kernels' loops count on past the last tile or row.
+_MAX_COUNT = 2**30
+#: Tiles: a wider strip than the result is no other order.
+_MAX_STRIP = 2**16
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tiling and schedule.
+
+    Attributes:
+      block_m, block_n: output tile of one CTA.
+      block_k: depth of one pipeline step.
+      num_stages: slots of the operand ring.
+      ping_pong: the two consumers take tiles in turn, instead of sharing one by rows.
+      num_staging: buffers in which each warp stages pieces of the result, 16 rows of 128 bytes.
+      cluster_m, cluster_n: CTAs of a cluster along m and n; those along m multicast the rhs to each other, those
+        along n the lhs.
+      split_k: parts of k. The CTAs of a cluster each multiply one and add up what they have, in a fixed order.
+      reduce_add: parts of k are tiles of their own instead, as many as one likes, which TMA adds to a float32 result
+        in whatever order they end: the same operands may then give other bits. Never chosen, only given.
+      in_place: an lhs with k contiguous whose rows are not whole 16-byte units is not padded: a tile has rows of one
+        residue, which begin alike. The rhs has n contiguous, and the result has rows of whole 16-byte units.
+      minor: the tile dimension walked first, in strips of `strip` tiles.
+      strip: see `minor`.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    num_stages: int = 4
+    ping_pong: bool = False
+    num_staging: int = 2
+    cluster_m: int = 1
+    cluster_n: int = 1
+    split_k: int = 1
+    reduce_add: bool = False
+    in_place: bool = False
+    minor: _Axis = "m"
+    strip: int = 8
+
+    def __post_init__(self) -> None:
+        check_fields("matmul[cuda]", self)
+        consumer_m = self.block_m // self.num_consumers_of_tile
+        way_out = f"got {self}."
+        if consumer_m <= 0 or consumer_m % _WGMMA_M or self.block_m % self.num_consumers_of_tile:
+            raise ValueError(f"matmul[cuda]: block_m must be a multiple of {_WGMMA_M} for each consumer; {way_out}")
+        if self.block_n % 32 or not 0 < self.block_n <= 256:
+            raise ValueError(f"matmul[cuda]: block_n must be a multiple of 32 up to 256; {way_out}")
+        if self.block_k % _ATOM or self.block_k <= 0:
+            raise ValueError(f"matmul[cuda]: block_k must be a multiple of {_ATOM}; {way_out}")
+        if self.num_accumulators > _MAX_ACCUMULATORS:
+            raise ValueError(
+                f"matmul[cuda]: a consumer's tile must leave each thread {_MAX_ACCUMULATORS} accumulators; {way_out}"
+            )
+        if self.num_stages < 1 or self.split_k < 1:
+            raise ValueError(f"matmul[cuda]: num_stages and split_k must be positive; {way_out}")
+        if not 1 <= self.strip <= _MAX_STRIP:
+            raise ValueError(f"matmul[cuda]: strip must be from 1 to {_MAX_STRIP}; {way_out}")
+        if self.num_staging not in (2, 4):
+            raise ValueError(f"matmul[cuda]: num_staging must be 2 or 4; {way_out}")
+        # The kernel's ring has no less than whole slots of both blocks.
+        ring_bytes = 2 * (self.block_m + self.block_n) * self.block_k * self.num_stages
+        if self.cluster_parts > 1 and 4 * self.block_m * self.block_n > ring_bytes:
+            raise ValueError(f"matmul[cuda]: the partial sums of split_k must fit into the ring; {way_out}")
+        if self.cluster_parts > _MAX_CLUSTER:
+            raise ValueError(f"matmul[cuda]: split_k must be at most {_MAX_CLUSTER} without reduce_add; {way_out}")
+        sizes = (1, 2, 4)
+        if self.cluster_m not in sizes or self.cluster_n not in sizes or self.num_sharing > _MAX_CLUSTER:
+            raise ValueError(
+                f"matmul[cuda]: cluster_m and cluster_n must be 1, 2 or 4, and {_MAX_CLUSTER} CTAs at most; {way_out}"
+            )
+        if self.split_k > 1 and self.ping_pong:
+            raise ValueError(f"matmul[cuda]: split_k excludes ping_pong; {way_out}")
+        if self.cluster_parts > 1 and self.num_sharing > 1:
+            raise ValueError(f"matmul[cuda]: split_k excludes multicast clusters without reduce_add; {way_out}")
+
+    @property
+    def num_consumers(self) -> int:
+        """Warpgroups that multiply; a tile of 64 rows cannot be shared."""
+        return 2 if self.ping_pong or self.block_m > _WGMMA_M else 1
+
+    @property
+    def num_consumers_of_tile(self) -> int:
+        return 1 if self.ping_pong else self.num_consumers
+
+    @property
+    def num_accumulators(self) -> int:
+        """Of one thread."""
+        return self.block_m // self.num_consumers_of_tile * self.block_n // _WARPGROUP
+
+    @property
+    def ring_bytes(self) -> int:
+        """The slots; of an rhs with n contiguous, whole atoms."""
+        return 2 * (self.block_m + self.block_n + -self.block_n % _ATOM) * self.block_k * self.num_stages
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory: ring, staging buffers and barriers."""
+        warps = 4 * self.num_consumers
+        barriers = 8 * (2 * self.num_stages + 2 + self.num_staging * warps)
+        storage = self.ring_bytes + warps * self.num_staging * _STAGING_BYTES + barriers
+        return storage + -storage % 1024
+
+    @property
+    def num_sharing(self) -> int:
+        """CTAs of a cluster that multicasts."""
+        return self.cluster_m * self.cluster_n
+
+    @property
+    def cluster_parts(self) -> int:
+        """Parts of k that meet in a cluster."""
+        return 1 if self.reduce_add else self.split_k
+
+    @property
+    def cluster_blocks(self) -> int:
+        """CTAs of a cluster of either kind."""
+        return self.num_sharing * self.cluster_parts
+
+
+#: The default is one of these, with as many stages as fit, until the model is trusted with the whole space (measured:
+#: docs/cuda-gemm.md).
+_CANDIDATES = (
+    Config(256, 192, cluster_n=2),
+    Config(128, 256, cluster_m=2),
+    Config(128, 256),
+    Config(128, 192),
+    Config(256, 128, cluster_n=2),
+    Config(128, 160),
+    Config(128, 160, cluster_m=4),
+    Config(128, 128, ping_pong=True),
+    Config(128, 128, ping_pong=True, cluster_m=2),
+    Config(128, 128),
+    Config(128, 128, num_staging=4, split_k=2),
+    Config(128, 128, num_staging=4, split_k=4),
+    Config(64, 160, cluster_m=4),
+    Config(64, 128, 128),
+    Config(64, 128, 128, cluster_m=2),
+    Config(64, 128, 128, split_k=2),
+    Config(64, 128, 128, split_k=4),
+    Config(64, 64, 128),
+    Config(64, 64),
+    Config(64, 32, 128),
+)
+
+# Of an H200, fitted to 470 times of 40 shapes (2026-11-21).
+# Of one SM: FLOP/s; bytes/s that wgmma reads from shared memory, and that are loaded into it, which only cost power;
+# bytes/s from L2, and of rows that are not whole cache lines, which bind.
+_FLOPS_PER_SM = 8.3e12
+_READ_BYTES_PER_SM = 8.9e11
+_LOAD_BYTES_PER_SM = 1.4e12
+_L2_BYTES_PER_SM = 1.5e11
+_L2_BYTES_PER_SM_OFF_LINES = 7.2e10
+# The same of rows read in place (36 times of 8 shapes, 2026-11-21): each 128 bytes of one lie in two lines.
+_L2_BYTES_PER_SM_IN_PLACE = 3.9e10
+# Of the chip: bytes/s of a kernel that pads rows.
+_COPY_BYTES = 3.5e12
+# Seconds: a launch, with the first block's way; storing a tile of 128 x 256, by TMA and by rows; getting what was asked
+# for; adding up a split product; that the blocks of a cluster wait for each other at each tile; clearing heads of rows.
+_LAUNCH_SECONDS = 2.3e-6
+_STORE_SECONDS = 1.0e-6
+_STORE_ROWS_SECONDS = 2.4e-6
+_LOAD_SECONDS = 0.85e-6
+_REDUCTION_SECONDS = 1.6e-6
+_CLUSTER_SECONDS = 0.2e-6
+_CLEAR_SECONDS = 1.0e-6
+#: Times as long as a store takes one with an activation.
+_EPILOGUE = 2.0
+#: The share of a store by rows that products of the other consumer do not hide.
+_EXPOSED = 0.8
+#: The share of a deferred store that the next tile's products do not hide, of the second half and of packed pieces.
+_EXPOSED_HALF = 0.4
+_EXPOSED_PACKED = 0.45
+
+# The search space. Tiles: block_m, block_n, block_k, ping_pong.
+_TILES = (
+    (128, 256, 64, False),
+    (256, 192, 64, False),
+    (256, 128, 64, False),
+    (128, 192, 64, False),
+    (128, 160, 64, False),
+    (128, 128, 64, False),
+    (128, 128, 128, False),
+    (64, 256, 64, False),
+    (64, 128, 128, False),
+    (64, 128, 64, False),
+    (64, 64, 128, False),
+    (64, 64, 64, False),
+    (64, 32, 128, False),
+    (64, 160, 64, False),
+    (128, 64, 128, False),
+    (128, 192, 64, True),
+    (128, 128, 64, True),
+)
+#: cluster_m, cluster_n.
+_CLUSTERS = ((1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2))
+_STRIPS = (8, 4, 16)
+_SPLITS = (2, 4, 8)
+_MAX_STAGES = 8
+_MIN_SPLIT_STEPS = 4
+#: From this many waves on the last one costs little, and smaller tiles read too much.
+_MANY_WAVES = 6
+_MAX_EPILOGUE_ACCUMULATORS = 128
+
+
+def unsupported(spec: MatmulSpec) -> str | None:
+    return halfprecision.unsupported(spec) or _too_many(spec) or _missing()
+
+
+def _too_many(spec: MatmulSpec) -> str | None:
+    """What there is more of than the kernels count, or None."""
+    g = spec.gemm
+    if (tiles := _num_tiles(spec, _WGMMA_M, 32)) > _MAX_COUNT:
+        return f"counts tiles in 32 bits, and a batch of {g.batch} may have {tiles}"
+    sizes = dict(m=g.m, n=g.n, k=g.k)
+    for outer, inner in (g.lhs_layout, g.rhs_layout):
+        if sizes[inner] % _UNIT and (rows := (g.batch or 1) * sizes[outer]) > _MAX_COUNT:
+            return f"counts rows that it pads in 32 bits, and an operand has {rows}"
+    return None
+
+
+@functools.cache
+def _missing() -> str | None:
+    """What this installation lacks to run CUDA kernels, or None."""
+    try:
+        compiler.nvrtc_version()
+    except ImportError as e:
+        return f"needs NVRTC: {e}"
+    if handler.has_cuda() and (status := handler.status()).library is None:
+        return f"needs the launcher of the CUDA kernels: {status}"
+    return None
+
+
+def shortlist(spec: MatmulSpec) -> tuple[Config, ...]:
+    fits = lambda config: dataclasses.replace(config, num_stages=_num_stages(spec, config))
+    return tuple(_with_in_place(spec, (_trimmed(spec, fits(config)) for config in _CANDIDATES)))
+
+
+def _with_in_place(spec: MatmulSpec, configs: Iterable[Config]) -> Iterator[Config]:
+    """Yields each also with `in_place`, where the lhs can be read so; but for ping-pong: other tiles are faster then
+    (docs/cuda-gemm.md)."""
+    has_in_place = _not_in_place(spec) is None
+    for config in configs:
+        yield config
+        if has_in_place and not config.ping_pong:
+            yield dataclasses.replace(config, in_place=True)
+
+
+def _trimmed(spec: MatmulSpec, config: Config) -> Config:
+    """Without slots that no step of k will ever use: their barriers take time, which short products notice."""
+    if config.cluster_parts > 1 or _num_tiles(spec, config.block_m, config.block_n) > spec.target.num_sms:
+        return config
+    return dataclasses.replace(config, num_stages=min(config.num_stages, -(-spec.gemm.k // config.block_k)))
+
+
+def search_space(spec: MatmulSpec) -> Iterator[Config]:
+    """Yields the tiles and schedules worth measuring, padding an lhs and reading it in place.
+
+    - Tiles: `_TILES` that are not needlessly large (half of the tile has work); with many waves, but for ping-pong,
+      none under 128 x 192; 64 x 32 where most SMs would have nothing to do. 192 accumulators a thread leave registers
+      for a bare store by TMA, and for a residual of 16 bits, only; 256 rows none for the exact gelu and stores by rows.
+    - The deepest ring of up to 8 slots that fits beside two staging buffers and that there are steps for; also beside
+      four, where 3 slots stay and a tile has as many pieces or tiles are few.
+    - Clusters of two where there are tiles to share an operand, of four where tiles make one wave: they leave SMs
+      unused.
+    - Split k where all parts of all tiles run at once, each of at least 4 steps.
+    - Strips of several widths, or in the other direction, where tiles make more than one wave and the strip is
+      narrower than the result.
+    """
+    return _with_in_place(spec, _schedules(spec))
+
+
+def _schedules(spec: MatmulSpec) -> Iterator[Config]:
+    g = spec.gemm
+    num_tiles = functools.partial(_num_tiles, spec)
+    many = min(g.m, g.n) > _WGMMA_M and num_tiles(128, 256) >= _MANY_WAVES * spec.target.num_sms
+    few = num_tiles(64, 64) <= spec.target.num_sms // 4
+    plain = _has_tma_rows(spec) and spec.bias is None and spec.activation is None and not spec.save_preactivation
+    plain &= spec.residual is None or spec.out_dtype.itemsize == 2
+    for block_m, block_n, block_k, ping_pong in _TILES:
+        too_large = block_m >= 2 * max(g.m, _WGMMA_M) or block_n >= 2 * max(g.n, _ATOM)
+        is_sliver = block_n == 32 and not few
+        too_small = many and not ping_pong and block_m * block_n < 128 * 192
+        needlessly_deep = block_k > _ATOM and g.k <= 2 * _ATOM
+        tile = Config(block_m, block_n, block_k, num_stages=1, ping_pong=ping_pong)
+        would_spill = tile.num_accumulators > _MAX_EPILOGUE_ACCUMULATORS and not plain
+        would_spill |= block_m > 128 and spec.activation == "gelu_erf" and not _has_tma_rows(spec)
+        if too_large or too_small or is_sliver or needlessly_deep or would_spill:
+            continue
+        m_iters, n_iters, k_iters = -(-g.m // block_m), -(-g.n // block_n), -(-g.k // block_k)
+        tiles = num_tiles(block_m, block_n)
+        sides: tuple[tuple[_Axis, int], ...] = (("m", m_iters), ("n", n_iters))
+        clusters = [
+            (cluster_m, cluster_n) for cluster_m, cluster_n in _CLUSTERS
+            if cluster_m <= m_iters and cluster_n <= n_iters
+            and (cluster_m * cluster_n <= 2 or tiles <= spec.target.num_sms)
+        ]  # fmt: skip
+        walks: list[tuple[_Axis, int]] = [("m", _STRIPS[0])]
+        if tiles > spec.target.num_sms:
+            widths = {"m": _STRIPS, "n": _STRIPS[:1]}
+            walks.extend((axis, strip) for axis, iters in sides for strip in widths[axis] if strip < iters)
+        for num_staging in (2, 4) if block_n > 192 or tiles < spec.target.num_sms else (2,):
+            num_stages = _num_stages(spec, dataclasses.replace(tile, num_staging=num_staging))
+            if num_stages < (2 if num_staging == 2 else 3):
+                continue
+            config = dataclasses.replace(tile, num_stages=num_stages, num_staging=num_staging)
+            for (cluster_m, cluster_n), (minor, strip) in itertools.product(clusters, dict.fromkeys(walks)):
+                yield _trimmed(
+                    spec,
+                    dataclasses.replace(config, cluster_m=cluster_m, cluster_n=cluster_n, minor=minor, strip=strip),
+                )
+            splits = [
+                split for split in _SPLITS
+                if not ping_pong and tiles <= _num_clusters(spec, split) and k_iters >= _MIN_SPLIT_STEPS * split
+                and 4 * block_m * block_n <= 2 * (block_m + block_n) * block_k * num_stages
+            ]  # fmt: skip
+            for split in splits:
+                yield dataclasses.replace(config, split_k=split)
+
+
+def _num_stages(spec: MatmulSpec, tile: Config) -> int:
+    """Slots that fit into shared memory, as far as they are of use."""
+    ring = lambda num_stages: dataclasses.replace(tile, num_stages=num_stages, split_k=1)
+    fits = lambda num_stages: ring(num_stages).smem_bytes <= spec.target.smem_bytes
+    return max((num_stages for num_stages in range(1, _MAX_STAGES + 1) if fits(num_stages)), default=0)
+
+
+def estimate(spec: MatmulSpec, config: Config) -> float:
+    """Waves of tiles, each step of which is bound by the tensor cores, by L2 or by the loads that are under way.
+
+    A cluster reads the operand it shares once. What goes through shared memory costs a little beside the products:
+    power, which they lack. A wgmma reads both operands: the fewer its columns, the more for each FLOP. Rows read in
+    place are slow to come from L2, and of each tile's the heads are cleared; but nothing is spent on padding them.
+    """
+    g = spec.gemm
+    waves = hardware.waves(_num_groups(spec, config), _num_clusters(spec, config.cluster_blocks))
+    flops = 2 * config.block_m * config.block_n * config.block_k
+    read_bytes = 2 * config.block_m // _WGMMA_M * (_WGMMA_M + config.block_n) * config.block_k
+    load_bytes = 2 * (config.block_m + config.block_n) * config.block_k
+    l2_bytes = [2 * x * config.block_k for x in (config.block_m / config.cluster_n, config.block_n / config.cluster_m)]
+    operands = ((g.lhs_layout, g.m * g.k), (g.rhs_layout, g.k * g.n))
+    rows = [(2 * dict(m=g.m, n=g.n, k=g.k)[layout[1]], size) for layout, size in operands]
+    is_off_lines = any(row % _LINE_BYTES and row % _TMA_BYTES == 0 for row, _ in rows)
+    l2_rates = [_L2_BYTES_PER_SM_OFF_LINES if is_off_lines else _L2_BYTES_PER_SM] * 2
+    if config.in_place:
+        l2_rates[0] = _L2_BYTES_PER_SM_IN_PLACE
+        rows = rows[1:]  # The lhs is not padded.
+    step = max(
+        flops / _FLOPS_PER_SM + read_bytes / _READ_BYTES_PER_SM + load_bytes / _LOAD_BYTES_PER_SM,
+        sum(size / rate for size, rate in zip(l2_bytes, l2_rates)),
+        _LOAD_SECONDS / config.num_stages,
+    )
+    steps = -(-_k_iters(spec, config) // config.split_k) * step + (_CLEAR_SECONDS if config.in_place else 0.0)
+    by_tma = _has_tma_rows(spec)
+    tile = config.block_m * config.block_n / (128 * 256)
+    store = tile * (_STORE_SECONDS if by_tma else _STORE_ROWS_SECONDS) * (_EPILOGUE if spec.activation else 1.0)
+    # The stores of one consumer hide behind the products of the other.
+    if not config.ping_pong:
+        exposed = store * _exposed(spec, config)
+        per_wave, at_end = steps + exposed, store - exposed
+    elif by_tma:
+        per_wave, at_end = max(steps, store), store
+    else:
+        per_wave, at_end = steps + _EXPOSED * store, 0.0
+    padding = sum(_LAUNCH_SECONDS + 4 * (g.batch or 1) * size / _COPY_BYTES for row, size in rows if row % _TMA_BYTES)
+    reduction = _REDUCTION_SECONDS if config.split_k > 1 else 0.0
+    clusters = waves * _CLUSTER_SECONDS if config.cluster_blocks > 1 else 0.0
+    return _LAUNCH_SECONDS + waves * per_wave + at_end + padding + reduction + clusters
+
+
+def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilogue: jax.Array) -> Any:
+    """Returns the product, or [out] / [out, preactivation] when the spec has an epilogue."""
+    if lhs.dtype != rhs.dtype:
+        return halfprecision.multiply_mixed(lambda part, a, b: run(part, config, a, b), spec, lhs, rhs)
+    g = spec.gemm
+    if config.split_k > 1 and config.split_k * config.block_k > g.k:
+        raise ValueError(
+            f"matmul[cuda]: every part of split_k={config.split_k} must have {config.block_k} of k; got k={g.k}. "
+            "Use a smaller split_k."
+        )
+    if config.reduce_add and (spec.fused or spec.out_dtype != jnp.float32):
+        product = dataclasses.replace(
+            spec, out_dtype=jnp.dtype(jnp.float32), bias=None, activation=None, residual=None, save_preactivation=False
+        )
+        out = run(product, config, lhs, rhs)
+        results = apply_epilogue(spec, out, *epilogue) if spec.fused else out
+        return jax.tree.map(lambda x: x.astype(spec.out_dtype), results)
+    if config.reduce_add and not _has_tma_rows(spec):
+        raise ValueError(
+            f"matmul[cuda]: reduce_add needs n to be a multiple of 4; got n={g.n}. Use split_k without it."
+        )
+    if config.in_place and (reason := _not_in_place(spec)):
+        raise ValueError(f"matmul[cuda]: in_place needs {reason}. Leave it out.")
+    _check_limits(spec, config)
+    lhs, rhs = spec.fold(lhs, rhs)
+    if not config.in_place:
+        lhs = _pad_rows(spec, lhs)
+    rhs = _pad_rows(spec, rhs)
+    # One batch dimension, always: of one product, it is 1.
+    lead = (g.batch or 1,)
+    operands = [lhs.reshape(*lead, *lhs.shape[-2:]), rhs.reshape(*lead, *rhs.shape[-2:])]
+    extras = list(epilogue)
+    num_results = 2 if spec.save_preactivation else 1
+    # Of what there is not, the result takes the place: the kernel does not look at it.
+    first_result = 2 + (spec.bias is not None) + (spec.residual is not None) + config.reduce_add
+    bias = residual = first_result
+    if spec.bias is not None:
+        bias = len(operands)
+        _, n_tiles = _grid_of_tiles(spec, config)
+        columns = n_tiles * config.block_n * config.cluster_n
+        # The columns beyond n are dropped with the tile's, but the last tiles read all of theirs.
+        operands.append(jnp.pad(extras.pop(0).astype(jnp.float32), (0, columns - g.n)))
+    if spec.residual is not None:
+        residual = len(operands)
+        operands.append(extras.pop(0).astype(spec.out_dtype).reshape(*lead, g.m, g.n))
+
+    aliases = {}
+    if config.reduce_add:  # What parts are added to.
+        aliases = {len(operands): 0}
+        operands.append(jnp.zeros((*lead, g.m, g.n), jnp.float32))
+
+    compiled = compile_gemm(spec, config)
+    out = jax.ShapeDtypeStruct((*lead, g.m, g.n), spec.out_dtype)
+
+    def matrix(buffer: int, is_there: bool = True) -> custom_call.Parameter:
+        by_tma = is_there and _has_tma_rows(spec)
+        return _pieces(buffer, out, config, _num_residues(spec, config)) if by_tma else custom_call.Pointer(buffer)
+
+    outs = custom_call.launch(
+        compiled.cubin,
+        compiled.name,
+        operands,
+        [out] * num_results,
+        parameters=[
+            _lhs(operands[0], spec, config),
+            _operand(1, operands[1], _rhs_blocks(spec, config), config),
+            matrix(first_result),
+            matrix(first_result + num_results - 1, spec.save_preactivation),
+            matrix(residual, spec.residual is not None),
+            custom_call.Pointer(bias),
+            _problem(spec, config),
+        ],
+        grid=(_num_blocks(spec, config),),
+        block=((config.num_consumers + 1) * _WARPGROUP,),
+        cluster=(config.cluster_blocks,),
+        smem_bytes=config.smem_bytes,
+        input_output_aliases=aliases,
+        target=spec.target,
+        label="matmul",
+    )
+    outs = [spec.unfold(x) for x in outs]
+    return outs if spec.fused else outs[0]
+
+
+def _check_limits(spec: MatmulSpec, config: Config) -> None:
+    """Raises ValueError where a configuration is more than the chip, its copies or the kernel's counts take: before
+    the kernel is compiled, which takes long with many stages."""
+    if config.smem_bytes > spec.target.smem_bytes:
+        raise ValueError(
+            f"matmul[cuda]: a block has at most {spec.target.smem_bytes} bytes of shared memory on {spec.target.name}; "
+            f"got {config}, which needs {config.smem_bytes}. Use fewer stages or smaller blocks."
+        )
+    for name, blocks in (("lhs", _lhs_blocks(spec, config)), ("rhs", _rhs_blocks(spec, config))):
+        if (rows := _box_rows(blocks, config)) > _MAX_BOX:
+            raise ValueError(
+                f"matmul[cuda]: one copy loads at most {_MAX_BOX} rows; got {config}, which needs {rows} of {name}. "
+                "Use smaller blocks."
+            )
+    # TMA's sums take any number of parts: the products of steps, and of tiles, and parts must be counted, too.
+    most = max(_num_groups(spec, config), _k_iters(spec, config)) * config.split_k
+    if config.split_k > 1 and most > _MAX_COUNT:
+        raise ValueError(
+            f"matmul[cuda]: tiles, and steps of k, times split_k must be at most {_MAX_COUNT}; "
+            f"got split_k={config.split_k}, which makes {most}. Use a smaller split_k."
+        )
+
+
+def compile_gemm(spec: MatmulSpec, config: Config) -> compiler.CompiledKernel:
+    """Compiles the kernel that serves the spec: sizes and the value of alpha are not part of it."""
+    g = spec.gemm
+    choices: dict[str, Any] = dict(
+        input=_INPUTS[spec.lhs.dtype],
+        output=_OUTPUTS[spec.out_dtype],
+        lhs_is_k_major=g.lhs_layout == "mk",
+        rhs_is_k_major=g.rhs_layout == "nk",
+        residues=_num_residues(spec, config),
+        has_alpha=spec.alpha != 1,
+        has_bias=spec.bias is not None,
+        has_residual=spec.residual is not None,
+        save_preactivation=spec.save_preactivation,
+        has_tma_rows=_has_tma_rows(spec),
+        activation=spec.activation or "none",
+        lhs_stacks_boxes=_lhs_blocks(spec, config).stacks_boxes,
+        rhs_stacks_boxes=_rhs_blocks(spec, config).stacks_boxes,
+        deferred=_deferred(spec, config),
+        num_packed=_num_packed(spec, config),
+    )
+    try:
+        return _compile(config, **choices)
+    except compiler.CompileError as e:
+        e.add_note(f"matmul[cuda]: compiled for {spec} with {config}. Use a smaller tile, or leave config out.")
+        raise
+
+
+def _compile(config: Config, **choices: Any) -> compiler.CompiledKernel:
+    # How tiles are walked is a matter of parameters: kernels that differ in nothing else are one.
+    config = dataclasses.replace(config, in_place=False, minor="m", strip=1)
+    return _compile_cached(config, tuple(sorted(choices.items())))
+
+
+@functools.lru_cache(maxsize=512)
+def _compile_cached(config: Config, choices: tuple[tuple[str, Any], ...]) -> compiler.CompiledKernel:
+    defines: dict[str, Any] = dict(
+        block_m=config.block_m,
+        block_n=config.block_n,
+        block_k=config.block_k,
+        num_stages=config.num_stages,
+        num_consumers=config.num_consumers,
+        ping_pong=config.ping_pong,
+        num_staging=config.num_staging,
+        cluster_m=config.cluster_m,
+        cluster_n=config.cluster_n,
+        split_k=config.split_k,
+        reduce_add=config.reduce_add,
+        smem_bytes=config.smem_bytes,
+        **dict(choices),
+    )
+    sources = importlib.resources.files("jaxkernels.ffi.matmul")
+    return compiler.compile_kernel(
+        (sources / "gemm.cu").read_text(),
+        "jaxkernels::gemm",
+        filename="gemm.cu",
+        headers={"wgmma.cuh": wgmma.header((config.block_n,))},
+        defines={f"JK_{name.upper()}": value for name, value in defines.items()},
+        strict=True,
+    )
+
+
+def _pad_rows(spec: MatmulSpec, x: jax.Array) -> jax.Array:
+    """Pads rows that are not whole 16-byte units, to whole cache lines; usually there is nothing to do."""
+    *lead, size = x.shape
+    if size * x.dtype.itemsize % _TMA_BYTES == 0:
+        return x
+    stride = -(-size * x.dtype.itemsize // _LINE_BYTES) * _LINE_BYTES // x.dtype.itemsize
+    rows = math.prod(lead)
+    compiled = _compile_pad()
+    (padded,) = custom_call.launch(
+        compiled.cubin,
+        compiled.name,
+        [x],
+        [jax.ShapeDtypeStruct((*lead, stride), x.dtype)],
+        parameters=[custom_call.Pointer(0), custom_call.Pointer(1), np.int32(rows), np.int32(size), np.int32(stride)],
+        grid=(min(-(-rows // _PAD_WARPS), _PAD_BLOCKS_PER_SM * spec.target.num_sms),),
+        block=(32 * _PAD_WARPS,),
+        target=spec.target,
+        label="matmul",
+    )
+    return padded
+
+
+@functools.cache
+def _compile_pad() -> compiler.CompiledKernel:
+    source = (importlib.resources.files("jaxkernels.ffi.matmul") / "pad_rows.cu").read_text()
+    return compiler.compile_kernel(source, "jaxkernels::pad_rows", filename="pad_rows.cu", strict=True)
+
+
+def _l2_promotion(x: jax.Array) -> Literal["128B", "256B"]:
+    """What is fetched into L2 at once: of rows that are not whole lines, 256 bytes are too much (1000^3: 187 TFLOP/s to
+    209, H200, 2026-11-21)."""
+    return "128B" if x.shape[-1] * x.dtype.itemsize % _LINE_BYTES else "256B"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """How an operand is cut into blocks of m (or n) by block_k.
+
+    Attributes:
+      is_k_major: whether k is the contiguous dimension.
+      size: of m or n.
+      block: of m or n.
+      shared_by: CTAs of a cluster that each load a part.
+    """
+
+    is_k_major: bool
+    size: int
+    block: int
+    shared_by: int
+
+    @property
+    def num_boxes(self) -> int:
+        """A box is a swizzle span wide; those of a block with k contiguous follow each other along k."""
+        return 1 if self.is_k_major else -(-self.block // _ATOM)
+
+    @property
+    def stacks_boxes(self) -> bool:
+        """Whether one copy loads several boxes: they, and those of the whole operand, are whole ones."""
+        are_whole = self.size % _ATOM == 0 and self.block % (_ATOM * self.shared_by) == 0
+        return not self.is_k_major and are_whole and self.num_boxes > self.shared_by
+
+
+def _lhs_blocks(spec: MatmulSpec, config: Config) -> _Blocks:
+    return _Blocks(spec.gemm.lhs_layout == "mk", spec.gemm.m, config.block_m, config.cluster_n)
+
+
+def _rhs_blocks(spec: MatmulSpec, config: Config) -> _Blocks:
+    return _Blocks(spec.gemm.rhs_layout == "nk", spec.gemm.n, config.block_n, config.cluster_m)
+
+
+def _operand(buffer: int, x: jax.Array, blocks: _Blocks, config: Config) -> custom_call.TensorMap:
+    """What one copy loads of an operand's block: all, or this CTA's part of it, of one box or of several."""
+    tensor_map = functools.partial(custom_call.TensorMap, buffer, swizzle="128B", l2_promotion=_l2_promotion(x))
+    if blocks.stacks_boxes:
+        batch, k, size = x.shape
+        return tensor_map(
+            box=(1, blocks.num_boxes // blocks.shared_by, config.block_k, _ATOM),
+            shape=(batch, size // _ATOM, k, _ATOM),
+            strides=(2 * k * size, _SWIZZLE_BYTES, 2 * size),
+        )
+    return tensor_map(box=(1, _box_rows(blocks, config), _ATOM))
+
+
+def _box_rows(blocks: _Blocks, config: Config) -> int:
+    """Rows of a box: of m (or n) where k is contiguous, else of k."""
+    if blocks.is_k_major:
+        return blocks.block // blocks.shared_by
+    shares_boxes = blocks.num_boxes % blocks.shared_by == 0
+    return config.block_k // (1 if shares_boxes else blocks.shared_by)
+
+
+def _lhs(x: jax.Array, spec: MatmulSpec, config: Config) -> tuple[custom_call.TensorMap, ...]:
+    """A map for the rows of each residue, from the 16 bytes on that hold the first one's begin."""
+    blocks = _lhs_blocks(spec, config)
+    residues = _num_residues(spec, config)
+    whole = _operand(0, x, blocks, config)
+    if residues == 1:
+        return (whole,)
+    batch, m, k = x.shape
+    maps = []
+    for residue in range(residues):
+        begin = residue * k // _UNIT * _UNIT
+        shape = (batch, _num_rows(m, residues, residue), residue * k - begin + k)
+        # The step from one matrix to the next is that of rows where there is no next.
+        strides = (2 * m * k if batch > 1 else 2 * residues * k, 2 * residues * k)
+        maps.append(dataclasses.replace(whole, offset=2 * begin, shape=shape, strides=strides))
+    return tuple(maps)
+
+
+def _pieces(buffer: int, out: jax.ShapeDtypeStruct, config: Config, residues: int) -> tuple[custom_call.TensorMap, ...]:
+    """Of a matrix like the result, whose pieces are stored or loaded, a map for the rows of each residue."""
+    itemsize = out.dtype.itemsize
+    span = _piece_bytes(config, itemsize)
+    swizzle: Literal["64B", "128B"] = "64B" if span == 64 else "128B"
+    batch, m, n = out.shape
+    row_bytes = n * itemsize
+    return tuple(
+        custom_call.TensorMap(
+            buffer,
+            box=(1, 16, span // itemsize),
+            shape=(batch, _num_rows(m, residues, residue), n),
+            strides=(m * row_bytes, residues * row_bytes),
+            offset=residue * row_bytes,
+            swizzle=swizzle,
+        )
+        for residue in range(residues)
+    )
+
+
+def _num_rows(m: int, residues: int, residue: int) -> int:
+    """Of m rows, those that leave this rest when divided by `residues`."""
+    return -(-(m - residue) // residues)
+
+
+def _num_kinds_of_rows(k: int) -> int:
+    """Of rows of k elements, by where they begin between multiples of 16 bytes: every so many-th begins alike."""
+    return _UNIT // math.gcd(k, _UNIT)
+
+
+def _num_residues(spec: MatmulSpec, config: Config) -> int:
+    """How many kinds of rows are told apart: of an lhs that is read in place all, else one."""
+    return _num_kinds_of_rows(spec.gemm.k) if config.in_place else 1
+
+
+def _not_in_place(spec: MatmulSpec) -> str | None:
+    """What is missing for the lhs to be read in place, or None."""
+    g = spec.gemm
+    residues = _num_kinds_of_rows(g.k)
+    if residues == 1:
+        return f"rows of the lhs that are not whole {_TMA_BYTES}-byte units; got k={g.k}"
+    if (g.lhs_layout, g.rhs_layout) != ("mk", "kn"):  # The rhs is read from rows before its first on.
+        return f"k to be the contiguous dimension of the lhs, and n of the rhs; got {g.lhs_layout} and {g.rhs_layout}"
+    if not _has_tma_rows(spec):  # Could be done; measured, it is slower than padding.
+        return f"rows of the result that are whole {_TMA_BYTES}-byte units; got n={g.n} of {spec.out_dtype}"
+    if g.m < residues:
+        return f"rows of each of {residues} residues; got m={g.m}"
+    if (g.batch or 1) > 1 and g.m * g.k % _UNIT:
+        return f"matrices that are whole {_TMA_BYTES}-byte units in a batch; got m={g.m}, k={g.k}"
+    if residues == _UNIT and spec.save_preactivation and spec.residual is not None:
+        # 33 tensor maps: drivers before CUDA 12.1 take 4 KB of parameters.
+        return f"rows of no more than 4 residues beside both a residual and a saved pre-activation; got k={g.k}"
+    return None
+
+
+def _deferred(spec: MatmulSpec, config: Config) -> Literal["kNothing", "kHalf", "kPacked"]:
+    """What of a tile is stored while its block multiplies the next one, if there is one (see gemm.cu)."""
+    has_next = _num_groups(spec, config) > _num_clusters(spec, config.cluster_blocks)
+    is_shared = config.num_consumers_of_tile == 2 and config.cluster_parts == 1
+    by_tma = _has_tma_rows(spec) and spec.residual is None
+    if not (has_next and is_shared and by_tma) or config.num_stages == 1:
+        return "kNothing"
+    if _num_packed(spec, config):
+        return "kPacked"
+    return "kHalf" if config.block_m == 4 * _WGMMA_M else "kNothing"
+
+
+def _num_packed(spec: MatmulSpec, config: Config) -> int:
+    """Pieces of a consumer's tile that there are registers for as 16 bits, beside its accumulators."""
+    if config.num_accumulators > _MAX_EPILOGUE_ACCUMULATORS or spec.out_dtype.itemsize != 2 or spec.save_preactivation:
+        return 0
+    if spec.activation == "gelu_erf":
+        return _num_pieces(config) // 4
+    return _num_pieces(config) * (3 if spec.bias is not None and spec.activation is not None else 4) // 4
+
+
+def _num_pieces(config: Config) -> int:
+    """Of a consumer's tile, of 16-bit results."""
+    wgmmas = config.block_m // config.num_consumers_of_tile // _WGMMA_M
+    return wgmmas * (2 * config.block_n // _piece_bytes(config, itemsize=2))
+
+
+def _piece_bytes(config: Config, itemsize: int) -> int:
+    """Across a piece in which results are staged: a swizzle span that divides the tile's row."""
+    return 64 if config.block_n * itemsize % _SWIZZLE_BYTES else _SWIZZLE_BYTES
+
+
+def _exposed(spec: MatmulSpec, config: Config) -> float:
+    """The share of a tile's store that takes time of its own."""
+    deferred = _deferred(spec, config)
+    if deferred == "kHalf":
+        return 1 - (1 - _EXPOSED_HALF) / 2
+    if deferred == "kPacked":
+        return 1 - (1 - _EXPOSED_PACKED) * _num_packed(spec, config) / _num_pieces(config)
+    return 1.0
+
+
+def _has_tma_rows(spec: MatmulSpec) -> bool:
+    """Whether the result's rows are whole 16-byte units."""
+    return spec.gemm.n * spec.out_dtype.itemsize % _TMA_BYTES == 0
+
+
+def _num_clusters(spec: MatmulSpec, blocks: int) -> int:
+    """How many clusters the chip holds at once. SMs come in pairs, and pairs in groups that a cluster stays in: of 132
+    SMs clusters of four or eight leave 12 unused (H200, cuOccupancyMaxActiveClusters)."""
+    num_sms = spec.target.num_sms if blocks <= 2 else spec.target.num_sms * 10 // 11
+    return max(num_sms // blocks, 1)
+
+
+def _num_tiles(spec: MatmulSpec, block_m: int, block_n: int) -> int:
+    return (spec.gemm.batch or 1) * -(-spec.gemm.m // block_m) * -(-spec.gemm.n // block_n)
+
+
+def _num_groups(spec: MatmulSpec, config: Config) -> int:
+    """Tiles of a whole cluster."""
+    return (spec.gemm.batch or 1) * math.prod(_grid_of_tiles(spec, config))
+
+
+def _grid_of_tiles(spec: MatmulSpec, config: Config) -> tuple[int, int]:
+    """Tiles of a cluster along m, as many for the rows of each residue, and n."""
+    residues = _num_residues(spec, config)
+    rows = _num_rows(spec.gemm.m, residues, 0)
+    m_tiles = residues * -(-rows // (config.block_m * config.cluster_m))
+    return m_tiles, -(-spec.gemm.n // (config.block_n * config.cluster_n))
+
+
+def _k_iters(spec: MatmulSpec, config: Config) -> int:
+    """Blocks of k, from as many elements before the first as a row may begin behind a multiple of 16 bytes."""
+    residues = _num_residues(spec, config)
+    longest_head = _UNIT - _UNIT // residues
+    return -(-(longest_head + spec.gemm.k) // config.block_k)
+
+
+def _num_blocks(spec: MatmulSpec, config: Config) -> int:
+    groups = _num_groups(spec, config)
+    if config.reduce_add:
+        groups *= config.split_k
+    if config.cluster_parts == 1:
+        groups = min(groups, _num_clusters(spec, config.cluster_blocks))
+    return groups * config.cluster_blocks
+
+
+def _problem(spec: MatmulSpec, config: Config) -> np.generic:
+    """The kernel's `Problem`."""
+    g = spec.gemm
+    m_tiles, n_tiles = _grid_of_tiles(spec, config)
+    k_iters = _k_iters(spec, config)
+    # A strip that is wider than all tiles is as wide as they are, and no product of its width is beyond 32 bits.
+    strip = min(config.strip, n_tiles if config.minor == "n" else m_tiles)
+    fields = [g.m, g.n, g.k, g.batch or 1, m_tiles, n_tiles, k_iters, strip, config.minor == "n"]
+    fields.append(np.float32(spec.alpha).view(np.int32))
+    return np.array(fields, np.int32).view(f"V{4 * len(fields)}")[0]

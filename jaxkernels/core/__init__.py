@@ -1,0 +1,1 @@
+"""What every operation stands on: the primitive, dispatch, sharding, checks of arguments, hardware."""

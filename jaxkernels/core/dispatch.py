@@ -1,0 +1,351 @@
+"""Which kernel runs an operation: the registry of backends, the choice, and the record of it.
+
+A backend is a module for one operation with six names:
+
+- `Config`: a frozen dataclass, this kernel's knobs;
+- `VERSION`: an int, raised when what the kernel makes of a Config changes, its speed, or its search space:
+  winners measured with another version do not count;
+- `unsupported(spec) -> str | None`: the one statement of its limits, a reason for each;
+- `search_space(spec) -> Iterable[Config]`: the configurations worth measuring, all of them legal (shared memory,
+  registers), pruned by rules that it states; usual settings come first;
+- `estimate(spec, config) -> float`: the cost model, in seconds (not needed where the space has one member);
+- `run(spec, config, *arrays)`: the result, computed with JAX operations or a kernel call;
+
+and, while its cost model is not to be trusted with the whole space, `shortlist(spec)`: the configurations among which
+`default_config` looks, as far as they are in the space.
+
+`REGISTRY` lists them in order of preference. A call that names a backend gets that backend or an
+error; a call that names none gets the fastest if that was measured (`jaxkernels.tuning`), else the first that supports
+its spec on the platform being lowered; in a program for `jax.export`, of those that it takes unasked. The configuration
+is the caller's, else the measured winner, else the one that the cost model finds fastest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, Literal, Protocol
+
+import jax
+
+from jaxkernels.core import registry
+from jaxkernels.core.hardware import Chip
+from jaxkernels.core.registry import Entry
+from jaxkernels.tuning import cache
+
+__all__ = [
+    "REGISTRY", "WAY_OUT", "Choice", "Entry", "Policy", "backend_names", "check", "check_backend", "choose",
+    "default_config", "is_tuned", "policy", "recording", "runs_on", "search_space", "store_fastest", "store_winner",
+    "usable_backends",
+]  # fmt: skip
+
+
+class Spec(Protocol):
+    """What every kernel spec has in common: the chip it is compiled for."""
+
+    @property
+    def target(self) -> Chip: ...
+
+
+#: How a message about a backend that was named ends.
+WAY_OUT = 'Use backend=None (chooses by itself) or backend="xla".'
+
+#: (operation, backend) -> where it lives; for one operation, first listed is first preferred.
+REGISTRY: dict[tuple[str, str], Entry] = registry.entries()
+
+
+def backend_names() -> tuple[str, ...]:
+    """Every backend's name, for messages and for the command line."""
+    return tuple(dict.fromkeys(backend for _, backend in REGISTRY))
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The kernel chosen for one operation, and why the ones before it in order were not.
+
+    Attributes:
+      op, spec: what is computed.
+      backend, config: by what.
+      passed_over: (backend, reason) of those that stand before it.
+      source: where the choice comes from: "given" by the caller, "tuned": measured fastest, or "default".
+      requested: the backend that the caller named, or None.
+    """
+
+    op: str
+    backend: str
+    config: Any
+    spec: Any
+    passed_over: tuple[tuple[str, str], ...] = ()
+    source: Literal["given", "tuned", "default"] = "default"
+    requested: str | None = None
+
+    def __str__(self) -> str:
+        source = "" if self.source == "default" else f"  ({self.source})"
+        lines = [f"{self.op}  {self.spec}", f"  -> {self.backend}  {self.config}{source}"]
+        lines += [f"     not {backend}: {reason}" for backend, reason in self.passed_over]
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What measured winners are to programs that are lowered while it holds.
+
+    Attributes:
+      use_winners: whether they are taken.
+      tune: called with (op, spec, backend or None) where there is none, to measure and store one; or None.
+    """
+
+    use_winners: bool = True
+    tune: Callable[[str, Any, str | None], None] | None = None
+
+
+#: The policy here and now: `policy.value`, or `with policy(Policy(...))`. JAX lowers a program anew for each.
+policy = jax.make_user_context(Policy())
+
+
+@functools.cache
+def load(op: str, backend: str) -> ModuleType:
+    """Imports the backend's module; a module that fails to import raises with its cause."""
+    entry = REGISTRY[op, backend]
+    try:
+        return importlib.import_module(entry.module)
+    except Exception as e:
+        raise ImportError(f"{op}[{backend}]: the backend failed to load ({entry.module}): {e}") from e
+
+
+def runs_on(backend: str, chip: Chip) -> bool:
+    """Whether any kernel of the backend runs on chips of this platform."""
+    return any(_runs_on(entry, chip) for (_, name), entry in REGISTRY.items() if name == backend)
+
+
+def _runs_on(entry: Entry, chip: Chip) -> bool:
+    return entry.platforms is None or chip.platform in entry.platforms
+
+
+def _refusal(op: str, backend: str, spec: Spec) -> str | None:
+    """Why this backend cannot run the spec, or None if it can."""
+    entry = REGISTRY.get((op, backend))
+    if entry is None:
+        return "no such kernel in this backend"
+    if not _runs_on(entry, spec.target):
+        wanted = " or ".join(entry.platforms or ())
+        return f"runs on {wanted} devices only, this program is lowered for {spec.target.platform}"
+    return load(op, backend).unsupported(spec)
+
+
+def check_backend(op: str, backend: str | None) -> None:
+    """Raises ValueError unless `backend` is None or the name of a backend."""
+    if backend is not None and backend not in backend_names():
+        known = ", ".join(repr(name) for name in backend_names())
+        raise ValueError(f"{op}: unknown backend={backend!r}; use one of {known}, or None to let the op choose.")
+
+
+def _backends_of(op: str) -> list[str]:
+    return [backend for name, backend in REGISTRY if name == op]
+
+
+def usable_backends(op: str, spec: Spec, backend: str | None = None) -> list[str]:
+    """The backends (of the one that is named) that can run the spec, in order of preference."""
+    names = _backends_of(op) if backend is None else [backend]
+    return [name for name in names if _refusal(op, name, spec) is None]
+
+
+def check(op: str, spec: Spec, backend: str | None, config: Any = None) -> None:
+    """Raises what `choose` raises where a backend is named that cannot run the spec, or whose config this is not."""
+    check_backend(op, backend)
+    if backend is None:
+        if config is not None:
+            raise ValueError(f"{op}: config={config!r} needs the backend it is for. Name it with backend=.")
+        return
+    if (reason := _refusal(op, backend, spec)) is not None:
+        raise NotImplementedError(f"{op}[{backend}]: {reason}. {WAY_OUT}")
+    module = load(op, backend)
+    if config is not None and not isinstance(config, module.Config):
+        raise ValueError(f"{op}[{backend}]: config must be a {module.__name__}.Config; got {config!r}.")
+
+
+def _export_refusal(op: str, backend: str, is_partitioned: bool) -> str | None:
+    """Why `jax.export` does not take a program with this backend unasked, or None if it does."""
+    if is_partitioned and backend != "xla":
+        return "jax.export takes no kernel on Auto mesh axes: XLA's partitioner would ask Python for each shard's"
+    if not REGISTRY[op, backend].is_exportable:
+        return f'jax.export takes its custom call with disabled_checks only: name backend="{backend}" to do that'
+    return None
+
+
+def choose(
+    op: str,
+    spec: Spec,
+    backend: str | None,
+    config: Any = None,
+    *,
+    is_partitioned: bool = False,
+    is_exported: bool = False,
+) -> Choice:
+    """Picks the kernel for `spec`.
+
+    Args:
+      op: the operation's name in `REGISTRY`.
+      spec: what is to be computed, and for which chip.
+      backend: a name, which is then binding, or None for the fastest known, else the first that supports the spec.
+      config: a configuration for a named backend; None for the measured winner, else its default.
+      is_partitioned: whether XLA will partition the program, and ask again with each shard's shapes: only these are
+        worth measuring.
+      is_exported: whether the program is lowered for `jax.export`. What that would refuse is then passed over, unless
+        it is named.
+
+    Raises:
+      ValueError: no backend has this name, or the configuration is not this backend's.
+      NotImplementedError: the named backend cannot run the spec, or none can. The message has the
+        reason (for None, every backend's reason) and the way out.
+    """
+    check(op, spec, backend, config)
+    now = policy.value
+    if now.tune is not None and not is_partitioned and config is None and not is_tuned(op, spec, backend):
+        now.tune(op, spec, backend)
+
+    @functools.cache
+    def refusal(name: str) -> str | None:
+        reason = _refusal(op, name, spec)
+        if reason is None and backend is None and is_exported:
+            reason = _export_refusal(op, name, is_partitioned)
+        return reason
+
+    fastest = _fastest(op, spec) if now.use_winners and backend is None else None
+    if fastest is not None and refusal(fastest) is not None:
+        fastest = None
+    passed_over: list[tuple[str, str]] = []
+    for name in _backends_of(op) if backend is None else [backend]:
+        reason = refusal(name)
+        if reason is None and fastest not in (None, name):
+            reason = f"measured slower than {fastest}"
+        if reason is not None:
+            passed_over.append((name, reason))
+            continue
+        chosen, source = config, "given"
+        if config is None:
+            chosen = _winner(op, name, spec) if now.use_winners else None
+            source = "default" if chosen is None else "tuned"
+        if chosen is None:
+            chosen = default_config(op, name, spec)
+            if fastest is not None and len(search_space(op, name, spec)) == 1:
+                source = "tuned"
+        choice = Choice(op, name, chosen, spec, tuple(passed_over), source, backend)
+        if (record := _record.get()) is not None:
+            record.append(choice)
+        return choice
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
+    raise NotImplementedError(f"{op}: no backend supports {spec}: {reasons}.")
+
+
+# Configurations: a backend's own, and those that were measured.
+
+
+def search_space(op: str, backend: str, spec: Spec) -> tuple[Any, ...]:
+    """The configurations of a backend that are worth measuring for a spec."""
+    return tuple(_search_space(load(op, backend), spec))
+
+
+@functools.lru_cache(maxsize=1024)
+def _search_space(module: ModuleType, spec: Spec) -> dict[Any, Any]:
+    """The search space in order, each configuration under itself."""
+    return {config: config for config in module.search_space(spec)}
+
+
+def default_config(op: str, backend: str, spec: Spec) -> Any:
+    """The configuration that the backend's cost model finds fastest; of equals the first."""
+    return _default_config(load(op, backend), spec)
+
+
+@functools.lru_cache(maxsize=1024)
+def _default_config(module: ModuleType, spec: Spec) -> Any:
+    space = _search_space(module, spec)
+    shortlist = module.shortlist(spec) if hasattr(module, "shortlist") else ()
+    candidates = [config for config in shortlist if config in space] or list(space)
+    if len(candidates) == 1:
+        return candidates[0]
+    return min(candidates, key=lambda config: module.estimate(spec, config))
+
+
+def _winner(op: str, backend: str, spec: Spec) -> Any | None:
+    """The configuration of a backend that was measured fastest, or None."""
+    module = load(op, backend)
+    space = _search_space(module, spec)
+    if len(space) == 1:
+        return None
+
+    def decode(values: dict[str, Any]) -> Any:
+        # The space's own member: what JSON made of it may be equal and yet of another type.
+        if set(values) != {field.name for field in dataclasses.fields(module.Config)}:
+            raise ValueError(f"{values} are not the fields of {module.__name__}.Config")
+        if (member := space.get(config := module.Config(**values))) is None:
+            raise ValueError(f"{config} is not in the search space of this spec")
+        return member
+
+    return cache.lookup(cache.Key(spec.target, op, spec, backend, module.VERSION), decode)
+
+
+def _fastest(op: str, spec: Spec) -> str | None:
+    """The backend that was measured fastest, or None; also None where the field has changed since."""
+    if sum(_runs_on(REGISTRY[op, name], spec.target) for name in _backends_of(op)) < 2:
+        return None
+
+    def decode(values: dict[str, Any]) -> tuple[str, dict[str, int]]:
+        versions = values.get("versions")
+        if set(values) != {"backend", "versions"} or not isinstance(versions, dict):
+            raise ValueError(f"{values} do not name a backend and the versions of those measured")
+        if values["backend"] not in versions:
+            raise ValueError(f"its backend {values['backend']!r} is not among those measured")
+        return values["backend"], versions
+
+    found = cache.lookup(cache.Key(spec.target, op, spec, cache.AUTO, 0), decode)
+    if found is None or found[1] != _versions(op, usable_backends(op, spec)):
+        return None
+    return found[0]
+
+
+def _versions(op: str, backends: list[str]) -> dict[str, int]:
+    return {name: load(op, name).VERSION for name in backends}
+
+
+def store_winner(op: str, backend: str, spec: Spec, config: Any, seconds: float) -> None:
+    """Keeps the configuration of a backend that was measured fastest."""
+    key = cache.Key(spec.target, op, spec, backend, load(op, backend).VERSION)
+    cache.store(key, config, dataclasses.asdict(config), seconds)
+
+
+def store_fastest(op: str, backend: str, spec: Spec, seconds: float) -> None:
+    """Keeps the backend that was measured fastest of all that can run the spec."""
+    versions = _versions(op, usable_backends(op, spec))
+    key = cache.Key(spec.target, op, spec, cache.AUTO, 0)
+    cache.store(key, (backend, versions), {"backend": backend, "versions": versions}, seconds)
+
+
+def is_tuned(op: str, spec: Spec, backend: str | None) -> bool:
+    """Whether measuring has nothing to add: there is a winner, or nothing to choose between."""
+    usable = usable_backends(op, spec, backend)
+    if backend is None and len(usable) > 1:
+        fastest = _fastest(op, spec)
+        if fastest is None:
+            return False
+        usable = [fastest]
+    return not usable or len(search_space(op, usable[0], spec)) == 1 or _winner(op, usable[0], spec) is not None
+
+
+_record: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar("choices", default=None)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Choice]]:
+    """Collects the choices made while programs are lowered inside the block."""
+    choices: list[Choice] = []
+    token = _record.set(choices)
+    try:
+        yield choices
+    finally:
+        _record.reset(token)

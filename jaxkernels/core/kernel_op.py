@@ -1,0 +1,232 @@
+"""What all operations share: a primitive whose lowering picks a kernel, and its ways into a mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxkernels.core import _jax, dispatch, hardware
+from jaxkernels.core.sharding import Assignment, Factors, assign
+from jaxkernels.core.types import ArrayType
+
+__all__ = ["KernelOp", "usual_promotion"]
+
+
+@contextlib.contextmanager
+def usual_promotion() -> Iterator[None]:
+    """Lets our own arithmetic promote dtypes and ranks, whatever the caller's settings forbid in theirs."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+class KernelOp:
+    """A JAX primitive computed by the backends registered under one name.
+
+    Subclasses say what the operation is; this class makes it eager, lowers it for each platform
+    with the kernel `dispatch.choose` picks, and splits it over a mesh. Differentiation rules are
+    registered by the subclass's module, on `primitive`.
+
+    Every bind carries three parameters: `static` (a frozen description, the subclass's own),
+    `backend` (a name or None) and `config` (a backend's configuration or None).
+
+    Attributes:
+      name: the operation's name in `dispatch.REGISTRY` and in messages.
+      primitive: the JAX primitive.
+      keeps_weak_types: whether results of weakly typed operands are weakly typed.
+    """
+
+    keeps_weak_types = False
+
+    def __init__(self, name: str, primitive_name: str, *, multiple_results: bool):
+        self.name = name
+        self.primitive = jax.extend.core.Primitive(primitive_name)
+        self.primitive.multiple_results = multiple_results
+        _jax.evaluate_eagerly(self.primitive)
+        self._whole = functools.cache(self._partition)
+        self.primitive.def_abstract_eval(self._abstract_eval)
+        _jax.register_batcher(self.primitive, self.batch)
+        _jax.register_nan_check(self.primitive)
+        for platform in hardware.PLATFORMS:
+            rule = functools.partial(self._lower, platform=platform)
+            mlir.register_lowering(self.primitive, rule, platform=platform)
+
+    # What a subclass defines.
+
+    def results(self, static: Any, operands: Sequence[ArrayType]) -> list[ArrayType]:
+        """Types of the results."""
+        raise NotImplementedError
+
+    def spec(self, static: Any, operands: Sequence[ArrayType], target: hardware.Chip) -> Any:
+        """The kernel spec of one device's share."""
+        raise NotImplementedError
+
+    def factors(self, static: Any, operands: Sequence[ArrayType]) -> Factors:
+        """How the operation may be split over a mesh."""
+        raise NotImplementedError
+
+    def local(self, static: Any, assignment: Assignment, **params: Any) -> Callable[..., list[jax.Array]]:
+        """One shard's work: bind on the local operands, then add up what other shards hold a part of."""
+
+        def body(*xs: jax.Array) -> list[jax.Array]:
+            return assignment.add_up(self._list(self.bind(*xs, static=static, **params)))
+
+        return body
+
+    def batch(
+        self, args: Sequence[Any], dims: Sequence[int | None], *, static: Any, **params: Any
+    ) -> tuple[list[jax.Array], list[int]]:
+        """The vmap rule: results and where their mapped dimension is."""
+        raise NotImplementedError
+
+    # What callers use.
+
+    def __call__(
+        self,
+        *xs: jax.Array,
+        static: Hashable,
+        backend: str | None,
+        config: Any = None,
+        result_specs: Sequence[PartitionSpec] = (),
+    ) -> Any:
+        """Computes the operation, on whatever mesh the operands live.
+
+        On a mesh with Explicit axes the results come sharded as `factors` implies; `result_specs`
+        tells where a sum over shards may be scattered instead of replicated.
+        """
+        types = [ArrayType.of(x) for x in xs]
+        if backend is not None or config is not None:  # What the kernel cannot do on any chip is said at the call.
+            ideal = self.spec(static, types, hardware.lookup(hardware.DEFAULT_CUDA_TARGET))
+            dispatch.check(self.name, ideal, backend, config)
+        mesh, explicit = _jax.explicit_axes_of(*xs)
+        if not explicit:
+            return self.bind(*xs, static=static, backend=backend, config=config)
+        specs = [jax.typeof(x).sharding.spec for x in xs]
+        sizes = {name: mesh.shape[name] for name in explicit}
+        factors = self.factors(static, types)
+        if len(explicit) < sum(kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types):
+            # An enclosing vmap has the others. JAX cannot lower a psum_scatter beside sharded dimensions.
+            factors = dataclasses.replace(factors, scatter=False)
+        plan = functools.partial(
+            assign,
+            factors,
+            types,
+            specs,
+            results=self.results(static, types),
+            result_specs=result_specs,
+        )
+        # Axes of size 1 split nothing and would only cost collectives of one device each: they stay outside,
+        # and come back into the types of the results, as in jnp's.
+        assignment = plan(axis_sizes={name: size for name, size in sizes.items() if size > 1})
+        out_specs = plan(axis_sizes=sizes).out_specs
+        place = _jax.concrete_mesh_of(mesh, *xs)
+        reshard = lambda x, old, new: x if _same(old, new) else jax.sharding.reshard(x, NamedSharding(place, new))
+        xs = tuple(map(reshard, xs, specs, assignment.in_specs))
+        body = self.local(static, assignment, backend=backend, config=config)
+        outs = jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=assignment.in_specs,
+            out_specs=list(assignment.out_specs),
+            axis_names=set(explicit),
+        )(*xs)
+        outs = list(map(reshard, outs, assignment.out_specs, out_specs))
+        return outs if self.primitive.multiple_results else outs[0]
+
+    def bind(self, *xs: jax.Array, static: Hashable, backend: str | None, config: Any = None) -> Any:
+        """Binds the primitive, with operands varying over the same manual mesh axes."""
+        return self.primitive.bind(*_jax.match_varying_axes(*xs), static=static, backend=backend, config=config)
+
+    # The rules.
+
+    def _abstract_eval(self, *avals: Any, static: Any, backend: str | None, config: Any) -> Any:
+        _jax.lower_by_device_if_unlike(self.primitive)
+        types = [ArrayType.of(aval) for aval in avals]
+        weak = self.keeps_weak_types and all(aval.weak_type for aval in avals)
+        outs = [
+            _jax.abstract_output(self.primitive.name, avals, t.shape, t.dtype, weak_type=weak)
+            for t in self.results(static, types)
+        ]
+        return outs if self.primitive.multiple_results else outs[0]
+
+    def _lower(
+        self,
+        ctx: mlir.LoweringRuleContext,
+        *values: Any,
+        platform: str,
+        static: Any,
+        backend: str | None,
+        config: Any,
+    ) -> Any:
+        types = tuple(ArrayType.of(aval) for aval in ctx.avals_in)
+        devices = _jax.devices_during_lowering(ctx)
+        target = hardware.cuda_target(devices) if platform == "cuda" else hardware.host(platform)
+        partitioned = _jax.is_auto_partitioned(ctx)
+        spec = self.spec(static, types, target)
+        choice = dispatch.choose(
+            self.name, spec, backend, config, is_partitioned=partitioned, is_exported=_jax.is_exported(ctx)
+        )
+        if choice.backend != "xla" and partitioned:
+            run = self._whole(static, types, backend, config)
+            ctx = _jax.with_unknown_devices(ctx)
+        else:
+            run = functools.partial(dispatch.load(self.name, choice.backend).run, choice.spec, choice.config)
+        with usual_promotion(), _jax.ignore_x64([*ctx.avals_in, *ctx.avals_out]):
+            return _jax.lower_traced(ctx, run, values, multiple_results=self.primitive.multiple_results)
+
+    def _partition(
+        self, static: Any, types: tuple[ArrayType, ...], backend: str | None, config: Any
+    ) -> Callable[..., Any]:
+        """The operation as XLA's partitioner calls it back: global shapes in, one shard's program out."""
+        factors = self.factors(static, types)
+        results = self.results(static, types)
+        params = dict(static=static, backend=backend, config=config)
+
+        @custom_partitioning
+        def whole(*xs: jax.Array) -> Any:
+            return self.primitive.bind(*xs, **params)
+
+        def partition(_: jax.sharding.Mesh, arg_shapes: Any, result_shapes: Any) -> Any:
+            arrays = [*arg_shapes, *self._list(result_shapes)]
+            mesh, specs = _jax.partition_specs([x.sharding for x in arrays], [x.ndim for x in arrays])
+            in_specs, out_specs = specs[: len(types)], specs[len(types) :]
+            assignment = assign(factors, types, in_specs, dict(mesh.shape), results, out_specs)
+            local = self.local(static, assignment, backend=backend, config=config)
+
+            def shard(*xs: jax.Array) -> Any:
+                outs = local(*xs)
+                return outs if self.primitive.multiple_results else outs[0]
+
+            in_shardings = tuple(NamedSharding(mesh, spec) for spec in assignment.in_specs)
+            out_shardings = [NamedSharding(mesh, spec) for spec in assignment.out_specs]
+            return (
+                mesh,
+                _jax.on_auto_axes(shard),
+                out_shardings if self.primitive.multiple_results else out_shardings[0],
+                in_shardings,
+            )
+
+        rule, options = factors.shardy_rule()
+        whole.def_partition(partition, sharding_rule=rule, decode_shardings=False, **options)
+        return whole
+
+    def _list(self, outs: Any) -> list[Any]:
+        return list(outs) if self.primitive.multiple_results else [outs]
+
+
+def _same(a: PartitionSpec, b: PartitionSpec) -> bool:
+    def canonical(spec: PartitionSpec) -> list[Any]:
+        entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e or None for e in spec.partitions]
+        while entries and entries[-1] is None:
+            entries.pop()
+        return [entries, spec.reduced, spec.unreduced]
+
+    return canonical(a) == canonical(b)

@@ -1,0 +1,80 @@
+"""Every operation: the folder that describes it, and the backends that compute its kernels.
+
+An operation is one line of `OPERATIONS`. Its folder has what is particular to it (its public function, its spec, its
+rules, its reference, its cases); a backend has a module for each kernel that it computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+__all__ = ["OPERATIONS", "Entry", "Operation", "entries"]
+
+_CUDA = ("cuda",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A backend of one kernel.
+
+    Attributes:
+      module: its module.
+      platforms: the lowering platforms it can run on; None: all.
+      is_exportable: whether `jax.export` takes what it is lowered to unasked.
+    """
+
+    module: str
+    platforms: tuple[str, ...] | None = None
+    is_exportable: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation of the package.
+
+    Attributes:
+      folder: the package that describes it.
+      kernels: what is dispatched -> backend -> its entry; the first backend is the first preferred.
+    """
+
+    folder: str
+    kernels: Mapping[str, Mapping[str, Entry]]
+
+
+OPERATIONS: dict[str, Operation] = {
+    "matmul": Operation(
+        "jaxkernels.ops.matmul",
+        {
+            "matmul": {
+                "cuda": Entry("jaxkernels.ffi.matmul.gemm", _CUDA, is_exportable=False),
+                "pallas": Entry("jaxkernels.pallas.matmul.gemm", _CUDA),
+                "xla": Entry("jaxkernels.ops.matmul.reference"),
+            }
+        },
+    ),
+    "attention": Operation(
+        "jaxkernels.ops.attention",
+        {
+            "attention_forward": {
+                "pallas": Entry("jaxkernels.pallas.attention.forward", _CUDA),
+                "xla": Entry("jaxkernels.ops.attention.reference_forward"),
+            },
+            "attention_backward": {
+                "pallas": Entry("jaxkernels.pallas.attention.backward", _CUDA),
+                "xla": Entry("jaxkernels.ops.attention.reference_backward"),
+            },
+            "attention_tangent": {"xla": Entry("jaxkernels.ops.attention.reference_tangent")},
+        },
+    ),
+}
+
+
+def entries() -> dict[tuple[str, str], Entry]:
+    """(kernel, backend) -> entry, of all operations."""
+    return {
+        (kernel, backend): entry
+        for operation in OPERATIONS.values()
+        for kernel, backends in operation.kernels.items()
+        for backend, entry in backends.items()
+    }

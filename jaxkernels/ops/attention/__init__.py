@@ -1,0 +1,1 @@
+"""Attention: `dot_product_attention`."""

@@ -1,0 +1,291 @@
+"""Attention in plain JAX: the definition every kernel is measured against.
+
+The logits are masked with the large finite number `jax.nn.dot_product_attention` uses, so that a row
+without a single visible key averages the values of all keys. Shapes: B batch, T queries, S keys,
+N query heads, K key/value heads, G = N/K, H head dimension, D value head dimension.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
+
+__all__ = ["Config", "Extras", "attend", "backward", "search_space", "tangent", "visibility"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Nothing to choose: XLA fuses as it sees fit."""
+
+
+def search_space(spec: AttentionSpec) -> tuple[Config, ...]:
+    return (Config(),)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Extras:
+    """The optional operands, by name.
+
+    Attributes:
+      bias: (B|1, N|1, T|1, S|1) floating.
+      mask: (B|1, N|1, T|1, S|1) bool, True where a query sees a key.
+      query_lengths, key_lengths: (B,) int32.
+      query_segments, key_segments: (B, T) and (B, S) int32.
+      query_offset: () int32.
+    """
+
+    bias: jax.Array | None = None
+    mask: jax.Array | None = None
+    query_lengths: jax.Array | None = None
+    key_lengths: jax.Array | None = None
+    query_segments: jax.Array | None = None
+    key_segments: jax.Array | None = None
+    query_offset: jax.Array | None = None
+
+    @classmethod
+    def unpack(cls, spec: AttentionSpec, operands: Sequence[jax.Array]) -> tuple[Extras, tuple[jax.Array, ...]]:
+        """Names the optional operands that `spec` announces; returns them and the operands after them."""
+        names = spec.extra_names
+        return cls(**dict(zip(names, operands))), tuple(operands[len(names) :])
+
+    def pack(self) -> tuple[jax.Array, ...]:
+        """The operands that are given, in the order of the primitives."""
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return tuple(value for value in values if value is not None)
+
+
+def attend(
+    spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
+    """Returns attention's output, in v's dtype, and the natural logsumexp of the logits, in float32."""
+    p, lse = _Logits.of(spec, q, k, extras).softmax()
+    _, _, v = _without_padding(extras, q, k, v)
+    p = p.astype(k.dtype)
+    if spec.q.shape[1] == 1:  # XLA's CPU backend multiplies one row faster from the right, by a factor of 1.3.
+        out = jnp.moveaxis(_dot("bskd,bkgts->bkdgt", v, p, None), 2, -1)
+    else:
+        out = _dot("bkgts,bskd->bkgtd", p, v, None)
+    out = _without_padded_queries(extras, _heads_last(out))
+    return out, lse.reshape(lse.shape[0], q.shape[2], q.shape[1])
+
+
+def backward(
+    spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, dout: jax.Array, dlse: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Returns dq, dk, dv (and dbias, where the spec asks for it).
+
+    The probabilities P are computed anew. With dP = dO V^T and delta = rowsum(P * dP), the logits' cotangent is
+    dS = P * (dP - delta + dlse), zero where the logits are masked. The kernels take delta = rowsum(dO * O), which is
+    the same but for O's rounding. If one P is nearly 1, dP - delta nearly cancels, and that rounding is all it leaves.
+    """
+    q, k, v = _without_padding(extras, q, k, v)
+    grouped = _heads_first(q, k.shape[2])
+    douts = _heads_first(_without_padded_queries(extras, dout), k.shape[2])
+    logits = _Logits.of(spec, q, k, extras)
+    p, _ = logits.softmax()
+    wide = _wide(q)
+    dp = _dot("bkgtd,bskd->bkgts", douts, v, wide)
+    delta = jnp.sum(p * dp, axis=-1, keepdims=True)
+    ds = logits.chain(p * (dp - delta + dlse.reshape(*p.shape[:4], 1)))
+    # Tensor cores take both operands in one dtype. A CPU multiplies in float32: rounding there loses what jax.nn keeps.
+    scaled = (ds * spec.scale).astype(wide if spec.target.platform == "cpu" else q.dtype)
+    dq = _heads_last(_dot("bkgts,bskh->bkgth", scaled, k, wide))
+    dk = jnp.swapaxes(_dot("bkgts,bkgth->bksh", scaled, grouped, wide), 1, 2)
+    dv = jnp.swapaxes(_dot("bkgts,bkgtd->bksd", p.astype(v.dtype), douts, wide), 1, 2)
+    grads = (dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype))
+    if not spec.bias_gradient:
+        return grads
+    assert extras.bias is not None
+    dbias = ds.reshape(ds.shape[0], q.shape[2], *ds.shape[3:])
+    summed = tuple(d for d, size in enumerate(extras.bias.shape) if size == 1)
+    return *grads, jnp.sum(dbias, axis=summed, keepdims=True).astype(extras.bias.dtype)
+
+
+def tangent(
+    spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, tangents: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Forward mode: returns the tangents of out and lse for tangents of q, k, v (and the bias)."""
+    q, k, v = _without_padding(extras, q, k, v)
+    if spec.target.platform == "cpu":  # XLA's CPU backend fuses a product with zeros into the next loop, wrongly.
+        tangents = jax.lax.optimization_barrier(list(tangents))
+    q_dot, k_dot, v_dot = _without_padding(extras, *tangents[:3])
+    logits = _Logits.of(spec, q, k, extras)
+    wide = _wide(q)
+    raw_dot = (_products(q_dot, k) + _products(q, k_dot)) * spec.scale
+    if extras.bias is not None:
+        raw_dot = raw_dot + _group_heads(tangents[3], k.shape[2]).astype(raw_dot.dtype)
+    logits_dot = logits.chain(raw_dot).astype(jnp.float32)
+    p, _ = logits.softmax()
+    lse_dot = jnp.sum(p * logits_dot, axis=-1, keepdims=True)
+    p_dot = p * (logits_dot - lse_dot)
+    out_dot = _dot("bkgts,bskd->bkgtd", p_dot.astype(k.dtype), v, wide)
+    out_dot += _dot("bkgts,bskd->bkgtd", p.astype(k.dtype), v_dot, wide)
+    out_dot = _without_padded_queries(extras, _heads_last(out_dot).astype(v.dtype))
+    return out_dot, lse_dot.reshape(lse_dot.shape[0], q.shape[2], q.shape[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Logits:
+    """The logits of all queries and keys, and what their derivatives need.
+
+    Attributes:
+      masked: (B, K, G, T, S), float32: the logits after the soft cap, over `unit`; MASKED_LOGIT where they are masked.
+      unit: the scale or the soft cap, or 1; not negative.
+      visible: which of them are not masked; None if all are visible.
+      slope: the derivative of the soft cap; None without one.
+    """
+
+    masked: jax.Array
+    unit: float
+    visible: jax.Array | None
+    slope: jax.Array | None
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, q: jax.Array, k: jax.Array, extras: Extras) -> _Logits:
+        logits, unit, slope = _products(q, k), spec.scale, None
+        visible = visibility(spec, extras)
+        if visible is not None:
+            visible = _group_heads(visible, k.shape[2])
+        if extras.bias is not None:
+            logits = (logits * unit + _group_heads(extras.bias, k.shape[2])).astype(logits.dtype)
+            unit = 1.0
+        if spec.soft_cap is not None:
+            if visible is not None:  # A masked bias may be NaN, and then so would be the slope.
+                logits = jnp.where(visible, logits, 0)
+            t = jnp.tanh(logits * (unit / spec.soft_cap))
+            logits, unit, slope = t, spec.soft_cap, 1 - t**2
+        if unit < 0:
+            logits, unit = -logits, -unit
+        if visible is not None:
+            if unit < 2.0**-60:  # Too small to keep unit * MASKED_LOGIT out of sight.
+                logits, unit = logits * unit, 1.0
+            logits = jnp.where(visible, logits, MASKED_LOGIT)
+        return cls(logits.astype(jnp.float32), unit, visible, slope)
+
+    def softmax(self) -> tuple[jax.Array, jax.Array]:
+        """Softmax and natural logsumexp along the last axis; their derivatives pass the maximum by."""
+        top = jax.lax.stop_gradient(jnp.max(self.masked, axis=-1, keepdims=True, initial=-jnp.inf))
+        # Not unit * masked - unit * top: XLA computes fma(unit, masked, -unit * top), which rounds once. Beyond 1e8 the
+        # largest logit would be hundreds away from itself, and its exponential zero or infinite.
+        p = jnp.exp(self.unit * (self.masked - top))
+        total = jnp.sum(p, axis=-1, keepdims=True)
+        largest = jnp.where(top == MASKED_LOGIT, top, self.unit * top)
+        # All logits minus infinity, or one plus infinity: that is the logsumexp, while p is NaN.
+        lse = jnp.where(jnp.isfinite(largest), largest + jnp.log(total), largest)
+        return p / total, lse[..., 0]
+
+    def chain(self, x: jax.Array) -> jax.Array:
+        """Takes tangents of the logits from before the soft cap to after the masks; cotangents the other way."""
+        if self.slope is not None:
+            x = x * self.slope
+        return x if self.visible is None else jnp.where(self.visible, x, 0)
+
+
+def _products(q: jax.Array, k: jax.Array) -> Float[Array, "B K G T S"]:
+    """q k^T, in float32 at least."""
+    return _dot("bkgth,bskh->bkgts", _heads_first(q, k.shape[2]), k, _wide(q))
+
+
+def _wide(q: jax.Array) -> Any:
+    return jnp.promote_types(q.dtype, jnp.float32)
+
+
+def _dot(subscripts: str, lhs: jax.Array, rhs: jax.Array, dtype: Any) -> jax.Array:
+    """An einsum that leaves its operands in their order, unlike `jnp.einsum`, which may transpose all logits for it.
+
+    The result has batch axes first, then the axes that only lhs has, then those that only rhs has.
+    """
+    operands, result = subscripts.split("->")
+    left, right = operands.split(",")
+    shared = [x for x in left if x in right]
+    batch = [x for x in shared if x in result]
+    contracted = [x for x in shared if x not in result]
+    places = lambda names: (tuple(map(left.index, names)), tuple(map(right.index, names)))
+    return jax.lax.dot_general(lhs, rhs, (places(contracted), places(batch)), preferred_element_type=dtype)
+
+
+def _heads_first(x: jax.Array, num_kv_heads: int) -> Float[Array, "B K G T H"]:
+    """From (B, T, N, H)."""
+    x = x.reshape(*x.shape[:2], num_kv_heads, x.shape[2] // num_kv_heads, x.shape[3])
+    return jnp.transpose(x, (0, 2, 3, 1, 4))
+
+
+def _heads_last(x: jax.Array) -> jax.Array:
+    """(B, K, G, T, H) -> (B, T, N, H)."""
+    x = jnp.transpose(x, (0, 3, 1, 2, 4))
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
+
+
+def _without_padding(
+    extras: Extras, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q, k and v, or their tangents, with zeros for padding: a product of a NaN and a probability of 0 is NaN.
+
+    Values keep what is finite, for queries that see no key: they get the mean of all values, as in jax.nn.
+    """
+    q = _without_padded_queries(extras, q)
+    if extras.key_lengths is not None:
+        is_key = (jnp.arange(k.shape[1])[None, :] < extras.key_lengths[:, None])[:, :, None, None]
+        k, v = jnp.where(is_key, k, 0), jnp.where(is_key | jnp.isfinite(v), v, 0)
+    return q, k, v
+
+
+def _without_padded_queries(extras: Extras, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    if extras.query_lengths is None:
+        return x
+    return jnp.where(_live_queries(x.shape[1], extras)[:, :, None, None], x, 0)
+
+
+def visibility(spec: AttentionSpec, extras: Extras) -> jax.Array | None:
+    """Which query sees which key: bool, broadcastable to (B, N, T, S); None where all see all."""
+    num_queries, num_keys = spec.q.shape[1], spec.k.shape[1]
+    offset = 0 if extras.query_offset is None else extras.query_offset
+    i = (jnp.arange(num_queries) + offset)[:, None]
+    j = jnp.arange(num_keys)[None, :]
+    parts: list[jax.Array] = []
+    if extras.mask is not None:
+        parts.append(extras.mask)
+    if spec.causal:
+        parts.append((j <= i)[None, None])
+    if spec.window is not None:
+        left, right = spec.window
+        if left is not None:
+            parts.append((i <= j + left)[None, None])
+        if right is not None:
+            parts.append((i >= j - right)[None, None])
+    if extras.query_lengths is not None:
+        parts.append(_live_queries(num_queries, extras)[:, None, :, None])
+    if extras.key_lengths is not None:
+        parts.append((j < extras.key_lengths[:, None])[:, None, None, :])
+    if extras.query_segments is not None:
+        assert extras.key_segments is not None  # They are given together.
+        same = extras.query_segments[:, :, None] == extras.key_segments[:, None, :]
+        parts.append(same[:, None])
+    if not parts:
+        return None
+    visible = parts[0]
+    for part in parts[1:]:
+        visible = jnp.logical_and(visible, part)
+    return visible
+
+
+def _live_queries(num_queries: int, extras: Extras) -> jax.Array:
+    """Which queries are inside their sequence: (B, T) bool."""
+    assert extras.query_lengths is not None
+    offset = 0 if extras.query_offset is None else extras.query_offset
+    return (jnp.arange(num_queries) + offset)[None, :] < extras.query_lengths[:, None]
+
+
+def _group_heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
+    """(B|1, N|1, T|1, S|1) -> (B|1, K|1, G|1, T|1, S|1)."""
+    if x.shape[1] == 1:
+        return x[:, :, None]
+    return x.reshape(x.shape[0], num_kv_heads, x.shape[1] // num_kv_heads, *x.shape[2:])

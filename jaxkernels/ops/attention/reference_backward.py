@@ -1,0 +1,23 @@
+"""Attention's backward pass in plain JAX (see `jaxkernels.ops.attention.reference`)."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxkernels.ops.attention import reference
+from jaxkernels.ops.attention.reference import Config, Extras, search_space
+from jaxkernels.ops.attention.spec import AttentionSpec
+
+__all__ = ["VERSION", "Config", "run", "search_space", "unsupported"]
+
+VERSION = 1
+
+
+def unsupported(spec: AttentionSpec) -> str | None:
+    return None
+
+
+def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array):
+    """Returns [dq, dk, dv] (and dbias); the operands end with out, lse, dout, dlse."""
+    extras, (_, _, dout, dlse) = Extras.unpack(spec, rest)
+    return list(reference.backward(spec, q, k, v, extras, dout, dlse))

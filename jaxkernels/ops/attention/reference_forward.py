@@ -1,0 +1,23 @@
+"""Attention's forward pass in plain JAX (see `jaxkernels.ops.attention.reference`)."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxkernels.ops.attention import reference
+from jaxkernels.ops.attention.reference import Config, Extras, search_space
+from jaxkernels.ops.attention.spec import AttentionSpec
+
+__all__ = ["VERSION", "Config", "run", "search_space", "unsupported"]
+
+VERSION = 1
+
+
+def unsupported(spec: AttentionSpec) -> str | None:
+    return None
+
+
+def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array):
+    """Returns [out, lse]."""
+    extras, _ = Extras.unpack(spec, rest)
+    return list(reference.attend(spec, q, k, v, extras))

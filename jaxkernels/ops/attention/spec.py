@@ -1,0 +1,93 @@
+"""An attention as kernels see it: one frozen, hashable description per kernel call."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from jaxkernels.core.hardware import Chip
+from jaxkernels.core.types import ArrayType
+
+__all__ = ["MASKED_LOGIT", "AttentionSpec"]
+
+#: What a masked logit of an attention counts as, jax.nn's choice: finite, so that a query that sees no key averages all
+#: values, and no row of probabilities is NaN. To rounding it is the logsumexp of such a query, too.
+MASKED_LOGIT = float(-0.7 * np.finfo(np.float32).max)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """out, lse = softmax(mask(soft_cap(scale * q k^T + bias))) v for batches of grouped heads.
+
+    Attributes:
+      q: (B, T, N, H); k: (B, S, K, H); v: (B, S, K, D), N a multiple of K.
+      scale: factor of the logits.
+      causal: query i sees keys j <= i (+ query offset).
+      window: (left, right): query i sees keys i - left <= j <= i + right; None leaves a side open.
+      soft_cap: logits become soft_cap * tanh(logits / soft_cap), before the masks.
+      bias: its type, broadcastable to (B, N, T, S), or None.
+      mask: type of a boolean mask, broadcastable to (B, N, T, S), or None.
+      query_lengths, key_lengths: whether int32 (B,) lengths are given.
+      segments: whether int32 segment ids (B, T) and (B, S) are given.
+      self_segments: whether one array was given for both, so that a query is in the segment of the key in its place.
+      query_offset: whether an int32 () offset is added to the query's index in `causal` and `window`
+        and taken off the query lengths (the shard's place in the sequence, under a mesh).
+      bias_gradient: the backward pass returns the bias's gradient.
+      deterministic: equal operands must give equal bits in every run.
+      target: the chip.
+    """
+
+    q: ArrayType
+    k: ArrayType
+    v: ArrayType
+    scale: float
+    target: Chip
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    soft_cap: float | None = None
+    bias: ArrayType | None = None
+    mask: ArrayType | None = None
+    query_lengths: bool = False
+    key_lengths: bool = False
+    segments: bool = False
+    self_segments: bool = False
+    query_offset: bool = False
+    bias_gradient: bool = False
+    deterministic: bool = False
+
+    @property
+    def group_size(self) -> int:
+        """Query heads for each key/value head."""
+        return self.q.shape[2] // self.k.shape[2]
+
+    @property
+    def extra_names(self) -> tuple[str, ...]:
+        """Names of the optional operands that are given, in the order they follow q, k and v."""
+        given = {
+            "bias": self.bias is not None,
+            "mask": self.mask is not None,
+            "query_lengths": self.query_lengths,
+            "key_lengths": self.key_lengths,
+            "query_segments": self.segments,
+            "key_segments": self.segments,
+            "query_offset": self.query_offset,
+        }
+        return tuple(name for name, is_given in given.items() if is_given)
+
+    def __str__(self) -> str:
+        text = f"q {self.q} k {self.k} v {self.v} scale={self.scale:.4g}"
+        flags = {
+            "causal": self.causal,
+            f"window={self.window}": self.window is not None,
+            f"soft_cap={self.soft_cap}": self.soft_cap is not None,
+            f"bias {self.bias}": self.bias is not None,
+            f"mask {self.mask}": self.mask is not None,
+            "query_lengths": self.query_lengths,
+            "key_lengths": self.key_lengths,
+            "segments": self.segments,
+            "self_segments": self.self_segments,
+            "query_offset": self.query_offset,
+            "deterministic": self.deterministic,
+        }
+        return " ".join([text, *(name for name, given in flags.items() if given)])

@@ -1,0 +1,1 @@
+"""Products: `matmul` and `dot_general`."""

@@ -1,0 +1,32 @@
+"""What a matmul can do to its result, in plain JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+
+from jaxkernels.ops.matmul.spec import Activation, MatmulSpec
+
+__all__ = ["ACTIVATIONS", "apply_epilogue"]
+
+#: Name -> elementwise function, as `jax.nn` defines it.
+ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_erf": lambda x: jax.nn.gelu(x, approximate=False),
+}
+
+
+def apply_epilogue(spec: MatmulSpec, out: jax.Array, *epilogue: jax.Array) -> list[jax.Array]:
+    """Adds bias, activation and residual to a product, in the product's dtype."""
+    operands = list(epilogue)
+    if spec.bias is not None:
+        out = out + operands.pop(0).astype(out.dtype)
+    preactivation = out
+    if spec.activation is not None:
+        out = ACTIVATIONS[spec.activation](out)
+    if spec.residual is not None:
+        out = out + operands.pop(0).astype(out.dtype)
+    return [out, preactivation] if spec.save_preactivation else [out]

@@ -1,0 +1,167 @@
+"""A product as kernels see it: one frozen, hashable description per kernel call."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkernels.core.hardware import Chip
+from jaxkernels.core.types import ArrayType, short_name
+
+__all__ = ["Activation", "DimensionNumbers", "Gemm", "MatmulSpec", "free_dims"]
+
+#: As `jax.lax.dot_general` takes them: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
+DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+
+#: The activations of a product's epilogue: keys of `jaxkernels.ops.matmul.epilogue.ACTIVATIONS`.
+Activation = Literal["relu", "silu", "gelu", "gelu_erf"]
+
+
+def free_dims(ndim: int, contracting: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
+    """The dimensions of an operand that are neither contracted nor batched, in order."""
+    return tuple(d for d in range(ndim) if d not in contracting and d not in batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemm:
+    """A dot_general seen as `batch` products of an (m, k) by a (k, n) matrix.
+
+    Attributes:
+      batch: number of products, None where there is no batch dimension (operands of rank 2).
+      m, n, k: sizes.
+      lhs_layout: "mk" or "km": how the left operand lies in memory, last letter contiguous.
+      rhs_layout: "kn" or "nk".
+      lhs_perm, rhs_perm: transposition needed to get there, None where a reshape is enough.
+    """
+
+    batch: int | None
+    m: int
+    n: int
+    k: int
+    lhs_layout: str
+    rhs_layout: str
+    lhs_perm: tuple[int, ...] | None
+    rhs_perm: tuple[int, ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulSpec:
+    """out = activation(alpha * dot_general(lhs, rhs) + bias) + residual.
+
+    Attributes:
+      lhs, rhs: the operands.
+      dimension_numbers: as in `jax.lax.dot_general`.
+      out_dtype: dtype of the result; kernels accumulate in float32 whatever it is.
+      precision: as in `jax.lax.dot_general`, or None.
+      alpha: factor of the product, applied to what was accumulated before it is rounded.
+      bias: type of the bias (one vector over the rhs's free dimension), or None.
+      activation: a name from `jaxkernels.ops.matmul.epilogue`, or None.
+      residual: type of the residual (shape of the result), or None.
+      save_preactivation: also return alpha * dot_general(lhs, rhs) + bias, which the gradient needs.
+      target: the chip.
+    """
+
+    lhs: ArrayType
+    rhs: ArrayType
+    dimension_numbers: DimensionNumbers
+    out_dtype: np.dtype
+    target: Chip
+    precision: Any = None
+    alpha: float = 1.0
+    bias: ArrayType | None = None
+    activation: Activation | None = None
+    residual: ArrayType | None = None
+    save_preactivation: bool = False
+
+    @property
+    def fused(self) -> bool:
+        """Whether there is an epilogue."""
+        return self.bias is not None or self.activation is not None or self.residual is not None
+
+    @functools.cached_property
+    def lhs_free(self) -> tuple[int, ...]:
+        (contracting, _), (batch, _) = self.dimension_numbers
+        return free_dims(self.lhs.ndim, contracting, batch)
+
+    @functools.cached_property
+    def rhs_free(self) -> tuple[int, ...]:
+        (_, contracting), (_, batch) = self.dimension_numbers
+        return free_dims(self.rhs.ndim, contracting, batch)
+
+    @functools.cached_property
+    def out_shape(self) -> tuple[int, ...]:
+        _, (lhs_batch, _) = self.dimension_numbers
+        return (
+            *(self.lhs.shape[d] for d in (*lhs_batch, *self.lhs_free)),
+            *(self.rhs.shape[d] for d in self.rhs_free),
+        )
+
+    @functools.cached_property
+    def gemm(self) -> Gemm:
+        (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = self.dimension_numbers
+        # The order in which several contracting dimensions form k is free: take the lhs's own.
+        order = np.argsort(lhs_contracting, kind="stable") if lhs_contracting else []
+        lhs_k = tuple(lhs_contracting[i] for i in order)
+        rhs_k = tuple(rhs_contracting[i] for i in order)
+        lhs_layout, lhs_perm = _layout(lhs_batch, {"m": self.lhs_free, "k": lhs_k}, ("mk", "km"))
+        rhs_layout, rhs_perm = _layout(rhs_batch, {"n": self.rhs_free, "k": rhs_k}, ("nk", "kn"))
+        size = lambda array, dims: math.prod(array.shape[d] for d in dims)
+        return Gemm(
+            batch=size(self.lhs, lhs_batch) if lhs_batch else None,
+            m=size(self.lhs, self.lhs_free),
+            n=size(self.rhs, self.rhs_free),
+            k=size(self.lhs, lhs_contracting),
+            lhs_layout=lhs_layout,
+            rhs_layout=rhs_layout,
+            lhs_perm=lhs_perm,
+            rhs_perm=rhs_perm,
+        )
+
+    def fold(self, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Reshapes the operands to the matrices of `gemm` (with a leading batch axis if it has one)."""
+        g = self.gemm
+        lead = () if g.batch is None else (g.batch,)
+        sizes = {"m": g.m, "n": g.n, "k": g.k}
+        if g.lhs_perm is not None:
+            lhs = jnp.transpose(lhs, g.lhs_perm)
+        if g.rhs_perm is not None:
+            rhs = jnp.transpose(rhs, g.rhs_perm)
+        return (
+            lhs.reshape(*lead, *(sizes[axis] for axis in g.lhs_layout)),
+            rhs.reshape(*lead, *(sizes[axis] for axis in g.rhs_layout)),
+        )
+
+    def unfold(self, out: jax.Array) -> jax.Array:
+        """Reshapes a (batch?, m, n) result to the shape of the dot_general."""
+        return out.reshape(self.out_shape)
+
+    def __str__(self) -> str:
+        g = self.gemm
+        batch = "" if g.batch is None else f" batch={g.batch}"
+        text = "" if self.alpha == 1 else f"{self.alpha:.4g} * "
+        text += f"{self.lhs} . {self.rhs} -> {short_name(self.out_dtype)}"
+        text += f" (m={g.m} n={g.n} k={g.k}{batch} {g.lhs_layout},{g.rhs_layout})"
+        extras = [
+            *(["bias"] if self.bias else []),
+            *([self.activation] if self.activation else []),
+            *(["residual"] if self.residual else []),
+        ]
+        return text + (" + " + ", ".join(extras) if extras else "")
+
+
+def _layout(
+    batch: tuple[int, ...], groups: dict[str, tuple[int, ...]], layouts: tuple[str, str]
+) -> tuple[str, tuple[int, ...] | None]:
+    """Finds the layout an operand already has, or the transposition that gives it the first one."""
+    natural = tuple(range(len(batch) + sum(map(len, groups.values()))))
+    perms = {layout: (*batch, *groups[layout[0]], *groups[layout[1]]) for layout in layouts}
+    for layout, perm in perms.items():
+        if perm == natural:
+            return layout, None
+    return layouts[0], perms[layouts[0]]

@@ -1,0 +1,99 @@
+"""What every kernel has in common that multiplies 16-bit floats on Hopper's tensor cores: the products it takes, and
+how operands of different dtypes become several of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkernels.ops.matmul.spec import MatmulSpec
+
+__all__ = ["INPUTS", "multiply_mixed", "unsupported"]
+
+_BFLOAT16, _FLOAT16, _FLOAT32 = (jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
+INPUTS = (_BFLOAT16, _FLOAT16)
+_OUTPUTS = (*INPUTS, _FLOAT32)
+
+#: So many elements of 4 bytes are more than a signed 32-bit number counts.
+_MOST = 2**29
+
+#: What accumulates 16-bit products in float32, by any of its names.
+_PRESETS = (
+    lax.DotAlgorithmPreset.DEFAULT,
+    lax.DotAlgorithmPreset.BF16_BF16_F32,
+    lax.DotAlgorithmPreset.F16_F16_F32,
+)
+
+
+def unsupported(spec: MatmulSpec) -> str | None:
+    """Why such a kernel cannot compute the spec, whatever its tiles, or None."""
+    if not spec.target.is_hopper:
+        return f"needs a GPU of compute capability 9.0 (Hopper), the target is {spec.target}"
+    dtypes = (spec.lhs.dtype, spec.rhs.dtype)
+    taken = INPUTS if dtypes[0] == dtypes[1] else () if spec.fused else _OUTPUTS
+    if not {*dtypes} <= {*taken}:
+        return (
+            "takes two bfloat16 or two float16 operands, or without epilogue any two of bfloat16, float16 and float32, "
+            f"not {dtypes[0]} and {dtypes[1]}" + (" with an epilogue" if spec.fused else "")
+        )
+    if spec.out_dtype not in _OUTPUTS:
+        return f"returns bfloat16, float16 or float32, not {spec.out_dtype}"
+    is_enough = spec.precision in (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2, *_PRESETS)
+    if _FLOAT32 in dtypes and not is_enough:
+        return f"keeps 16 bits of a float32 operand, the precision asked for is {spec.precision}"
+    if isinstance(spec.precision, lax.DotAlgorithmPreset) and spec.precision not in _PRESETS:
+        return f"accumulates 16-bit products in float32, the precision asked for is {spec.precision.name}"
+    if isinstance(spec.precision, lax.DotAlgorithm):
+        return f"accumulates 16-bit products in float32, the precision asked for is {spec.precision}"
+    sizes = (spec.gemm.batch, spec.gemm.m, spec.gemm.n, spec.gemm.k)
+    if not all(size is None or isinstance(size, int) for size in sizes):
+        return "needs static shapes"
+    if 0 in sizes:
+        return "has no work in an empty product"
+    if (most := max(sizes[1:])) >= _MOST:
+        return f"counts the bytes of a row in 32 bits, which {most} elements exceed"
+    return None
+
+
+def multiply_mixed(
+    multiply: Callable[[MatmulSpec, jax.Array, jax.Array], jax.Array],
+    spec: MatmulSpec,
+    lhs: jax.Array,
+    rhs: jax.Array,
+) -> jax.Array:
+    """Multiplies operands of different dtypes as bfloat16 products: of float32 the high and the low 8 bits, of float16,
+    whose 11 bits are two bfloat16, both.
+
+    It is how the cotangent of a product whose result has another dtype meets the operands again. Beside bfloat16 there
+    are two products, which cost what one TF32 product costs; of float32 and float16 three, as the product of both
+    lower halves is less than what float32 has lost. That keeps 16 bits of a float32 significand, to TF32's 11. Each
+    part is scaled by alpha.
+
+    Args:
+      multiply: (spec, lhs, rhs) -> lhs * rhs, of bfloat16 operands and with a float32 result.
+      spec: the product of both operands as they are.
+    """
+    as_bfloat16 = lambda array: dataclasses.replace(array, dtype=_BFLOAT16)
+    part = dataclasses.replace(
+        spec, lhs=as_bfloat16(spec.lhs), rhs=as_bfloat16(spec.rhs), out_dtype=_FLOAT32, precision=None
+    )
+    pairs = itertools.product(enumerate(_halves(lhs)), enumerate(_halves(rhs)))
+    parts = [multiply(part, a, b) for (i, a), (j, b) in pairs if i + j < 2]
+    # Beside an infinity the lower halves are no correction: 0, NaN or an infinity of the other sign.
+    out = jnp.where(jnp.isfinite(parts[0]), functools.reduce(jnp.add, parts[::-1]), parts[0])
+    return out.astype(spec.out_dtype)
+
+
+def _halves(x: jax.Array) -> tuple[jax.Array, ...]:
+    if x.dtype == _BFLOAT16:
+        return (x,)
+    x = x.astype(_FLOAT32)
+    # reduce_precision, as XLA may drop a conversion to bfloat16 and back.
+    high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return high.astype(_BFLOAT16), (x - high).astype(_BFLOAT16)

@@ -1,0 +1,1 @@
+"""Attention in Pallas, one file a kernel."""

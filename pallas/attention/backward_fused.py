@@ -1,0 +1,733 @@
+"""FlashAttention backward in one kernel, up to head dimension 128: dQ, dK and dV from five products a block.
+
+Roles. A persistent grid walks work items: 128 keys of one head, and the queries that see them of every query head of
+the group. Two consumer warpgroups take half of the keys each and work on transposed blocks, so that P^T and dS^T are in
+registers what the next products want on the left; a third computes dQ, which sums over keys, from both; a fourth issues
+all copies. None waits for another's arithmetic:
+
+    consumer c   S^T = K_c Q^T, P^T = exp2(c S^T - lse), dP^T = V_c dO^T, dS^T = P^T * (dP^T - delta),
+                 dV_c += P^T dO, dK_c += dS^T Q; dS^T goes to shared memory as well
+    dQ           dQ = dS K of the whole block, in float32, through shared memory to
+    producer     which has TMA add it to the sum in memory, and loads Q, dO, lse and delta through two rings
+
+    keys   [0, 64)    consumer 0: dS^T --+-- shared memory --> dQ warpgroup --> staging --> TMA reduce-add
+           [64, 128)  consumer 1: dS^T --+   (a ring)
+
+Rings never stop: while the consumers send dK and dV out, through staging buffers, the next item's keys, values and
+first queries come in. Which CTA does which item is planned before the launch.
+
+A consumer's dK of one block of queries runs on beside its logits of the next. P is kept in 16 bits alone, as the
+products read it: with it in float32 as well, or with two more products in flight, the registers do not suffice, and
+ptxas then waits for every single wgmma.
+
+The order of dQ's sum. TMA adds what comes, and the sum's last bits may differ from run to run. With
+`spec.deterministic` blocks of keys add in their own order: a semaphore for each block of queries counts what has been
+added. The first stores, and nothing need be zeroed. All walk queries from the last, which every block of keys sees:
+whoever comes later is one step behind and stays there.
+
+Zeros, of another kernel, are written and read once for nothing. Where items have few steps that is much, and the first
+block of keys stores in any order, too: the producers of the others wait for its semaphore before they add, which is
+where they wait for dQ anyway. The plan has first blocks on the first CTAs (`_plan_behind_the_first`).
+
+The order of items. At any time all CTAs should be at the same few blocks of queries: Q, dO and dQ then come from
+memory, and go there, once. CTAs begin with as many streams (heads of all batch elements) as there are CTAs for. With a
+causal mask, under which blocks of keys see different queries, CTAs that begin together, at the last queries, end one
+after the other. What each takes then, of other streams and the longest items first, it walks the other way round, if
+there are groups of query heads, or more blocks of keys than SMs:
+
+    keys of block 0   at the queries of block  7 6 5 4 3 2 1 0 | 6 7                time -->
+                  1                            7 6 5 4 3 2 | 4 5 6 7
+                  2                            7 6 5 4 | 2 3 4 5 6 7
+                  3                            7 6 | 0 1 2 3 4 5 6 7
+
+Of a group of query heads, steps take a block of queries of each head before the next block, for the same reason: with
+different numbers of steps, CTAs that went head by head would soon be at different heads. With a window all have as many
+steps, but at other queries, and they do go head by head.
+
+A causal mask, a window, lengths and segments leave a block of keys one range of blocks of queries. Steps that an edge
+of it touches are masked, in the same loop: of two, ptxas serialises the products. With gaps, blocks of queries that the
+first block of keys does not visit, dQ's sum begins with zeros; those who visit one of them follow one on the other in
+any case, so that each knows its turn. A soft cap's slope multiplies P, which is then kept twice, in 16 bits both.
+
+Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691), appendix B; dQ's own warpgroup after FlashAttention-3's own warp
+(Shah et al. 2024, arXiv:2407.08608), section 3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.pallas.attention.blocks import (
+    COLUMNS,
+    LOG2E,
+    RING_BARRIER_BYTES,
+    TRANSFORMS_FLOAT32,
+    balanced_plan,
+    blocks_of,
+    blocks_within,
+    cap_and_slope,
+    ends_of,
+    gradient_scale,
+    hide_other_segments,
+    hide_unseen,
+    hides_by_causality_alone,
+    is_known_at_run_time,
+    kernel_inputs,
+    keys_seen_by_any,
+    num_even_ctas,
+    planned_offset,
+    queries_that_see_all,
+    queries_that_see_any,
+    query_offset,
+    round_logit_gradients,
+    segment_query_blocks,
+    swizzle_span,
+    transforms_of,
+)
+
+__all__ = ["can_store_first", "gradients", "is_zeroed", "smem_bytes", "stores_first_by_default"]
+
+#: Keys of a consumer warpgroup, and of a CTA.
+_KEYS_PER_CONSUMER = 64
+_NUM_CONSUMERS = 2
+_KEYS = _NUM_CONSUMERS * _KEYS_PER_CONSUMER
+_DQ_WARPGROUP = _NUM_CONSUMERS
+_PRODUCER_WARPGROUP = _NUM_CONSUMERS + 1
+#: Registers of a thread: consumers', the dQ warpgroup's, the producer's. All 512 threads have 128 each at first.
+_REGISTERS = (208, 64, 32)
+#: Queries whose dQ is computed at once.
+_DQ_ROWS = 64
+#: What an item costs beside its steps, in steps.
+_ITEM_STEPS = 2.0
+#: Steps of an item, on average, from which on a persistent grid is slower at head dimension 64, and waiting for the
+#: first block of keys at any.
+_MANY_STEPS = 24
+#: What zeros for dQ's sum take at least where the first block of keys stores instead, for which the others wait.
+_ZEROS_SECONDS = 10e-6
+#: How much longer the last CTA may take than with another order of items before that is taken.
+_MOST_IDLE = 1.05
+#: Streams, heads and batches, whose blocks of keys are worked on side by side, at most: with lengths, segments or a
+#: window, and where they add in order, so that the last ones are few steps behind.
+_STREAMS = 8
+_STREAMS_IN_ORDER = 16
+
+
+def smem_bytes(head_dim: int, value_dim: int, block_q: int, num_stages: int) -> int:
+    """Keys and values, the rings of queries, output gradients and dS^T, dQ's staging buffer, and one piece of each
+    consumer's dK or dV, one swizzle span wide."""
+    columns = head_dim + value_dim
+    ring = num_stages * (block_q * (2 * columns + 8) + 2 * _KEYS * block_q)
+    buffers = 2 * _KEYS * columns + ring + 4 * block_q * head_dim
+    return buffers + 2 * _KEYS * swizzle_span(head_dim, value_dim) + RING_BARRIER_BYTES
+
+
+def _num_store_slots(most_bytes: int, head_dim: int, value_dim: int, block_q: int, num_stages: int) -> int:
+    """Pieces of a consumer's dK and dV that shared memory of so many bytes has room for; all of them at most."""
+    columns = swizzle_span(head_dim, value_dim)
+    room = most_bytes - smem_bytes(head_dim, value_dim, block_q, num_stages)
+    return max(1, min(1 + room // (2 * _KEYS * columns), (head_dim + value_dim) // columns))
+
+
+def gradients(
+    spec: AttentionSpec,
+    block_q: int,
+    num_stages: int,
+    operands: tuple[jax.Array, ...],
+    extras: dict[str, jax.Array],
+    zeros: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns dq / `gradient_scale` in float32, dk and dv of padded operands.
+
+    Args:
+      operands: q, k, v, dout, lse in base 2, infinite where a query adds nothing, and delta.
+      extras: the optional operands by name.
+      zeros: like q in float32, if `is_zeroed`; else the first block of keys stores what others add to.
+    """
+    q, k, v = operands[:3]
+    like = lambda x, dtype=None: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
+    inputs = _inputs(spec, block_q, extras)
+    plan = jnp.asarray(_plan(spec, block_q, zeros is not None))
+    run = plgpu.kernel(
+        functools.partial(_kernel, spec=spec, block_q=block_q, num_stages=num_stages, is_zeroed=zeros is not None),
+        out_type=[*([like(q, jnp.float32)] if zeros is None else []), like(k), like(v)],
+        grid=(len(plan),),
+        grid_names=("cta",),
+        num_threads=_PRODUCER_WARPGROUP + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    *others, lse, delta = operands
+    # One array: its concatenation is a kernel that XLA itself emits, never Triton, and the last one before this. Behind
+    # one for which an SM had as much shared memory as for this, as for Triton's and Mosaic's, it takes 8 to 11 % longer
+    # (docs/pallas-kernels.md, "Two speeds").
+    arguments = *others, jnp.stack([lse, -delta]), plan, inputs
+    if zeros is None:
+        return run(*arguments)
+    dq = jax.new_ref(zeros)
+    dk, dv = run(*arguments, dq)
+    return dq[...], dk, dv
+
+
+def can_store_first(spec: AttentionSpec) -> bool:
+    """Whether the first block of keys, which then visits all queries, can store what the others add to: all walk their
+    queries from the last."""
+    return hides_by_causality_alone(spec) and not _alternates(spec)
+
+
+def is_zeroed(spec: AttentionSpec, *, stores_first: bool) -> bool:
+    """Whether dQ's sum begins with zeros; in order it does only where no block of keys is sure to be the first."""
+    return not (stores_first or (spec.deterministic and hides_by_causality_alone(spec)))
+
+
+def stores_first_by_default(spec: AttentionSpec, block_q: int) -> bool:
+    """Where zeros take long beside the steps, or nobody would wait."""
+    zeros = 4 * math.prod(spec.q.shape) / (spec.target.memory_bytes_per_s or math.inf)
+    gains = zeros >= _ZEROS_SECONDS and not _has_many_steps(spec, block_q)
+    return can_store_first(spec) and not spec.deterministic and (gains or spec.k.shape[1] <= _KEYS)
+
+
+def _inputs(spec: AttentionSpec, block_q: int, extras: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """What the kernel reads beside its operands, by name."""
+    inputs = kernel_inputs(extras, block_q, _KEYS)
+    if spec.segments:
+        first, end, *same_segment = jnp.moveaxis(segment_query_blocks(spec, block_q, _KEYS, extras), 2, 0)
+        if spec.deterministic:
+            # So that those who visit a block of queries follow one on the other, and each knows how many come before.
+            first, end = lax.cummin(first, axis=1, reverse=True), lax.cummax(end, axis=1)
+            q_block = jnp.arange(pl.cdiv(spec.q.shape[1], block_q), dtype=jnp.int32)
+            inputs["first_kv_block"] = jnp.sum(end[:, None, :] <= q_block[:, None], axis=2, dtype=jnp.int32)
+        inputs["segment_blocks"] = jnp.stack([first, end, *same_segment], axis=2)
+    return inputs
+
+
+def _steps(spec: AttentionSpec, block_q: int) -> list[int]:
+    """For each block of keys: how many blocks of queries visit it, lengths and segments aside."""
+    offset = planned_offset(spec)
+    steps = []
+    for start in range(0, spec.k.shape[1], _KEYS):
+        seeing = queries_that_see_any(spec, start, start + _KEYS, offset, spec.q.shape[1] + offset)
+        first, end = blocks_of(seeing[0] - offset, seeing[1] - offset, block_q)
+        steps.append(spec.group_size * max(end - first, 0))
+    return steps
+
+
+def _has_many_steps(spec: AttentionSpec, block_q: int) -> bool:
+    steps = _steps(spec, block_q)
+    return sum(steps) > _MANY_STEPS * len(steps)
+
+
+def _has_one_item_each(spec: AttentionSpec, block_q: int) -> bool:
+    """Whether the grid has a CTA for each item, which take turns on the SMs, and is not persistent.
+
+    In order, blocks of keys wait for the earlier ones of their stream. What only arrays tell, lengths and segments, no
+    plan balances: CTAs that take consecutive items of equal work together find too little of it in L2 (at head
+    dimension 128, 8 documents in 8192 tokens: 816 us for 526). At head dimension 64 a persistent grid gains up to 5 %
+    where items have few steps, and loses up to 2 % where they have many.
+    """
+    if spec.deterministic or is_known_at_run_time(spec):
+        return True
+    return max(spec.q.shape[3], spec.v.shape[3]) <= 64 and _has_many_steps(spec, block_q)
+
+
+def _alternates(spec: AttentionSpec) -> bool:
+    """Whether some items walk their queries from the first on, the others from the last: up to 132 blocks of keys with
+    one query head each it would gain nothing (head dimension 128: 0.99 at 2048 and 4096 tokens).
+    """
+    if not spec.causal or not hides_by_causality_alone(spec) or spec.deterministic:
+        return False
+    return spec.group_size > 1 or pl.cdiv(spec.k.shape[1], _KEYS) > spec.target.num_sms
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(spec: AttentionSpec, block_q: int, is_zeroed: bool) -> np.ndarray:
+    """The items of each CTA (`balanced_plan`); an item's number is 2 * (stream * num_kv_blocks + kv_block), and one
+    more if it walks its queries from the first on.
+
+    By streams (see above), or the longest of all first where else too many SMs would have nothing to do in the end.
+    """
+    num_streams, steps = spec.k.shape[0] * spec.k.shape[2], _steps(spec, block_q)
+    has_one_item = _has_one_item_each(spec, block_q)
+    if not (has_one_item or is_zeroed):
+        return _plan_behind_the_first(num_streams, steps, spec.target.num_sms)
+    items = _numbered(_items_by_streams(spec, num_streams, len(steps)), steps)
+    if has_one_item:
+        return np.array([(1, number, 0) for number, _ in items], np.int32)
+    longest_first = sorted(items, key=lambda item: -item[1])
+    by_streams, by_length = (balanced_plan(order, spec.target.num_sms) for order in (items, longest_first))
+    return by_streams[0] if by_streams[1] < _MOST_IDLE * by_length[1] else by_length[0]
+
+
+def _numbered(items: list[tuple[int, int, int]], steps: list[int]) -> list[tuple[int, float]]:
+    """Numbers and durations, in steps, of items given as stream, block of keys and direction."""
+    return [
+        (2 * (stream * len(steps) + kv_block) + is_upward, steps[kv_block] + _ITEM_STEPS)
+        for stream, kv_block, is_upward in items
+    ]
+
+
+def _plan_behind_the_first(num_streams: int, steps: list[int], num_sms: int) -> np.ndarray:
+    """A plan where the first block of keys stores what the others, which wait for it, add to.
+
+    First blocks are for the first CTAs, the others of a stream for the same or later ones: if a CTA that waits is on
+    the chip, so is the one it waits for. These CTAs are about as few as do not end last by first blocks alone; the
+    streams of which they begin one each together are a set, so that nobody waits long.
+    """
+    durations = [n + _ITEM_STEPS for n in steps]
+    num_ctas = num_even_ctas(num_streams * durations, num_sms)
+    first_in_a_cta = max(1, int(num_streams * sum(durations) / num_ctas // durations[0]))
+
+    def plan(num_first_ctas: int) -> tuple[np.ndarray, float]:
+        def ctas(number: int) -> range:
+            stream, kv_block = divmod(number // 2, len(steps))
+            begin = stream % num_first_ctas
+            return range(begin, begin + 1 if kv_block == 0 else num_ctas)
+
+        items = _in_sets(num_streams, len(steps), num_first_ctas)
+        return balanced_plan(_numbered(items, steps), num_ctas, ctas)
+
+    fewest = min(num_ctas, pl.cdiv(num_streams, first_in_a_cta))
+    plans = [plan(n) for n in range(fewest, min(fewest + 2, num_ctas) + 1)]
+    return min(plans, key=lambda plan: plan[1])[0]
+
+
+def _items_by_streams(spec: AttentionSpec, num_streams: int, num_kv_blocks: int) -> list[tuple[int, int, int]]:
+    """The stream, the block of keys and the direction of all items, in the order in which they are begun."""
+    streams, kv_blocks, num_sms = range(num_streams), range(num_kv_blocks), spec.target.num_sms
+    at_once = max(1, num_sms // num_kv_blocks)
+    if not _alternates(spec) or num_streams * num_kv_blocks <= num_sms:
+        if spec.deterministic:
+            at_once = _STREAMS_IN_ORDER
+        elif not hides_by_causality_alone(spec):
+            at_once = _STREAMS
+        return _in_sets(num_streams, num_kv_blocks, at_once)
+    evenly = lambda xs, most: [x.tolist() for x in np.array_split(xs, 2 * pl.cdiv(len(xs), 2 * most))]
+    if num_kv_blocks <= num_sms:
+        sets = [(some, kv_blocks) for some in evenly(streams, at_once)]
+    else:  # The last keys of a stream, then its first ones.
+        parts = evenly(kv_blocks, num_sms)
+        pairs = list(zip(reversed(parts), parts))[: len(parts) // 2]
+        sets = [((stream,), part) for stream in streams for pair in pairs for part in pair]
+    return [(stream, kv_block, i % 2) for i, (some, part) in enumerate(sets) for kv_block in part for stream in some]
+
+
+def _in_sets(num_streams: int, num_kv_blocks: int, at_once: int) -> list[tuple[int, int, int]]:
+    """All items, downward: of so many streams at once the first block of keys, then the next."""
+    sets, kv_blocks = itertools.batched(range(num_streams), at_once), range(num_kv_blocks)
+    return [(stream, kv_block, 0) for some in sets for kv_block in kv_blocks for stream in some]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    """A work item: 128 keys of a head, and the blocks of queries, of each query head of the group, that see any.
+
+    Attributes:
+      batch, kv_head, kv_block: whose.
+      end_block: one behind the last block of queries.
+      num_blocks: how many are visited.
+      first_unmasked, end_unmasked: those that need no mask, counted from the last block.
+      key_end: how many keys there are.
+      is_upward: whether they are visited from the first one on.
+    """
+
+    batch: Any
+    kv_head: Any
+    kv_block: Any
+    end_block: Any
+    num_blocks: Any
+    first_unmasked: Any
+    end_unmasked: Any
+    key_end: Any
+    is_upward: Any
+
+    @property
+    def kv_base(self) -> Any:
+        return self.kv_block * _KEYS
+
+    @property
+    def is_first(self) -> Any:
+        """Whether it has the first block of keys."""
+        return self.kv_block == 0
+
+
+def _kernel(
+    q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, statistics_gmem: Any, plan_gmem: Any,
+    inputs: dict[str, Any], dq_gmem: Any, dk_gmem: Any, dv_gmem: Any,
+    *, spec: AttentionSpec, block_q: int, num_stages: int, is_zeroed: bool,
+) -> None:  # fmt: skip
+    dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
+    num_keys, num_heads, group = spec.k.shape[1], spec.q.shape[2], spec.group_size
+    span = swizzle_span(head_dim, value_dim)
+    num_store_slots = _num_store_slots(spec.target.smem_bytes, head_dim, value_dim, block_q, num_stages)
+    num_q_blocks, num_kv_blocks = pl.cdiv(spec.q.shape[1], block_q), pl.cdiv(num_keys, _KEYS)
+    offset = query_offset(inputs)
+    looks_back = spec.window is not None and spec.window[0] is not None
+    is_cut = spec.key_lengths or num_keys % _KEYS != 0
+    cta = lax.axis_index("cta")
+
+    def item_of(nth: Any) -> _Item:
+        entry = plan_gmem[cta, nth + 1]
+        number, is_upward = lax.div(entry, jnp.int32(2)), lax.rem(entry, jnp.int32(2)) != 0
+        stream, kv_block = lax.div(number, jnp.int32(num_kv_blocks)), lax.rem(number, jnp.int32(num_kv_blocks))
+        batch, kv_head = lax.div(stream, jnp.int32(spec.k.shape[2])), lax.rem(stream, jnp.int32(spec.k.shape[2]))
+        kv_base = kv_block * _KEYS
+        query_end, key_end = ends_of(spec, inputs, batch, offset)
+        seeing = queries_that_see_any(spec, kv_base, jnp.minimum(kv_base + _KEYS, key_end), offset, query_end)
+        first_block, end_block = blocks_of(seeing[0] - offset, seeing[1] - offset, block_q)
+        seeing = queries_that_see_all(spec, kv_base, kv_base + _KEYS, offset, num_q_blocks * block_q + offset)
+        first_whole, end_whole = blocks_within(seeing[0] - offset, seeing[1] - offset, block_q)
+        if not (looks_back or spec.query_lengths):
+            end_block = end_whole = num_q_blocks
+        if spec.segments:
+            first, end, first_of_one, end_of_one = (inputs["segment_blocks"][batch, kv_block, i] for i in range(4))
+            first_block, end_block = jnp.maximum(first_block, first), jnp.minimum(end_block, end)
+            first_whole, end_whole = jnp.maximum(first_whole, first_of_one), jnp.minimum(end_whole, end_of_one)
+        num_blocks = jnp.maximum(end_block - first_block, 0)
+        if spec.key_lengths:
+            num_blocks = jnp.where(kv_base < key_end, num_blocks, 0)
+        first_unmasked, end_unmasked = end_block - end_whole, end_block - first_whole
+        if is_cut:
+            end_unmasked = jnp.where(kv_base + _KEYS > key_end, 0, end_unmasked)
+        return _Item(batch, kv_head, kv_block, end_block, num_blocks, first_unmasked, end_unmasked, key_end, is_upward)
+
+    masks_places = spec.causal or spec.window is not None or is_cut
+    added: Any = None
+    others_wait = not (spec.deterministic or is_zeroed or num_kv_blocks == 1)
+    if spec.deterministic or others_wait:
+        added = pl.get_global(plgpu.SemaphoreType.REGULAR((spec.q.shape[0] * num_heads * num_q_blocks,)))
+    following = lambda slot: jnp.where(slot == num_stages - 1, 0, slot + 1)
+
+    def place_of(item: _Item, step: Any) -> tuple[Any, Any]:
+        """Which head of the group a step is of, and which of its blocks of queries, counted from the last."""
+        if group == 1:
+            head, i = 0, step
+        elif spec.window is None:
+            head, i = lax.rem(step, jnp.int32(group)), lax.div(step, jnp.int32(group))
+        else:
+            head, i = lax.div(step, item.num_blocks), lax.rem(step, item.num_blocks)
+        if _alternates(spec):
+            i = jnp.where(item.is_upward, item.num_blocks - 1 - i, i)
+        return head, i
+
+    def queries_of(item: _Item, step: Any) -> tuple[Any, Any]:
+        """The head, and the block of its queries."""
+        head, i = place_of(item, step)
+        return item.kv_head * group + head, item.end_block - 1 - i
+
+    def counter_of(item: _Item, step: Any) -> Any:
+        """The semaphore that counts what has been added to a block of dQ."""
+        head, q_block = queries_of(item, step)
+        return (item.batch * num_heads + head) * num_q_blocks + q_block
+
+    has_one_item = _has_one_item_each(spec, block_q)
+
+    def for_each_item(run: Callable[[Any, Any], Any], carry: Any) -> Any:
+        if has_one_item:
+            return run(0, carry)
+        return lax.fori_loop(0, plan_gmem[cta, 0], run, carry)
+
+    def rank_of(item: _Item, step: Any) -> Any:
+        """How many blocks of keys add to a block of dQ before this one."""
+        if hides_by_causality_alone(spec):
+            return item.kv_block
+        _, q_block = queries_of(item, step)
+        query = q_block * block_q + offset
+        first, _ = blocks_of(*keys_seen_by_any(spec, query, query + block_q, num_keys), _KEYS)
+        if spec.segments:
+            first = jnp.maximum(first, inputs["first_kv_block"][item.batch, q_block])
+        return item.kv_block - first
+
+    def scope(
+        k_smem: Any,
+        v_smem: Any,
+        q_smem: Any,
+        dout_smem: Any,
+        lse_smem: Any,
+        minus_delta_smem: Any,
+        ds_smem: Any,
+        dq_smem: Any,
+        out_smem: Any,
+        kv_full: Any,
+        kv_empty: Any,
+        q_full: Any,
+        dout_full: Any,
+        q_empty: Any,
+        dout_empty: Any,
+        ds_full: Any,
+        ds_empty: Any,
+        dq_full: Any,
+        dq_empty: Any,
+    ) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == _PRODUCER_WARPGROUP)
+        def _copy() -> None:
+            plgpu.set_max_registers(_REGISTERS[2], action="decrease")
+            plgpu.barrier_arrive(dq_empty)
+
+            def load(item: _Item, step: Any, slot: Any) -> None:
+                head, q_block = queries_of(item, step)
+                batch, rows = item.batch, pl.ds(q_block * block_q, block_q)
+                plgpu.barrier_wait(q_empty.at[slot])
+                plgpu.copy_gmem_to_smem(q_gmem.at[batch, rows, head], q_smem.at[slot], q_full.at[slot])
+                plgpu.copy_gmem_to_smem(statistics_gmem.at[0, batch, head, rows], lse_smem.at[slot], q_full.at[slot])
+                plgpu.barrier_wait(dout_empty.at[slot])
+                plgpu.copy_gmem_to_smem(dout_gmem.at[batch, rows, head], dout_smem.at[slot], dout_full.at[slot])
+                plgpu.copy_gmem_to_smem(
+                    statistics_gmem.at[1, batch, head, rows], minus_delta_smem.at[slot], dout_full.at[slot]
+                )
+
+            def add(item: _Item, step: Any) -> None:
+                """Adds a step's dQ to the sum."""
+                head, q_block = queries_of(item, step)
+                to = dq_gmem.at[item.batch, pl.ds(q_block * block_q, block_q), head]
+                if others_wait:
+                    stored = added.at[counter_of(item, step)]
+                    pl.when(~item.is_first)(
+                        lambda: plgpu.semaphore_wait(stored, 1, decrement=False, memory_scope="gpu")
+                    )
+                plgpu.barrier_wait(dq_full)
+                if is_zeroed:
+                    plgpu.copy_smem_to_gmem(dq_smem, to, reduction_op="add")
+                else:
+                    pl.when(item.is_first)(lambda: plgpu.copy_smem_to_gmem(dq_smem, to))
+                    pl.when(~item.is_first)(lambda: plgpu.copy_smem_to_gmem(dq_smem, to, reduction_op="add"))
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(dq_empty)
+
+            def announce(item: _Item, step: Any) -> None:
+                """Tells the next block of keys, or all others, that a step's dQ is in the sum."""
+                plgpu.semaphore_signal(added.at[counter_of(item, step)], memory_scope="gpu")
+
+            def announce_when_added(item: _Item, step: Any, num_pending: int) -> None:
+                plgpu.wait_smem_to_gmem(num_pending)
+                announce(item, step)
+
+            def copy_item(nth: Any, slot: Any) -> Any:
+                item = item_of(nth)
+                num_steps = group * item.num_blocks
+                plgpu.barrier_wait(kv_empty)
+                keys = (item.batch, pl.ds(item.kv_base, _KEYS), item.kv_head)
+                plgpu.copy_gmem_to_smem(k_gmem.at[keys], k_smem, kv_full)
+                plgpu.copy_gmem_to_smem(v_gmem.at[keys], v_smem, kv_full)
+
+                def load_and_add(step: Any, slot: Any) -> Any:
+                    adding = step - num_stages
+                    pl.when(step < num_steps)(lambda: load(item, step, slot))
+                    pl.when(adding >= 0)(lambda: add(item, adding))
+                    if spec.deterministic:
+                        plgpu.wait_smem_to_gmem(1)
+                        pl.when(adding > 0)(lambda: announce(item, adding - 1))
+                    elif others_wait:
+                        is_awaited = item.is_first & (adding > 0)
+                        pl.when(is_awaited)(lambda: announce_when_added(item, adding - 1, 1))
+                    return following(slot)
+
+                # The steps beyond the last come round to the same slot.
+                slot = lax.fori_loop(0, num_steps + num_stages, load_and_add, slot)
+                if spec.deterministic:
+                    plgpu.wait_smem_to_gmem(0)
+                    pl.when(num_steps > 0)(lambda: announce(item, num_steps - 1))
+                elif others_wait:
+                    pl.when(item.is_first)(lambda: announce_when_added(item, num_steps - 1, 0))
+                return slot
+
+            for_each_item(copy_item, jnp.int32(0))
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == _DQ_WARPGROUP)
+        def _sum_queries() -> None:
+            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+            for slot in range(num_stages):
+                plgpu.barrier_arrive(ds_empty.at[slot])
+
+            item: Any = item_of(0) if spec.deterministic else None  # In order there are no others.
+
+            def multiply(step: Any, slot: Any) -> Any:
+                plgpu.barrier_wait(ds_full.at[slot])
+                plgpu.barrier_wait(dq_empty)
+                width = swizzle_span(head_dim)
+                for row, column in itertools.product(range(0, block_q, _DQ_ROWS), range(0, head_dim, width)):
+                    rows, columns = pl.ds(row, _DQ_ROWS), pl.ds(column, width)
+                    ds = ds_smem.at[slot, :, rows].transpose((1, 0))
+                    dq_smem.at[rows, columns][...] = _product((_DQ_ROWS, width), ds, k_smem.at[:, columns])
+                plgpu.barrier_arrive(ds_empty.at[slot])
+                if spec.deterministic:
+                    # Here, not before the copy: the producer has its loads to issue.
+                    turn, rank = added.at[counter_of(item, step)], rank_of(item, step)
+                    plgpu.semaphore_wait(turn, rank, decrement=False, memory_scope="gpu")
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(dq_full)
+                return following(slot)
+
+            num_blocks = for_each_item(lambda nth, n: n + item_of(nth).num_blocks, jnp.int32(0))
+            lax.fori_loop(0, group * num_blocks, multiply, jnp.int32(0))
+
+        @pl.when(warpgroup < _NUM_CONSUMERS)
+        def _consume() -> None:
+            plgpu.set_max_registers(_REGISTERS[0], action="increase")
+            consumer = warpgroup
+            my_keys = pl.ds(consumer * _KEYS_PER_CONSUMER, _KEYS_PER_CONSUMER)
+            my_k, my_v = k_smem.at[my_keys], v_smem.at[my_keys]
+            plgpu.barrier_arrive(kv_empty)
+            # All slots are free but the last one of queries, which the first step frees.
+            for slot in range(num_stages):
+                if slot < num_stages - 1:
+                    plgpu.barrier_arrive(q_empty.at[slot])
+                plgpu.barrier_arrive(dout_empty.at[slot])
+
+            def free_queries_before(slot: Any) -> None:
+                """Of the step before, whose dK is the product behind the one just issued."""
+                plgpu.wgmma_wait(1)
+                plgpu.barrier_arrive(q_empty.at[jnp.where(slot == 0, num_stages - 1, slot - 1)])
+
+            def accumulate(nth: Any, slot: Any, dk_ref: Any, dv_ref: Any) -> Any:
+                visited = item_of(nth)
+                key_start = visited.kv_base + consumer * _KEYS_PER_CONSUMER
+                plgpu.barrier_wait(kv_full)
+                shape = (_KEYS_PER_CONSUMER, block_q)
+                spread = lambda row: lax.broadcast_in_dim(row, shape, [1])
+
+                def hide(s: jax.Array, i: Any) -> jax.Array:
+                    q_start = (visited.end_block - 1 - i) * block_q
+                    if spec.segments:
+                        key_ids = inputs["key_segments"].at[visited.batch, pl.ds(key_start, _KEYS_PER_CONSUMER)]
+                        query_ids = inputs["query_segments"].at[visited.batch, pl.ds(q_start, block_q)]
+                        s = hide_other_segments(s, key_ids, query_ids)
+                    if not masks_places:
+                        return s
+                    last = visited.key_end if is_cut else None
+                    return hide_unseen(s, spec, q_start + offset, key_start, keys_in_rows=True, key_end=last)
+
+                def probabilities(s: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+                    """P, and what dP - delta is multiplied by: P, times the slope of the cap."""
+                    if spec.soft_cap is None:
+                        p = lax.optimization_barrier(jnp.exp2(s * (spec.scale * LOG2E) - spread(lse)).astype(dtype))
+                        return p, p
+                    capped, slope = cap_and_slope(s, spec)
+                    p = jnp.exp2(capped - spread(lse))
+                    if masks_places or spec.segments:
+                        p = jnp.where(s == -math.inf, 0.0, p)
+                    return lax.optimization_barrier((p.astype(dtype), (p * slope).astype(dtype)))
+
+                def multiply_add(step: Any, slot: Any) -> Any:
+                    plgpu.barrier_wait(q_full.at[slot])
+                    meanwhile = functools.partial(free_queries_before, slot)
+                    s = _product(shape, my_k, q_smem.at[slot].transpose((1, 0)), meanwhile)
+                    # To wait for a barrier ends a block of instructions: what comes after is not loaded before.
+                    plgpu.barrier_wait(dout_full.at[slot])
+                    if masks_places or spec.segments:
+                        _, i = place_of(visited, step)
+                        is_masked = i >= visited.end_unmasked
+                        if looks_back or spec.segments:
+                            is_masked |= i < visited.first_unmasked
+                        s = lax.cond(is_masked, lambda s: hide(s, i), lambda s: s, s)
+                    p, weights = probabilities(s, plgpu.load(lse_smem.at[slot], layout=COLUMNS))
+                    plgpu.wgmma(dv_ref, p, dout_smem.at[slot])
+                    # The sum begins with -delta, which then has no registers of its own: 1 %. Of 128 queries a thread
+                    # would have 64 to set: -4 %.
+                    minus_delta = lambda: spread(plgpu.load(minus_delta_smem.at[slot], layout=COLUMNS))
+                    begins_with_delta = block_q == 64
+                    initial = minus_delta() if begins_with_delta else None
+                    dp = _product(shape, my_v, dout_smem.at[slot].transpose((1, 0)), initial=initial)
+                    plgpu.barrier_wait(ds_empty.at[slot])
+                    if not begins_with_delta:
+                        dp = dp + minus_delta()
+                    ds = round_logit_gradients(weights.astype(jnp.float32) * dp, spec)
+                    plgpu.barrier_arrive(dout_empty.at[slot])
+                    ds_smem.at[slot, my_keys][...] = ds
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(ds_full.at[slot])
+                    plgpu.wgmma(dk_ref, ds, q_smem.at[slot])
+                    return following(slot)
+
+                slot = lax.fori_loop(0, group * visited.num_blocks, multiply_add, slot)
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(kv_empty)
+                # Computed anew: no register holds it all the while.
+                item = item_of(lax.optimization_barrier(nth))
+                keys = pl.ds(item.kv_base + consumer * _KEYS_PER_CONSUMER, _KEYS_PER_CONSUMER)
+                outputs = (dv_ref[...], dv_gmem), (dk_ref[...] * gradient_scale(spec), dk_gmem)
+                pieces = [
+                    (acc[:, first : first + span], out_gmem.at[item.batch, keys, item.kv_head, pl.ds(first, span)])
+                    for acc, out_gmem in outputs
+                    for first in range(0, acc.shape[1], span)
+                ]
+                for some in itertools.batched(pieces, num_store_slots):
+                    staging = [out_smem.at[consumer * num_store_slots + i] for i in range(len(some))]
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    for smem, (piece, _) in zip(staging, some):
+                        smem[...] = piece.astype(dtype)
+                    plgpu.commit_smem()
+                    for smem, (_, to) in zip(staging, some):
+                        plgpu.copy_smem_to_gmem(smem, to)
+                return slot
+
+            accumulator = lambda columns: plgpu.ACC((_KEYS_PER_CONSUMER, columns), jnp.float32)
+
+            def consume_item(nth: Any, slot: Any) -> Any:
+                run = functools.partial(accumulate, nth, slot)
+                return pl.run_scoped(run, accumulator(head_dim), accumulator(value_dim))
+
+            for_each_item(consume_item, jnp.int32(0))
+            plgpu.wait_smem_to_gmem(0)
+
+    tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=transforms_of(shape[-1]))
+    rows = plgpu.SMEM((num_stages, block_q), jnp.float32)
+    ring = lambda num_arrivals: plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_stages)
+    pl.run_scoped(
+        scope,
+        tile(_KEYS, head_dim),
+        tile(_KEYS, value_dim),
+        tile(num_stages, block_q, head_dim),
+        tile(num_stages, block_q, value_dim),
+        rows,
+        rows,
+        plgpu.SMEM((num_stages, _KEYS, block_q), dtype, transforms=transforms_of(block_q, head_dim)),
+        plgpu.SMEM((block_q, head_dim), jnp.float32, transforms=TRANSFORMS_FLOAT32),
+        tile(_NUM_CONSUMERS * num_store_slots, _KEYS_PER_CONSUMER, span),
+        plgpu.Barrier(num_arrivals=2),
+        plgpu.Barrier(num_arrivals=_NUM_CONSUMERS),
+        ring(2),
+        ring(2),
+        ring(_NUM_CONSUMERS),
+        ring(_NUM_CONSUMERS),
+        ring(_NUM_CONSUMERS),
+        ring(1),
+        plgpu.Barrier(),
+        plgpu.Barrier(),
+        collective_axes="warpgroup",
+    )
+
+
+def _product(
+    shape: tuple[int, int],
+    lhs: Any,
+    rhs: Any,
+    meanwhile: Callable[[], None] = lambda: None,
+    *,
+    initial: jax.Array | None = None,
+) -> jax.Array:
+    """initial + lhs @ rhs, or without it in a fresh accumulator; `meanwhile` is done before it is waited for."""
+    if initial is not None:
+        accumulate: Any = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, lhs, rhs))
+        return accumulate(plgpu.ACC.init(initial))
+
+    def multiply(acc_ref: Any) -> jax.Array:
+        plgpu.wgmma(acc_ref, lhs, rhs)
+        meanwhile()
+        return plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))

@@ -1,0 +1,877 @@
+"""FlashAttention backward above head dimension 128, in Pallas Mosaic GPU: two kernels whose consumers share the work.
+
+There one warpgroup's registers no longer hold the accumulators of dK and dV. In the first kernel two consumers work
+on the same 64 keys, and neither computes what the other has:
+
+    consumer 0    S^T = K Q^T     P^T = exp2(c S^T - lse)        dV += P^T dO
+                                         |  shared memory
+    consumer 1    dP^T = V dO^T          P^T * (dP^T - delta)    dK += dS^T Q
+
+Each issues its last product of a step together with its first of the next, and waits for both: while one has
+products under way, the other is at its exponentials, or its dS. They may take turns at the tensor cores (`ping_pong`,
+by default under a causal mask):
+
+    consumer 0    dV_0 S_1 | P_1 ....  . | dV_1 S_2 | P_2 ....
+    consumer 1             | dK_0 dP_1   | dS_1 ..  | dK_1 dP_2
+
+In the second kernel each of two consumers has 64 queries, and walks the keys for their dQ:
+
+    dQ += dS K (the step before), dP = dO V^T, S = Q K^T        in its turn
+    P = exp2(c S - lse), dS = P * (dP - delta)                  while the other has its turn
+
+Queries and output gradients take up more than half of shared memory. Where keys and values are as wide as each other
+they share one ring, V_0 K_0 V_1 K_1 ...: values are done with after a third of a step, and what comes after keys is
+wanted a step later, so that three slots are enough to load a step ahead.
+
+The two have seven products where five are needed: S and dP are computed twice. Where there is memory for it
+(`workspace_bytes`) the first kernel also writes dS^T, 16 bits for each pair of a query and a key it sees, and the
+second is one product, dQ = c dS K: for some heads at a time, so that the memory does not grow with their number.
+
+Two CTAs side by side may form a cluster and load for each other (`multicast`, by default without a causal mask): in the
+first kernel, of 64 keys each, the same queries and output gradients; in the second the same keys and values. Alone, a
+CTA of the first reads 64 KB for every 2048 cycles of products at head dimension 256: all SMs together more than L2
+gives.
+
+With a window, lengths or segments both kernels walk only the blocks that something may be seen in, and mask those that
+an edge touches. The CTAs of a cluster release each other's slots, and so walk the same blocks: what either of them
+sees. With a soft cap consumer 0 hands over P times the cap's slope, all that dS needs of either.
+
+Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691), appendix B.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.pallas.attention.blocks import (
+    COLUMNS,
+    LOG2E,
+    NUM_CONSUMERS,
+    PRODUCER_REGISTERS,
+    RING_BARRIER_BYTES,
+    ROWS,
+    TILE,
+    blocks_of,
+    blocks_within,
+    cap_and_slope,
+    cluster_end,
+    ends_of,
+    gradient_scale,
+    hide_other_segments,
+    hide_unseen,
+    hides_by_causality_alone,
+    kernel_inputs,
+    key_iters,
+    keys_seen_by_all,
+    keys_seen_by_any,
+    leave_cluster,
+    mask,
+    padded_head_dims,
+    queries_that_see_all,
+    queries_that_see_any,
+    query_offset,
+    round_logit_gradients,
+    segment_key_blocks,
+    segment_query_blocks,
+    slot_releases,
+    transforms_of,
+)
+
+__all__ = ["gradients", "num_stages"]
+
+#: Rows of a consumer's tile: keys in the first kernel, queries in the second.
+_ROWS_PER_CONSUMER = 64
+_CONSUMER_REGISTERS = 240
+#: Of the kernel that multiplies dS by K, which has its operands from memory: consumers of a CTA, registers of the
+#: producer's threads and of theirs, slots of its ring.
+_PRODUCT_CONSUMERS = 3
+_PRODUCT_REGISTERS = (32, 160)
+_PRODUCT_STAGES = 3
+#: Buffers through which consumer 0 of the first kernel hands its P to consumer 1.
+_NUM_P_SLOTS = 2
+#: Beyond these more slots are of no use.
+_MAX_STAGES = 4
+
+
+def num_stages(spec: AttentionSpec) -> tuple[list[int], list[int]]:
+    """How many slots of 64 rows the rings of the dQ kernel, and those of the other one, can have: the least first."""
+    columns = sum(padded_head_dims(spec))
+    room = spec.target.smem_bytes - RING_BARRIER_BYTES
+    # Both consumers' queries and output gradients with lse and delta; a CTA's keys and values, and the buffers of P.
+    dq_room = room - NUM_CONSUMERS * _ROWS_PER_CONSUMER * (2 * columns + 8)
+    dkv_room = room - _ROWS_PER_CONSUMER * 2 * (columns + _NUM_P_SLOTS * _ROWS_PER_CONSUMER)
+    dq_slot = _ROWS_PER_CONSUMER * columns * (1 if _is_square(spec) else 2)
+    dkv_slot = _ROWS_PER_CONSUMER * (2 * columns + 8)
+    return (
+        list(range(_min_dq_stages(spec), min(dq_room // dq_slot, _MAX_STAGES) + 1)),
+        list(range(2, min(dkv_room // dkv_slot, _MAX_STAGES) + 1)),
+    )
+
+
+def _min_dq_stages(spec: AttentionSpec) -> int:
+    """Slots that are in use at once: of keys, and of the keys and values after them."""
+    return 3 if _is_square(spec) else 2
+
+
+def _is_square(spec: AttentionSpec) -> bool:
+    """Whether keys and values are equally wide, and take turns in the slots of one ring."""
+    head_dim, value_dim = padded_head_dims(spec)
+    return head_dim == value_dim
+
+
+def gradients(
+    spec: AttentionSpec, config: Any, extras: dict[str, jax.Array], *operands: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns dq, dk, dv.
+
+    Args:
+      config: of `attention_backward`.
+      extras: the optional operands by name.
+      operands: q, k, v, dout, padded to multiples of 64 columns; lse in base 2 and delta, (B, N, T). Queries with an
+        infinite lse have no part in any gradient.
+    """
+    if config.dq_num_stages < _min_dq_stages(spec):
+        raise ValueError(
+            "attention_backward[pallas]: split_outputs needs dq_num_stages of at least 3 where keys and values are "
+            f"equally wide, as they share a ring; got {config}."
+        )
+    if config.workspace_bytes and not hides_by_causality_alone(spec):
+        raise ValueError(
+            "attention_backward[pallas]: workspace_bytes must be 0 with a window, lengths or segments, as of dS only "
+            f"what some query sees is written; got {config}."
+        )
+    q, k, v, *_ = operands
+    inputs = _inputs(spec, config, extras)
+    num_ctas = _num_ctas(config)
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    params: dict[str, Any] = dict(
+        cluster=(num_ctas,),
+        cluster_names=("cluster",),
+        num_threads=NUM_CONSUMERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    )
+    streams = k.shape[0] * k.shape[2]
+    dkv = functools.partial(_dkv_kernel, spec=spec, config=config)
+    kv_blocks = pl.cdiv(spec.k.shape[1], num_ctas * _ROWS_PER_CONSUMER)
+    dkv_grid = lambda count: dict(
+        grid=(count // min(count, k.shape[0]), kv_blocks, min(count, k.shape[0])),
+        grid_names=("outer", "kv_block", "inner"),
+    )
+    if not config.workspace_bytes:
+        (dq,) = plgpu.kernel(
+            functools.partial(_dq_kernel, spec=spec, config=config),
+            out_type=[like(q)],
+            grid=(q.shape[2], pl.cdiv(spec.q.shape[1], num_ctas * NUM_CONSUMERS * _ROWS_PER_CONSUMER), q.shape[0]),
+            grid_names=("head", "q_block", "batch"),
+            **params,
+        )(*operands, inputs)
+        dk, dv = plgpu.kernel(dkv, out_type=[like(k), like(v)], **dkv_grid(streams), **params)(*operands, inputs)
+        return dq, dk, dv
+    count = _streams_at_a_time(spec, config)
+    num_columns = spec.q.shape[1] + -spec.q.shape[1] % _ROWS_PER_CONSUMER
+    ds = jax.new_ref(lax.empty((count * spec.group_size, k.shape[1], num_columns), q.dtype))
+    dq, dk, dv = (jax.new_ref(lax.empty(x.shape, x.dtype)) for x in (q, k, v))
+    product_params: dict[str, Any] = params | dict(num_threads=_PRODUCT_CONSUMERS + 1)
+    for first in range(0, streams, count):
+        now = min(count, streams - first)
+        plgpu.kernel(
+            functools.partial(dkv, first_stream=first), out_type=[], **dkv_grid(now), **params
+        )(*operands, inputs, ds, dk, dv)  # fmt: skip
+        plgpu.kernel(
+            functools.partial(_product_kernel, spec=spec, config=config, first_stream=first),
+            out_type=[],
+            grid=(
+                now * spec.group_size // min(now, k.shape[0]),
+                pl.cdiv(spec.q.shape[1], num_ctas * _PRODUCT_CONSUMERS * _ROWS_PER_CONSUMER),
+                min(now, k.shape[0]),
+            ),
+            grid_names=("outer", "q_block", "inner"),
+            **product_params,
+        )(k, inputs, ds, dq)
+    return dq[...], dk[...], dv[...]
+
+
+def _inputs(spec: AttentionSpec, config: Any, extras: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """What the kernels read beside the arrays of `gradients`, by name."""
+    rows = _num_ctas(config) * _ROWS_PER_CONSUMER
+    inputs = kernel_inputs(extras, NUM_CONSUMERS * rows, rows)
+    if spec.segments:
+        inputs["key_blocks"] = segment_key_blocks(spec, NUM_CONSUMERS * rows, config.dq_block_kv, extras)
+        inputs["query_blocks"] = segment_query_blocks(spec, config.dkv_block_q, rows, extras)
+    return inputs
+
+
+def _streams_at_a_time(spec: AttentionSpec, config: Any) -> int:
+    """For how many heads of keys, those of all batch elements counted, there is room for dS: at least for one.
+
+    A multiple of the batch, or a divisor of it.
+    """
+    batch, num_keys, num_kv_heads, _ = spec.k.shape
+    fit = config.workspace_bytes // (2 * spec.group_size * num_keys * spec.q.shape[1])
+    if fit >= batch:
+        return min(fit // batch, num_kv_heads) * batch
+    return next(n for n in range(max(fit, 1), 0, -1) if batch % n == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Range:
+    """Blocks from `first` to `end`, at least one: what any row of a cluster sees, so that its CTAs walk the same.
+
+    Attributes:
+      clear: the first, and one behind the last, in which each row of a consumer sees everything; None: `mask` tells.
+    """
+
+    first: Any
+    end: Any
+    clear: tuple[Any, Any] | None = None
+
+    @classmethod
+    def intersection(cls, seen: Any, clear: Any, segments: list[Any], num_blocks: int) -> _Range:
+        """Of what places and lengths leave, and of what the segments leave: four numbers, or none."""
+        (first, end), (first_clear, end_clear) = seen, clear
+        if segments:
+            first, end = jnp.maximum(first, segments[0]), jnp.minimum(end, segments[1])
+            first_clear, end_clear = jnp.maximum(first_clear, segments[2]), jnp.minimum(end_clear, segments[3])
+        first = jnp.minimum(first, num_blocks - 1)
+        return cls(first, jnp.maximum(end, first + 1), (first_clear, end_clear))
+
+    def hide(self, s: jax.Array, block: Any, mask: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Masks a block that an edge touches."""
+        assert self.clear is not None
+        return lax.cond((block >= self.clear[0]) & (block < self.clear[1]), lambda s: s, mask, s)
+
+
+def _queries_of_keys(spec: AttentionSpec, config: Any, inputs: dict[str, Any], batch: Any, start: Any) -> _Range:
+    """The blocks of queries for a CTA's keys, in the first kernel; the cluster's begin at `start`."""
+    block_q, rows = config.dkv_block_q, _num_ctas(config) * _ROWS_PER_CONSUMER
+    num_blocks = pl.cdiv(spec.q.shape[1], block_q)
+    offset = query_offset(inputs)
+    if hides_by_causality_alone(spec):
+        first = jnp.int32(0)
+        if spec.causal:
+            # Queries before the cluster's first key see none of it.
+            first = jnp.minimum(lax.div(jnp.maximum(start - offset, 0), jnp.int32(block_q)), num_blocks - 1)
+        return _Range(first, num_blocks)
+    query_end, key_end = ends_of(spec, inputs, batch, offset)
+    any_start, any_end = queries_that_see_any(spec, start, jnp.minimum(start + rows, key_end), offset, query_end)
+    any_end = jnp.where(start < key_end, any_end, offset)
+    # Padding adds nothing, behind the queries as little as behind their length: no mask is needed for it.
+    my_start = start + lax.axis_index("cluster") * _ROWS_PER_CONSUMER
+    all_start, all_end = queries_that_see_all(
+        spec, my_start, my_start + _ROWS_PER_CONSUMER, offset, num_blocks * block_q + offset
+    )
+    kv_block = lax.div(start, jnp.int32(rows))
+    segments = [inputs["query_blocks"][batch, kv_block, i] for i in range(4)] if spec.segments else []
+    return _Range.intersection(
+        blocks_of(any_start - offset, any_end - offset, block_q),
+        blocks_within(all_start - offset, all_end - offset, block_q),
+        segments,
+        num_blocks,
+    )
+
+
+def _keys_of_queries(
+    spec: AttentionSpec, config: Any, inputs: dict[str, Any], batch: Any, start: Any, consumer: Any
+) -> _Range:
+    """The blocks of keys for a consumer's queries, in the second kernel; the cluster's begin at `start`."""
+    block_kv, rows = config.dq_block_kv, _num_ctas(config) * NUM_CONSUMERS * _ROWS_PER_CONSUMER
+    offset = query_offset(inputs)
+    if hides_by_causality_alone(spec):
+        return _Range(0, key_iters(spec, start + rows + offset, block_kv))
+    query_end, key_end = ends_of(spec, inputs, batch, offset)
+    q_block, start = lax.div(start, jnp.int32(rows)), start + offset
+    end = jnp.minimum(start + rows, query_end)
+    any_start, any_end = keys_seen_by_any(spec, start, end, key_end)
+    any_end = jnp.where(start < end, any_end, 0)
+    my_start = start + (lax.axis_index("cluster") * NUM_CONSUMERS + consumer) * _ROWS_PER_CONSUMER
+    clear = keys_seen_by_all(spec, my_start, my_start + _ROWS_PER_CONSUMER, key_end)
+    segments = [inputs["key_blocks"][batch, q_block, i] for i in range(4)] if spec.segments else []
+    return _Range.intersection(
+        blocks_of(any_start, any_end, block_kv),
+        blocks_within(*clear, block_kv),
+        segments,
+        pl.cdiv(spec.k.shape[1], block_kv),
+    )
+
+
+def _probabilities(
+    s: jax.Array, lse: jax.Array, spec: AttentionSpec, spread: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """P, and what dP - delta is multiplied by: P, with a soft cap times its slope."""
+    if spec.soft_cap is None:
+        p = jnp.exp2(s * (spec.scale * LOG2E) - spread(lse))
+        return p, p
+    capped, slope = cap_and_slope(s, spec)
+    p = jnp.where(s == -math.inf, 0.0, jnp.exp2(capped - spread(lse)))
+    return p, p * slope
+
+
+def _num_ctas(config: Any) -> int:
+    """CTAs of a cluster."""
+    return 2 if config.multicast else 1
+
+
+def _following(slot: Any, num_slots: int) -> Any:
+    return jnp.where(slot == num_slots - 1, 0, slot + 1)
+
+
+def _head_and_batch(spec: AttentionSpec, stream: Any) -> tuple[Any, Any]:
+    """Heads of keys are counted with those of all batch elements side by side."""
+    batch = jnp.int32(spec.k.shape[0])
+    return lax.div(stream, batch), lax.rem(stream, batch)
+
+
+def _turns(turn: Any, consumer: Any) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Functions that wait for this consumer's turn at the tensor cores, and pass it to the other one."""
+    if turn is None:
+        return (lambda: None), (lambda: None)
+    return (
+        lambda: plgpu.barrier_wait(turn.at[consumer]),
+        lambda: plgpu.barrier_arrive(turn.at[NUM_CONSUMERS - 1 - consumer]),
+    )
+
+
+def _dkv_kernel(
+    q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, lse_gmem: Any, delta_gmem: Any,
+    inputs: dict[str, Any], *refs: Any, spec: AttentionSpec, config: Any, first_stream: int = 0,
+) -> None:  # fmt: skip
+    *ds_gmems, dk_gmem, dv_gmem = refs
+    ds_gmem = ds_gmems[0] if config.workspace_bytes else None
+    dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
+    block_q, block_kv, num_slots = config.dkv_block_q, _ROWS_PER_CONSUMER, config.dkv_num_stages
+    shared = ("cluster",) if config.multicast else None
+    tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=transforms_of(shape[-1]))
+    rows = plgpu.SMEM((num_slots, block_q), jnp.float32)
+
+    @functools.partial(
+        pl.run_scoped,
+        k_smem=tile(block_kv, head_dim),
+        v_smem=tile(block_kv, value_dim),
+        q_smem=tile(num_slots, block_q, head_dim),
+        dout_smem=tile(num_slots, block_q, value_dim),
+        lse_smem=rows,
+        delta_smem=rows,
+        p_smem=tile(_NUM_P_SLOTS, block_kv, block_q),
+        ds_smem=None if ds_gmem is None else tile(block_kv, block_q),
+        k_full=plgpu.Barrier(),
+        v_full=plgpu.Barrier(),
+        # A slot of queries has their lse beside it, one of output gradients their delta.
+        q_full=plgpu.Barrier(num_arrivals=2, num_barriers=num_slots),
+        dout_full=plgpu.Barrier(num_arrivals=2, num_barriers=num_slots),
+        # Consumer 1 is done with queries last: it has P from consumer 0, which had it from them.
+        q_empty=slot_releases(num_slots, 1, multicast=config.multicast),
+        dout_empty=slot_releases(num_slots, NUM_CONSUMERS, multicast=config.multicast),
+        p_full=plgpu.Barrier(num_barriers=_NUM_P_SLOTS),
+        p_empty=plgpu.Barrier(num_barriers=_NUM_P_SLOTS),
+        v_read=plgpu.Barrier(),
+        turn=plgpu.Barrier(num_barriers=NUM_CONSUMERS) if config.ping_pong else None,
+        cluster_done=cluster_end(NUM_CONSUMERS, multicast=config.multicast),
+        collective_axes="warpgroup",
+    )
+    def _walk_queries(
+        k_smem: Any, v_smem: Any, q_smem: Any, dout_smem: Any, lse_smem: Any, delta_smem: Any, p_smem: Any,
+        ds_smem: Any, k_full: Any, v_full: Any, q_full: Any, dout_full: Any, q_empty: Any, dout_empty: Any,
+        p_full: Any, p_empty: Any, v_read: Any, turn: Any, cluster_done: Any,
+    ) -> None:  # fmt: skip
+        warpgroup = lax.axis_index("warpgroup")
+        stream = lax.axis_index("outer") * lax.axis_size("inner") + lax.axis_index("inner")
+        kv_head, batch = _head_and_batch(spec, first_stream + stream)
+        cluster_base = lax.axis_index("kv_block") * (_num_ctas(config) * block_kv)
+        kv_base = cluster_base + lax.axis_index("cluster") * block_kv
+        keys = (batch, pl.ds(kv_base, block_kv), kv_head)
+        offset = query_offset(inputs)
+        visited = _queries_of_keys(spec, config, inputs, batch, cluster_base)
+        first, q_iters = visited.first, visited.end - visited.first
+        steps = spec.group_size * q_iters
+        following = functools.partial(_following, num_slots=num_slots)
+        next_p_slot = functools.partial(_following, num_slots=_NUM_P_SLOTS)
+        spread = lambda x: lax.broadcast_in_dim(x, (block_kv, block_q), [1])
+        logits = plgpu.ACC((block_kv, block_q), jnp.float32)
+
+        @pl.when(warpgroup == NUM_CONSUMERS)
+        def _produce() -> None:
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            plgpu.copy_gmem_to_smem(k_gmem.at[keys], k_smem, k_full)
+            plgpu.copy_gmem_to_smem(v_gmem.at[keys], v_smem, v_full)
+
+            def load_head(g: Any, slot: Any) -> Any:
+                head = kv_head * spec.group_size + g
+
+                def load(i: Any, slot: Any) -> Any:
+                    queries = pl.ds((first + i) * block_q, block_q)
+                    for gmem, smem, row_gmem, row_smem, full, empty in (
+                        (q_gmem, q_smem, lse_gmem, lse_smem, q_full, q_empty),
+                        (dout_gmem, dout_smem, delta_gmem, delta_smem, dout_full, dout_empty),
+                    ):
+                        plgpu.barrier_wait(empty.at[slot])
+                        source = gmem.at[batch, queries, head]
+                        plgpu.copy_gmem_to_smem(source, smem.at[slot], full.at[slot], collective_axes=shared)
+                        plgpu.copy_gmem_to_smem(row_gmem.at[batch, head, queries], row_smem.at[slot], full.at[slot])
+                    return following(slot)
+
+                return lax.fori_loop(0, q_iters, load, slot)
+
+            lax.fori_loop(0, spec.group_size, load_head, jnp.int32(0))
+
+        def begin() -> None:
+            """All slots are free."""
+            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+            for slot in range(num_slots):
+                plgpu.barrier_arrive(dout_empty.at[slot])
+
+        await_turn, pass_turn = _turns(turn, warpgroup)
+
+        def store(acc: jax.Array, staging: Any, out_gmem: Any) -> None:
+            if spec.key_lengths:
+                # A row without a key has been computed from zeros, with logits that nothing bounds.
+                _, key_end = ends_of(spec, inputs, batch, offset)
+                row = plgpu.broadcasted_iota(jnp.int32, acc.shape, 0, layout=TILE)
+                acc = jnp.where(row < key_end - kv_base, acc, 0.0)
+            staging[...] = acc.astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(staging, out_gmem.at[keys])
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == 0)
+        def _values() -> None:
+            begin()
+
+            def multiply_keys(s_ref: Any, slot: Any) -> None:
+                plgpu.barrier_wait(q_full.at[slot])
+                plgpu.wgmma(s_ref, k_smem, q_smem.at[slot].transpose((1, 0)))
+
+            def hide(s: jax.Array, block: Any) -> jax.Array:
+                query_start = block * block_q + offset
+                if visited.clear is None:
+                    return mask(s, spec, query_start, kv_base, keys_in_rows=True)
+
+                def hide_any(s: jax.Array) -> jax.Array:
+                    if spec.segments:
+                        key_ids = inputs["key_segments"].at[batch, pl.ds(kv_base, block_kv)]
+                        query_ids = inputs["query_segments"].at[batch, pl.ds(block * block_q, block_q)]
+                        s = hide_other_segments(s, key_ids, query_ids)
+                    return hide_unseen(s, spec, query_start, kv_base, keys_in_rows=True)
+
+                return visited.hide(s, block, hide_any)
+
+            def probabilities(s_ref: Any, slot: Any, q_idx: Any, p_slot: Any) -> jax.Array:
+                """P^T, of which consumer 1 gets a copy, times the slope of a soft cap."""
+                s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
+                lse = plgpu.load(lse_smem.at[slot], layout=COLUMNS)
+                p, weights = _probabilities(hide(s, first + q_idx), lse, spec, spread)
+                p, weights = p.astype(dtype), weights.astype(dtype)
+                plgpu.barrier_wait(p_empty.at[p_slot])
+                p_smem.at[p_slot][...] = weights
+                plgpu.barrier_arrive(p_full.at[p_slot])
+                return p
+
+            def accumulate(dv_ref: Any) -> None:
+                def multiply(p: jax.Array, slot: Any) -> None:
+                    plgpu.barrier_wait(dout_full.at[slot])
+                    plgpu.wgmma(dv_ref, p, dout_smem.at[slot])
+
+                def first_step(s_ref: Any) -> jax.Array:
+                    await_turn()
+                    multiply_keys(s_ref, jnp.int32(0))
+                    pass_turn()
+                    return probabilities(s_ref, jnp.int32(0), jnp.int32(0), jnp.int32(0))
+
+                def step(_: Any, carry: Any) -> Any:
+                    """P of this step, and dV with the one of the step before."""
+                    p, slot, q_idx, p_slot = carry
+                    next_slot, p_slot = following(slot), next_p_slot(p_slot)
+                    q_idx = jnp.where(q_idx == q_iters - 1, 0, q_idx + 1)
+
+                    @functools.partial(pl.run_scoped, s_ref=logits)
+                    def next_p(s_ref: Any) -> jax.Array:
+                        await_turn()
+                        multiply(p, slot)
+                        multiply_keys(s_ref, next_slot)
+                        pass_turn()
+                        plgpu.wgmma_wait(1)
+                        plgpu.barrier_arrive(dout_empty.at[slot])
+                        return probabilities(s_ref, next_slot, q_idx, p_slot)
+
+                    return next_p, next_slot, q_idx, p_slot
+
+                plgpu.barrier_wait(k_full)
+                carry = pl.run_scoped(first_step, logits), jnp.int32(0), jnp.int32(0), jnp.int32(0)
+                p, slot, _, _ = lax.fori_loop(1, steps, step, carry)
+                await_turn()
+                multiply(p, slot)
+                pass_turn()
+                dv = plgpu.wgmma_accumulator_load(dv_ref, wait_n=0)
+                plgpu.barrier_arrive(dout_empty.at[slot])
+                # The buffer of values, which consumer 1 reads, becomes the staging buffer.
+                plgpu.barrier_wait(v_read)
+                store(dv, v_smem, dv_gmem)
+
+            pl.run_scoped(accumulate, plgpu.ACC((block_kv, value_dim), jnp.float32))
+
+        @pl.when(warpgroup == 1)
+        def _keys() -> None:
+            begin()
+
+            def send(ds: jax.Array, place: tuple[Any, Any]) -> None:
+                if ds_gmem is not None:
+                    g, q_idx = place
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    ds_smem[...] = ds
+                    plgpu.commit_smem()
+                    queries = pl.ds((first + q_idx) * block_q, block_q)
+                    to = ds_gmem.at[stream * spec.group_size + g, pl.ds(kv_base, block_kv), queries]
+                    plgpu.copy_smem_to_gmem(ds_smem, to)
+
+            def following_place(place: tuple[Any, Any]) -> tuple[Any, Any]:
+                g, q_idx = place
+                is_last = q_idx == q_iters - 1
+                return jnp.where(is_last, g + 1, g), jnp.where(is_last, 0, q_idx + 1)
+
+            pass_turn()
+            for slot in range(num_slots):
+                plgpu.barrier_arrive(q_empty.at[slot])
+            for p_slot in range(_NUM_P_SLOTS):
+                plgpu.barrier_arrive(p_empty.at[p_slot])
+
+            def multiply_values(dp_ref: Any, slot: Any) -> jax.Array:
+                """Issues dP^T; returns delta, read before that: the product tells that all warps have."""
+                plgpu.barrier_wait(dout_full.at[slot])
+                delta = plgpu.load(delta_smem.at[slot], layout=COLUMNS)
+                plgpu.wgmma(dp_ref, v_smem, dout_smem.at[slot].transpose((1, 0)))
+                return delta
+
+            def logit_gradients(dp_ref: Any, delta: jax.Array, slot: Any, p_slot: Any) -> jax.Array:
+                plgpu.barrier_wait(p_full.at[p_slot])
+                p = plgpu.load(p_smem.at[p_slot], layout=TILE)
+                plgpu.barrier_arrive(p_empty.at[p_slot])
+                if ds_gmem is not None and spec.k.shape[1] % 8:
+                    # Rows beyond the last key, which are not bounded, must not meet the zeros of K as infinities.
+                    row = plgpu.broadcasted_iota(jnp.int32, p.shape, 0, layout=TILE)
+                    p = jnp.where(row + kv_base < spec.k.shape[1], p, jnp.zeros_like(p))
+                dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+                plgpu.barrier_arrive(dout_empty.at[slot])
+                return round_logit_gradients(p.astype(jnp.float32) * (dp - spread(delta)), spec)
+
+            def accumulate(dk_ref: Any) -> None:
+                def multiply(ds: jax.Array, slot: Any) -> None:
+                    plgpu.barrier_wait(q_full.at[slot])
+                    plgpu.wgmma(dk_ref, ds, q_smem.at[slot])
+
+                def first_step(dp_ref: Any) -> jax.Array:
+                    await_turn()
+                    delta = multiply_values(dp_ref, jnp.int32(0))
+                    pass_turn()
+                    return logit_gradients(dp_ref, delta, jnp.int32(0), jnp.int32(0))
+
+                def step(_: Any, carry: Any) -> Any:
+                    """dS of this step, and dK with the one of the step before."""
+                    ds, slot, p_slot, place = carry
+                    next_slot, p_slot = following(slot), next_p_slot(p_slot)
+
+                    @functools.partial(pl.run_scoped, dp_ref=logits)
+                    def next_ds(dp_ref: Any) -> jax.Array:
+                        await_turn()
+                        multiply(ds, slot)
+                        delta = multiply_values(dp_ref, next_slot)
+                        pass_turn()
+                        send(ds, place)
+                        plgpu.wgmma_wait(1)
+                        plgpu.barrier_arrive(q_empty.at[slot])
+                        return logit_gradients(dp_ref, delta, next_slot, p_slot)
+
+                    return next_ds, next_slot, p_slot, following_place(place)
+
+                plgpu.barrier_wait(v_full)
+                carry = pl.run_scoped(first_step, logits), jnp.int32(0), jnp.int32(0), (jnp.int32(0), jnp.int32(0))
+                ds, slot, _, place = lax.fori_loop(1, steps, step, carry)
+                plgpu.barrier_arrive(v_read)
+                await_turn()
+                multiply(ds, slot)
+                pass_turn()
+                send(ds, place)
+                dk = plgpu.wgmma_accumulator_load(dk_ref, wait_n=0)
+                plgpu.barrier_arrive(q_empty.at[slot])
+                # That of keys has been read: consumer 0 had its last logits before the last P.
+                store(dk * gradient_scale(spec), k_smem, dk_gmem)
+
+            pl.run_scoped(accumulate, plgpu.ACC((block_kv, head_dim), jnp.float32))
+
+        leave_cluster(cluster_done)
+
+
+def _dq_kernel(
+    q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, lse_gmem: Any, delta_gmem: Any,
+    inputs: dict[str, Any], dq_gmem: Any, *, spec: AttentionSpec, config: Any,
+) -> None:  # fmt: skip
+    dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
+    block_q, block_kv, num_slots = _ROWS_PER_CONSUMER, config.dq_block_kv, config.dq_num_stages
+    shared = ("cluster",) if config.multicast else None
+    is_square = _is_square(spec)
+    tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=transforms_of(shape[-1]))
+    rows = plgpu.SMEM((NUM_CONSUMERS, block_q), jnp.float32)
+
+    @functools.partial(
+        pl.run_scoped,
+        q_smem=tile(NUM_CONSUMERS, block_q, head_dim),
+        dout_smem=tile(NUM_CONSUMERS, block_q, value_dim),
+        lse_smem=rows,
+        delta_smem=rows,
+        v_smem=tile(num_slots, block_kv, value_dim),
+        k_smem=None if is_square else tile(num_slots, block_kv, head_dim),
+        # A consumer has queries of its own, and waits for its own only.
+        q_full=plgpu.Barrier(num_arrivals=4, num_barriers=NUM_CONSUMERS),
+        v_full=plgpu.Barrier(num_barriers=num_slots),
+        v_empty=slot_releases(num_slots, NUM_CONSUMERS, multicast=config.multicast),
+        k_full=None if is_square else plgpu.Barrier(num_barriers=num_slots),
+        k_empty=None if is_square else slot_releases(num_slots, NUM_CONSUMERS, multicast=config.multicast),
+        turn=plgpu.Barrier(num_barriers=NUM_CONSUMERS) if config.ping_pong else None,
+        cluster_done=cluster_end(NUM_CONSUMERS, multicast=config.multicast),
+        collective_axes="warpgroup",
+    )
+    def _walk_keys(
+        q_smem: Any, dout_smem: Any, lse_smem: Any, delta_smem: Any, v_smem: Any, k_smem: Any,
+        q_full: Any, v_full: Any, v_empty: Any, k_full: Any, k_empty: Any, turn: Any, cluster_done: Any,
+    ) -> None:  # fmt: skip
+        if is_square:
+            k_smem, k_full, k_empty = v_smem, v_full, v_empty
+        warpgroup = lax.axis_index("warpgroup")
+        batch, head = lax.axis_index("batch"), lax.axis_index("head")
+        kv_head = lax.div(head, jnp.int32(spec.group_size))
+        # The last block of queries sees the most keys: launch it first.
+        q_block = lax.axis_index("q_block")
+        q_block = lax.axis_size("q_block") - 1 - q_block if spec.causal else q_block
+        cta_rows = NUM_CONSUMERS * block_q
+        cluster_base = q_block * (_num_ctas(config) * cta_rows)
+        q_base = cluster_base + lax.axis_index("cluster") * cta_rows
+        offset = query_offset(inputs)
+        visited = _keys_of_queries(spec, config, inputs, batch, cluster_base, warpgroup)
+        following = functools.partial(_following, num_slots=num_slots)
+        # In one ring a block's keys come after its values; in two they have the same place.
+        keys_of = following if is_square else (lambda slot: slot)
+        next_values = lambda slot: following(keys_of(slot))
+
+        @pl.when(warpgroup == NUM_CONSUMERS)
+        def _produce() -> None:
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            for consumer in range(NUM_CONSUMERS):
+                queries = pl.ds(q_base + consumer * block_q, block_q)
+                full = q_full.at[consumer]
+                for gmem, smem in ((dout_gmem, dout_smem), (q_gmem, q_smem)):
+                    plgpu.copy_gmem_to_smem(gmem.at[batch, queries, head], smem.at[consumer], full)
+                for gmem, smem in ((lse_gmem, lse_smem), (delta_gmem, delta_smem)):
+                    plgpu.copy_gmem_to_smem(gmem.at[batch, head, queries], smem.at[consumer], full)
+
+            def load(block: Any, v_slot: Any) -> Any:
+                source = (batch, pl.ds(block * block_kv, block_kv), kv_head)
+                for gmem, smem, full, empty, slot in (
+                    (v_gmem, v_smem, v_full, v_empty, v_slot),
+                    (k_gmem, k_smem, k_full, k_empty, keys_of(v_slot)),
+                ):
+                    plgpu.barrier_wait(empty.at[slot])
+                    plgpu.copy_gmem_to_smem(gmem.at[source], smem.at[slot], full.at[slot], collective_axes=shared)
+                return next_values(v_slot)
+
+            lax.fori_loop(visited.first, visited.end, load, jnp.int32(0))
+
+        @pl.when(warpgroup < NUM_CONSUMERS)
+        def _consume() -> None:
+            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+            consumer = warpgroup
+            my_q = q_base + consumer * block_q
+            spread = lambda x: lax.broadcast_in_dim(x, (block_q, block_kv), [0])
+
+            # All slots are free, and it is consumer 0's turn.
+            for slot in range(num_slots):
+                plgpu.barrier_arrive(v_empty.at[slot])
+                if not is_square:
+                    plgpu.barrier_arrive(k_empty.at[slot])
+
+            await_turn, pass_turn = _turns(turn, consumer)
+            pl.when(consumer == NUM_CONSUMERS - 1)(pass_turn)
+            plgpu.barrier_wait(q_full.at[consumer])
+            lse = plgpu.load(lse_smem.at[consumer], layout=ROWS)
+            delta = plgpu.load(delta_smem.at[consumer], layout=ROWS)
+
+            def multiply(dp_ref: Any, s_ref: Any, v_slot: Any) -> None:
+                # Descriptors are computed anew for every block: no registers hold these all the while.
+                mine = lax.optimization_barrier(consumer)
+                plgpu.barrier_wait(v_full.at[v_slot])
+                plgpu.wgmma(dp_ref, dout_smem.at[mine], v_smem.at[v_slot].transpose((1, 0)))
+                plgpu.barrier_wait(k_full.at[keys_of(v_slot)])
+                plgpu.wgmma(s_ref, q_smem.at[mine], k_smem.at[keys_of(v_slot)].transpose((1, 0)))
+                pass_turn()
+
+            def hide(s: jax.Array, block: Any) -> jax.Array:
+                if visited.clear is None:
+                    return mask(s, spec, my_q + offset, block * block_kv)
+
+                def hide_any(s: jax.Array) -> jax.Array:
+                    if spec.segments:
+                        query_ids = inputs["query_segments"].at[batch, pl.ds(my_q, block_q)]
+                        key_ids = inputs["key_segments"].at[batch, pl.ds(block * block_kv, block_kv)]
+                        s = hide_other_segments(s, query_ids, key_ids)
+                    key_end = ends_of(spec, inputs, batch, offset)[1] if spec.key_lengths else None
+                    return hide_unseen(s, spec, my_q + offset, block * block_kv, key_end=key_end)
+
+                return visited.hide(s, block, hide_any)
+
+            def logit_gradients(dp_ref: Any, s_ref: Any, v_slot: Any, block: Any) -> jax.Array:
+                plgpu.wgmma_wait(1)
+                plgpu.barrier_arrive(v_empty.at[v_slot])
+                s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
+                dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=None)
+                _, weights = _probabilities(hide(s, block), lse, spec, spread)
+                return round_logit_gradients(weights * (dp - spread(delta)), spec)
+
+            def accumulate(dq_ref: Any) -> None:
+                def first_step(dp_ref: Any, s_ref: Any) -> jax.Array:
+                    await_turn()
+                    multiply(dp_ref, s_ref, jnp.int32(0))
+                    return logit_gradients(dp_ref, s_ref, jnp.int32(0), jnp.int32(visited.first))
+
+                def step(block: Any, carry: Any) -> Any:
+                    """dS of this block, and dQ with the one of the block before."""
+                    ds, v_slot = carry
+                    next_slot = next_values(v_slot)
+
+                    def multiply_both(dp_ref: Any, s_ref: Any) -> jax.Array:
+                        await_turn()
+                        plgpu.wgmma(dq_ref, ds, k_smem.at[keys_of(v_slot)])
+                        multiply(dp_ref, s_ref, next_slot)
+                        plgpu.wgmma_wait(2)
+                        plgpu.barrier_arrive(k_empty.at[keys_of(v_slot)])
+                        return logit_gradients(dp_ref, s_ref, next_slot, block)
+
+                    return pl.run_scoped(multiply_both, logits, logits), next_slot
+
+                logits = plgpu.ACC((block_q, block_kv), jnp.float32)
+                carry = pl.run_scoped(first_step, logits, logits), jnp.int32(0)
+                ds, v_slot = lax.fori_loop(visited.first + 1, visited.end, step, carry)
+                await_turn()
+                plgpu.wgmma(dq_ref, ds, k_smem.at[keys_of(v_slot)])
+                pass_turn()
+                dq = plgpu.wgmma_accumulator_load(dq_ref, wait_n=0)
+                plgpu.barrier_arrive(k_empty.at[keys_of(v_slot)])
+                staging = q_smem.at[consumer]
+                staging[...] = (dq * gradient_scale(spec)).astype(dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(staging, dq_gmem.at[batch, pl.ds(my_q, block_q), head])
+                plgpu.wait_smem_to_gmem(0)
+
+            pl.run_scoped(accumulate, plgpu.ACC((block_q, head_dim), jnp.float32))
+
+        leave_cluster(cluster_done)
+
+
+def _product_kernel(
+    k_gmem: Any, inputs: dict[str, Any], ds_gmem: Any, dq_gmem: Any, *, spec: AttentionSpec, config: Any,
+    first_stream: int,
+) -> None:  # fmt: skip
+    """dQ = c dS K, of the heads whose dS^T is in memory. A consumer reads none that was not written: keys that none of
+    its queries sees."""
+    dtype, head_dim = k_gmem.dtype, k_gmem.shape[3]
+    block_q, block_kv, num_slots = _ROWS_PER_CONSUMER, _ROWS_PER_CONSUMER, _PRODUCT_STAGES
+    cta_rows = _PRODUCT_CONSUMERS * block_q
+    columns = head_dim if head_dim <= 192 else head_dim // 2
+    tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=transforms_of(shape[-1]))
+
+    @functools.partial(
+        pl.run_scoped,
+        # Each slot of keys becomes a consumer's staging buffer.
+        k_smem=tile(max(num_slots, _PRODUCT_CONSUMERS), block_kv, head_dim),
+        ds_smem=tile(num_slots, block_kv, cta_rows),
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=num_slots),
+        empty=slot_releases(num_slots, _PRODUCT_CONSUMERS, multicast=config.multicast),
+        finished=plgpu.Barrier(num_arrivals=_PRODUCT_CONSUMERS),
+        cluster_done=cluster_end(_PRODUCT_CONSUMERS, multicast=config.multicast),
+        collective_axes="warpgroup",
+    )
+    def _walk_keys(k_smem: Any, ds_smem: Any, full: Any, empty: Any, finished: Any, cluster_done: Any) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        local_head = lax.axis_index("outer") * lax.axis_size("inner") + lax.axis_index("inner")
+        kv_head, batch = _head_and_batch(spec, first_stream + lax.div(local_head, jnp.int32(spec.group_size)))
+        head = kv_head * spec.group_size + lax.rem(local_head, jnp.int32(spec.group_size))
+        # The last block of queries sees the most keys: launch it first.
+        q_block = lax.axis_index("q_block")
+        q_block = lax.axis_size("q_block") - 1 - q_block if spec.causal else q_block
+        cluster_base = q_block * (_num_ctas(config) * cta_rows)
+        q_base = cluster_base + lax.axis_index("cluster") * cta_rows
+        offset = query_offset(inputs)
+        kv_iters = key_iters(spec, cluster_base + _num_ctas(config) * cta_rows + offset, block_kv)
+        following = functools.partial(_following, num_slots=num_slots)
+
+        @pl.when(warpgroup == _PRODUCT_CONSUMERS)
+        def _produce() -> None:
+            plgpu.set_max_registers(_PRODUCT_REGISTERS[0], action="decrease")
+            shared = ("cluster",) if config.multicast else None
+
+            def load(block: Any, slot: Any) -> Any:
+                keys = pl.ds(block * block_kv, block_kv)
+                plgpu.barrier_wait(empty.at[slot])
+                source = k_gmem.at[batch, keys, kv_head]
+                plgpu.copy_gmem_to_smem(source, k_smem.at[slot], full.at[slot], collective_axes=shared)
+                source = ds_gmem.at[local_head, keys, pl.ds(q_base, cta_rows)]
+                plgpu.copy_gmem_to_smem(source, ds_smem.at[slot], full.at[slot])
+                return following(slot)
+
+            lax.fori_loop(0, kv_iters, load, jnp.int32(0))
+
+        @pl.when(warpgroup < _PRODUCT_CONSUMERS)
+        def _consume() -> None:
+            plgpu.set_max_registers(_PRODUCT_REGISTERS[1], action="increase")
+            my_rows = pl.ds(warpgroup * block_q, block_q)
+            my_q = q_base + warpgroup * block_q
+            my_iters = jnp.minimum(key_iters(spec, my_q + block_q + offset, block_kv), kv_iters)
+            for slot in range(num_slots):
+                plgpu.barrier_arrive(empty.at[slot])
+
+            # ptxas refuses an instruction that needs more registers than threads are launched with: where there are 512
+            # of these, one of 256 columns.
+            pieces = [pl.ds(first, columns) for first in range(0, head_dim, columns)]
+
+            def accumulate(*dq_refs: Any) -> None:
+                def multiply(i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+                    """A slot is released a step later: one product is always under way."""
+                    slot, last = carry
+                    plgpu.barrier_wait(full.at[slot])
+                    for dq_ref, piece in zip(dq_refs, pieces):
+                        ds = ds_smem.at[slot, :, my_rows].transpose((1, 0))
+                        plgpu.wgmma(dq_ref, ds, k_smem.at[slot, :, piece])
+                    plgpu.wgmma_wait(len(pieces))
+                    pl.when(i > 0)(lambda: plgpu.barrier_arrive(empty.at[last]))
+                    return following(slot), slot
+
+                def skip(_: Any, slot: Any) -> Any:
+                    plgpu.barrier_wait(full.at[slot])
+                    plgpu.barrier_arrive(empty.at[slot])
+                    return following(slot)
+
+                slot, last = lax.fori_loop(0, my_iters, multiply, (jnp.int32(0), jnp.int32(0)))
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(empty.at[last])
+                lax.fori_loop(my_iters, kv_iters, skip, slot)
+                plgpu.barrier_arrive(finished)
+                plgpu.barrier_wait(finished)
+                staging = k_smem.at[warpgroup]
+                for dq_ref, piece in zip(dq_refs, pieces):
+                    dq = plgpu.wgmma_accumulator_load(dq_ref, wait_n=None)
+                    staging.at[:, piece][...] = (dq * gradient_scale(spec)).astype(dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(staging, dq_gmem.at[batch, pl.ds(my_q, block_q), head])
+                plgpu.wait_smem_to_gmem(0)
+
+            pl.run_scoped(accumulate, *[plgpu.ACC((block_q, columns), jnp.float32)] * len(pieces))
+
+        leave_cluster(cluster_done)

@@ -1,0 +1,159 @@
+"""Simulates the backward kernels' schedules above head dimension 128 (see `simulated`), and checks what they did.
+
+Checked are, of each block of 64 keys, and of 64 queries: that dK and dV, and dQ, are stored once, and where; that they
+come from each block at most once; that the operands of each product are of the same keys, queries and heads; that of
+all pairs of a query and a key those that see each other count, and no others. Where dS is kept, that what is read of it
+has been written for just that. The two CTAs of a cluster are replayed together.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+
+import numpy as np
+from simulated import Case, Product, Sources, Store, Tile, only, run
+from simulated_backward import Place, check_products_of_keys, launches_of, operands_of
+from simulated_replay import Block, replay
+
+from jaxkernels.pallas.attention import backward_wide as attention_backward_wide
+
+__all__ = ["Simulation"]
+
+#: Queries or keys of a block.
+_ROWS = 64
+
+
+class Simulation:
+    def __init__(self, edit: tuple[str, str] | None = None) -> None:
+        self.sources = Sources(attention_backward_wide, edit=edit)
+        (self.wide,) = self.sources.kernels
+
+    def check(self, case: Case, rng: np.random.Generator) -> None:
+        arguments = case.spec, case.config, case.integers, *operands_of(case, is_bounded=False)
+        gradients = _Gradients(case)
+        for launch in launches_of(self.sources, self.wide.gradients, *arguments):
+            clusters = run(self.sources, launch)
+            for cluster in clusters:
+                replay([cluster], rng)
+            ctas = dict.fromkeys(warpgroup.cta for cluster in clusters for warpgroup in cluster)
+            gradients.add([store for cta in ctas for store in cta.stores])
+        gradients.check_places()
+
+
+class _Gradients:
+    """Holds what is stored to what should be."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.spec, config = case, case.spec, case.config
+        head_dim, value_dim = case.padded_dims
+        self.num_ctas = 2 if config.multicast else 1
+        #: The ring that keys come through in the second kernel.
+        self.keys = "v" if head_dim == value_dim else "k"
+        self.places: collections.Counter[Block] = collections.Counter()
+        #: Where it is kept, whose dS it is: of the heads dealt with last.
+        self.kept: dict[Block, Place] = {}
+
+    def check_places(self) -> None:
+        """All gradients are stored once."""
+        spec, config = self.spec, self.case.config
+        rows = dict(dk=_ROWS, dv=_ROWS, dq=(3 if config.workspace_bytes else 2) * _ROWS)
+        expected: collections.Counter[Block] = collections.Counter()
+        for name, x in (("dq", spec.q), ("dk", spec.k), ("dv", spec.k)):
+            end = x.shape[1] + -x.shape[1] % (self.num_ctas * rows[name])
+            places = itertools.product(range(x.shape[0]), range(0, end, _ROWS), range(x.shape[2]))
+            expected.update((name, *place) for place in places)
+        assert self.places == expected, f"stored {self.places - expected or 'not'}, expected {expected - self.places}"
+
+    def add(self, stores: list[Store]) -> None:
+        """Checks what one kernel stores."""
+        kept = {store.to: only(store.staged.contents) for store in stores if store.to[0] == "workspace"}
+        num_kept = sum(store.to[0] == "workspace" for store in stores)
+        assert len(kept) == num_kept, f"of {num_kept} blocks of dS {len(kept)} are kept"
+        owners: dict[int, Place] = {}
+        for store in stores:
+            if store.to[0] in ("dk", "dv"):
+                assert store.warpgroup == ("dv", "dk").index(store.to[0]), f"{store.to} is of {store.warpgroup}"
+                self._check_keys(store, owners)
+            elif store.to[0] == "dq":
+                self._check_queries(store)
+        self.places.update(store.to for store in stores if store.to[0] != "workspace")
+        if kept:
+            self.kept = {place: owners[id(tile)] for place, tile in kept.items()}
+            for (_, _, first_key, first_query), owner in self.kept.items():
+                assert owner[2:] == (first_query, first_key), f"dS of {owner} is kept at {first_query, first_key}"
+
+    def _check_keys(self, store: Store, owners: dict[int, Place]) -> None:
+        name, batch, first_key, kv_head = store.to
+        products = only(store.staged.contents).origin("* dout" if name == "dv" else "* q")
+
+        def count(product: Product, place: Place) -> int:
+            owners[id(product.lhs)] = place
+            return self._check_p(product.lhs if name == "dv" else self._p_of(product.lhs, place), place)
+
+        check_products_of_keys(self.case, name, products, batch, first_key, kv_head, count)
+
+    def _p_of(self, ds: Tile, place: Place) -> Tile:
+        """Checks what else consumer 1 makes dS of."""
+        batch, head, first_query, first_key = place
+        assert set(ds.origins) == {"p", "v dout", "delta"}, f"dS of {set(ds.origins)}"
+        (product,) = ds.origin("v dout")
+        expected = ("v", batch, first_key, head // self.spec.group_size), ("dout", batch, first_query, head)
+        assert (product.lhs.block, product.rhs.block) == expected, f"dP of {product.lhs.block, product.rhs.block}"
+        delta = ds.origin("delta").block
+        assert delta == ("delta", batch, head, first_query), f"{delta} for {place}"
+        return only(ds.origin("p").contents)
+
+    def _check_p(self, p: Tile, place: Place) -> int:
+        """Returns how many pairs count. Keys behind the last one may be unmasked: they are not stored, or as zeros."""
+        batch, head, first_query, first_key = place
+        assert set(p.origins) == {"k q", "lse"}, f"P of {set(p.origins)}"
+        (logits,) = p.origin("k q")
+        expected = ("k", batch, first_key, head // self.spec.group_size), ("q", batch, first_query, head)
+        assert (logits.lhs.block, logits.rhs.block) == expected, f"S of {logits.lhs.block, logits.rhs.block}"
+        lse = p.origin("lse").block
+        assert lse == ("lse", batch, head, first_query), f"{lse} for {place}"
+        keys, num_kept = slice(first_key, first_key + _ROWS), max(0, self.case.key_end(batch) - first_key)
+        return self.case.num_unmasked(logits, batch, first_query, _ROWS, keys, num_kept)
+
+    def _check_queries(self, store: Store) -> None:
+        _, batch, first_query, head = store.to
+        tiles, kv_head = store.staged.contents, head // self.spec.group_size
+        kind, check = f"* {self.keys}", self._check_ds
+        if self.case.config.workspace_bytes:
+            kind, check = "ds k", self._check_kept
+            head_dim = self.case.padded_dims[0]
+            columns = head_dim if head_dim <= 192 else head_dim // 2
+            expected = {(None, (first, first + columns)) for first in range(0, head_dim, columns)}
+            assert set(tiles) == expected, f"pieces {set(tiles)}"
+        for part, tile in tiles.items():
+            num_pairs, visited = 0, []
+            for product in tile.origin(kind):
+                array, of_batch, first_key, of_head = product.rhs.block
+                assert (array, of_batch, of_head) == ("k", batch, kv_head), f"{product.rhs.block} for {store.to}"
+                assert product.rhs.part == part, f"columns {product.rhs.part} for {part}"
+                visited.append(first_key)
+                num_pairs += check(product, (batch, head, first_query, first_key))
+            assert num_pairs == self.case.num_visible(batch, first_query, _ROWS), f"pairs are left out: {store.to}"
+            assert visited == sorted(set(visited)), f"{store.to} of keys {visited}"
+
+    def _check_ds(self, product: Product, place: Place) -> int:
+        batch, head, first_query, first_key = place
+        ds, kv_head, keys = product.lhs, head // self.spec.group_size, self.keys
+        assert set(ds.origins) == {f"q {keys}", "lse", "dout v", "delta"}, f"dS of {set(ds.origins)}"
+        for name in ("lse", "delta"):
+            assert ds.origin(name).block == (name, batch, head, first_query), f"{ds.origin(name).block} for {place}"
+        (logits,), (dp,) = ds.origin(f"q {keys}"), ds.origin("dout v")
+        for of, names in ((logits, "qk"), (dp, ("dout", "v"))):
+            expected = (names[0], batch, first_query, head), (names[1], batch, first_key, kv_head)
+            assert (of.lhs.block, of.rhs.block) == expected, f"{of.lhs.block, of.rhs.block} for {place}"
+        return self.case.num_unmasked(logits, batch, first_query, _ROWS, slice(first_key, first_key + _ROWS))
+
+    def _check_kept(self, product: Product, place: Place) -> int:
+        """A consumer has 64 of the columns that are loaded. Beyond the last query nothing is kept: TMA reads zeros."""
+        batch, _, first_query, first_key = place
+        name, local_head, key, query = product.lhs.block
+        ((first, _),) = product.lhs.part[1:]
+        of = self.kept.get((name, local_head, key, query + first))
+        assert of == place or (of is None and first_query >= self.spec.q.shape[1]), f"dS of {of} for {place}"
+        return self.case.num_visible(batch, first_query, _ROWS, slice(first_key, first_key + _ROWS))
