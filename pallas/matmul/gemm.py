@@ -30,7 +30,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -386,238 +386,412 @@ def _swizzled(columns: int, dtype: Any) -> tuple[Any, ...]:
     return (plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle))  # pyright: ignore[reportAbstractUsage]
 
 
-def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: Config) -> None:
-    g = spec.gemm
-    rest = list(refs)
-    bias_gmem = rest.pop(0) if spec.bias is not None else None
-    residual_gmem = rest.pop(0) if spec.residual is not None else None
-    out_gmem, *preactivation_gmem = rest
-    dtype, out_dtype = lhs_gmem.dtype, out_gmem.dtype
-    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
-    num_stages, is_late = config.num_stages, config.delay_release
-    consumer_m, consumer_n = config.consumer_tile
-    # Consumers that take tiles in turn have barriers of their own to wait for: each misses the other's phases.
-    in_turn = _NUM_CONSUMERS if config.split is None else 1
-    # Tiles of the whole cluster, which holds two CTAs side by side along `config.cluster`.
-    m_iters = pl.cdiv(g.m, block_m * (2 if config.cluster == "m" else 1))
-    n_iters = pl.cdiv(g.n, block_n * (2 if config.cluster == "n" else 1))
-    k_iters = pl.cdiv(pl.cdiv(g.k, block_k), config.split_k)
-    num_tiles = config.split_k * (g.batch or 1) * m_iters * n_iters
-    num_results = 1 + len(preactivation_gmem)
-    store_n = _SWIZZLE_BYTES // jnp.dtype(out_dtype).itemsize
-    pieces = list(itertools.product(range(consumer_m // _STORE_M), range(consumer_n // store_n)))
-    num_deferred = _num_deferred(spec, config)
-    num_now = len(pieces) - num_deferred
+@dataclasses.dataclass(frozen=True)
+class _Loops:
+    """Numbers of a kernel that are known before it runs.
 
-    def operand_spec(layout: str, axis: _Axis, block: int) -> Any:
-        """One pipelined operand: a (block x block_k) block of a tile's row or column, as stored."""
+    Attributes:
+      m_iters, n_iters: tiles of the result, of a whole cluster: two CTAs side by side along `config.cluster`.
+      k_iters: steps of a tile.
+      num_tiles: work items of all clusters: every tile of every batch element and part of k.
+      in_turn: 2 if the consumers take tiles in turn, else 1. In turn they wait at barriers of their own, because each
+        misses the phases of the other's tiles.
+      store_n: columns of a piece of the result.
+      pieces: row and column of each piece in a consumer's part of a tile.
+      num_deferred: how many of the last pieces are stored behind the next tile's first steps.
+    """
+
+    m_iters: int
+    n_iters: int
+    k_iters: int
+    num_tiles: int
+    in_turn: int
+    store_n: int
+    pieces: tuple[tuple[int, int], ...]
+    num_deferred: int
+
+    @classmethod
+    def of(cls, spec: MatmulSpec, config: Config) -> _Loops:
+        g = spec.gemm
+        consumer_m, consumer_n = config.consumer_tile
+        store_n = _SWIZZLE_BYTES // spec.out_dtype.itemsize
+        return cls(
+            m_iters=pl.cdiv(g.m, config.block_m * (2 if config.cluster == "m" else 1)),
+            n_iters=pl.cdiv(g.n, config.block_n * (2 if config.cluster == "n" else 1)),
+            k_iters=pl.cdiv(pl.cdiv(g.k, config.block_k), config.split_k),
+            num_tiles=config.split_k * _num_groups(spec, config),
+            in_turn=_NUM_CONSUMERS if config.split is None else 1,
+            store_n=store_n,
+            pieces=tuple(itertools.product(range(consumer_m // _STORE_M), range(consumer_n // store_n))),
+            num_deferred=_num_deferred(spec, config),
+        )
+
+    @property
+    def num_now(self) -> int:
+        """Pieces that are stored right after their tile's products."""
+        return len(self.pieces) - self.num_deferred
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gmem:
+    """Arrays in global memory. `results` are the preactivation, if it is saved, and the output."""
+
+    lhs: Any
+    rhs: Any
+    bias: Any
+    residual: Any
+    results: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, spec: MatmulSpec, lhs: Any, rhs: Any, refs: tuple[Any, ...]) -> _Gmem:
+        rest = list(refs)
+        bias = rest.pop(0) if spec.bias is not None else None
+        residual = rest.pop(0) if spec.residual is not None else None
+        out, *preactivation = rest
+        return cls(lhs, rhs, bias, residual, (*preactivation, out))
+
+    @property
+    def out(self) -> Any:
+        return self.results[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Smem:
+    """Buffers and barriers of a CTA.
+
+    Attributes:
+      rings: slots of the lhs and of the rhs.
+      full, empty: barriers of the slots.
+      out: each consumer's staging buffers.
+      residual_full: barriers of the staging buffers, if a residual is loaded into them.
+      cluster_done: barrier at which the CTAs of a cluster end together; None without a cluster.
+    """
+
+    rings: list[Any]
+    full: Any
+    empty: Any
+    out: Any
+    residual_full: Any
+    cluster_done: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a tile lies: part of k and batch element, each a tuple of one index or none; tile row and column."""
+
+    part: tuple[Any, ...]
+    batch: tuple[Any, ...]
+    m_idx: Any
+    n_idx: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cta:
+    """A CTA's share of the work: the tiles `index`, `index + num_ctas`, ..., which are `num_tiles` in all.
+
+    CTAs are counted along the grid; the CTAs of a cluster have the same index.
+    """
+
+    spec: MatmulSpec
+    config: Config
+    loops: _Loops
+    gmem: _Gmem
+    smem: _Smem
+    index: Any
+    num_ctas: Any
+    num_tiles: Any
+
+    def tile(self, nth: Any) -> Any:
+        return self.index + nth * self.num_ctas
+
+    def full(self, nth: Any, slot: Any) -> Any:
+        """The barrier of a slot that holds blocks of this CTA's nth tile."""
+        in_turn = self.loops.in_turn
+        return self.smem.full.at[slot * in_turn + lax.rem(nth, jnp.int32(in_turn))]
+
+    # The slot is carried along: a remainder by a number that is no power of two would slow down every step.
+
+    def following(self, slot: Any) -> Any:
+        return jnp.where(slot == self.config.num_stages - 1, 0, slot + 1)
+
+    def previous(self, slot: Any) -> Any:
+        return jnp.where(slot == 0, self.config.num_stages - 1, slot - 1)
+
+    def place(self, tile: Any) -> _Place:
+        config, m_iters, n_iters = self.config, self.loops.m_iters, self.loops.n_iters
+        product, tile = lax.div(tile, jnp.int32(m_iters * n_iters)), lax.rem(tile, jnp.int32(m_iters * n_iters))
+        num_batches = jnp.int32(self.spec.gemm.batch or 1)
+        part = () if config.split_k == 1 else (lax.div(product, num_batches),)
+        batch = product if config.split_k == 1 or self.spec.gemm.batch is None else lax.rem(product, num_batches)
+        m_idx, n_idx = plgpu.planar_snake(tile, (m_iters, n_iters), 0 if config.minor == "m" else 1, config.strip)
+        if config.cluster == "m":
+            m_idx = m_idx * 2 + lax.axis_index("cluster")
+        elif config.cluster == "n":
+            n_idx = n_idx * 2 + lax.axis_index("cluster")
+        return _Place(part, () if self.spec.gemm.batch is None else (batch,), m_idx, n_idx)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Consumer:
+    """One consumer warpgroup; `rows` and `columns` are its part of the CTA's tile."""
+
+    cta: _Cta
+    index: Any
+    rows: Any
+    columns: Any
+
+    @classmethod
+    def of(cls, cta: _Cta, index: Any) -> _Consumer:
+        (consumer_m, consumer_n), split = cta.config.consumer_tile, cta.config.split
+        rows = pl.ds(index * consumer_m, consumer_m) if split == "m" else slice(None)
+        columns = pl.ds(index * consumer_n, consumer_n) if split == "n" else slice(None)
+        return cls(cta, index, rows, columns)
+
+
+def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: Config) -> None:
+    """Runs on all warpgroups of a CTA: allocates shared memory, and starts the producer and the consumers."""
+    gmem = _Gmem.of(spec, lhs_gmem, rhs_gmem, refs)
+    loops = _Loops.of(spec, config)
+
+    def walk_tiles(**smem: Any) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        is_producer = warpgroup == _NUM_CONSUMERS
+        index, num_ctas = lax.axis_index("cta"), lax.axis_size("cta")
+        num_tiles = lax.div(loops.num_tiles - 1 - index + num_ctas, num_ctas)
+        cta = _Cta(spec, config, loops, gmem, _Smem(**smem), index, num_ctas, num_tiles)
+        pl.when(is_producer)(lambda: _produce(cta))
+        pl.when(jnp.logical_not(is_producer))(lambda: _consume(cta, warpgroup))
+        if config.cluster:
+            # The neighbour still releases slots of our ring, by barriers in our shared memory: do not leave first.
+            plgpu.barrier_arrive(cta.smem.cluster_done)
+            plgpu.barrier_wait(cta.smem.cluster_done)
+
+    pl.run_scoped(walk_tiles, **_allocations(spec, config, loops), collective_axes="warpgroup")
+    # The staging buffers must outlive the last stores' reads.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _allocations(spec: MatmulSpec, config: Config, loops: _Loops) -> dict[str, Any]:
+    """The fields of `_Smem`."""
+    num_stages, in_turn = config.num_stages, loops.in_turn
+    blocks = _operand_blocks(spec, config)
+
+    def ring(block: Any) -> Any:
+        shape = (num_stages, *(size for size in block.block_shape if size is not None))
+        return plgpu.SMEM(shape, spec.lhs.dtype, transforms=block.transforms)
+
+    # In a cluster the neighbour's producer writes our slots too.
+    in_cluster = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
+    has_residual = spec.residual is not None
+    return dict(
+        rings=[ring(block) for block in blocks],
+        full=plgpu.Barrier(num_arrivals=len(blocks), num_barriers=num_stages * in_turn),
+        empty=(in_cluster if config.cluster else plgpu.Barrier)(
+            num_arrivals=_NUM_CONSUMERS // in_turn, num_barriers=num_stages
+        ),
+        out=plgpu.SMEM(
+            (_NUM_CONSUMERS, _NUM_STORE_SLOTS, _STORE_M, loops.store_n),
+            spec.out_dtype,
+            transforms=_swizzled(loops.store_n, spec.out_dtype),
+        ),
+        residual_full=plgpu.Barrier(num_barriers=_NUM_CONSUMERS * _NUM_STORE_SLOTS) if has_residual else None,
+        cluster_done=in_cluster(num_arrivals=_NUM_CONSUMERS + 1) if config.cluster else None,
+    )
+
+
+def _operand_blocks(spec: MatmulSpec, config: Config) -> tuple[Any, Any]:
+    """Blocks of the lhs and the rhs, as they lie in memory: (block x block_k) of a tile's rows or columns."""
+    g = spec.gemm
+
+    def block_of(layout: str, axis: _Axis, block: int) -> Any:
         k_last = layout[1] == "k"
-        shape = (block, block_k) if k_last else (block_k, block)
+        shape = (block, config.block_k) if k_last else (config.block_k, block)
         index = (lambda batch, i, k: (*batch, i, k)) if k_last else (lambda batch, i, k: (*batch, k, i))
         return plgpu.BlockSpec(
             (*(() if g.batch is None else (None,)), *shape),
             index,
-            transforms=_swizzled(shape[1], dtype),
+            transforms=_swizzled(shape[1], spec.lhs.dtype),
             memory_space=plgpu.SMEM,
             # CTAs side by side along n work on the same rows, so they share the lhs; along m, the rhs.
             collective_axes=("cluster",) if config.cluster not in (None, axis) else (),
         )
 
-    operands = (
-        (lhs_gmem, operand_spec(g.lhs_layout, "m", block_m)),
-        (rhs_gmem, operand_spec(g.rhs_layout, "n", block_n)),
-    )
-    ring = lambda block: plgpu.SMEM(
-        (num_stages, *(size for size in block.block_shape if size is not None)), dtype, transforms=block.transforms
-    )
-    # In a cluster the neighbour's producer writes our slots too.
-    in_cluster = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
+    return block_of(g.lhs_layout, "m", config.block_m), block_of(g.rhs_layout, "n", config.block_n)
 
-    @functools.partial(
-        pl.run_scoped,
-        rings=[ring(block) for _, block in operands],
-        full=plgpu.Barrier(num_arrivals=len(operands), num_barriers=num_stages * in_turn),
-        empty=(in_cluster if config.cluster else plgpu.Barrier)(
-            num_arrivals=_NUM_CONSUMERS // in_turn, num_barriers=num_stages
-        ),
-        out_smem=plgpu.SMEM(
-            (_NUM_CONSUMERS, _NUM_STORE_SLOTS, _STORE_M, store_n), out_dtype, transforms=_swizzled(store_n, out_dtype)
-        ),
-        residual_full=None if residual_gmem is None else plgpu.Barrier(num_barriers=_NUM_CONSUMERS * _NUM_STORE_SLOTS),
-        cluster_done=in_cluster(num_arrivals=_NUM_CONSUMERS + 1) if config.cluster else None,
-        collective_axes="warpgroup",
-    )
-    def _persistent(rings: Any, full: Any, empty: Any, out_smem: Any, residual_full: Any, cluster_done: Any) -> None:
-        warpgroup = lax.axis_index("warpgroup")
-        is_producer = warpgroup == _NUM_CONSUMERS
-        # This CTA's tiles are cta, cta + num_ctas, ...
-        cta, num_ctas = lax.axis_index("cta"), lax.axis_size("cta")
-        num_local = lax.div(num_tiles - 1 - cta + num_ctas, num_ctas)
-        tile_of = lambda local: cta + local * num_ctas
-        # Places in the ring are carried along: a remainder by a number that is no power of two costs every step dearly.
-        following = lambda slot: jnp.where(slot == num_stages - 1, 0, slot + 1)
-        previous = lambda slot: jnp.where(slot == 0, num_stages - 1, slot - 1)
-        full_of = lambda local, slot: full.at[slot * in_turn + lax.rem(local, jnp.int32(in_turn))]
 
-        def place(tile: Any) -> tuple[Any, Any, Any, Any]:
-            """The part of k, batch, row and column of a tile."""
-            product, tile = lax.div(tile, jnp.int32(m_iters * n_iters)), lax.rem(tile, jnp.int32(m_iters * n_iters))
-            num_batches = jnp.int32(g.batch or 1)
-            part = () if config.split_k == 1 else (lax.div(product, num_batches),)
-            batch = () if g.batch is None else (product if config.split_k == 1 else lax.rem(product, num_batches),)
-            m_idx, n_idx = plgpu.planar_snake(tile, (m_iters, n_iters), 0 if config.minor == "m" else 1, config.strip)
-            if config.cluster == "m":
-                m_idx = m_idx * 2 + lax.axis_index("cluster")
-            elif config.cluster == "n":
-                n_idx = n_idx * 2 + lax.axis_index("cluster")
-            return part, batch, m_idx, n_idx
+def _produce(cta: _Cta) -> None:
+    """Streams the blocks of all the CTA's tiles through the ring."""
+    plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+    lax.fori_loop(0, cta.num_tiles, functools.partial(_load_tile, cta), jnp.int32(0))
 
-        @pl.when(is_producer)
-        def _produce() -> None:
-            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
 
-            def load_tile(local: Any, slot: Any) -> Any:
-                part, batch, *indices = place(tile_of(local))
-                first = part[0] * k_iters if part else 0
+def _load_tile(cta: _Cta, nth: Any, slot: Any) -> Any:
+    """Loads the blocks of the CTA's nth tile, the first one into `slot`; returns the slot behind the last one."""
+    k_iters, place = cta.loops.k_iters, cta.place(cta.tile(nth))
+    first = place.part[0] * k_iters if place.part else 0
+    blocks = _operand_blocks(cta.spec, cta.config)
+    operands = list(zip((cta.gmem.lhs, cta.gmem.rhs), blocks, (place.m_idx, place.n_idx), cta.smem.rings))
 
-                def load(k: Any, slot: Any) -> Any:
-                    goes_round = local * k_iters + k >= num_stages
-                    pl.when(goes_round)(lambda: plgpu.barrier_wait(empty.at[slot]))
-                    for (gmem, block), i, smem in zip(operands, indices, rings):
-                        source = tuple(
-                            index if size is None else pl.ds(index * size, size)
-                            for index, size in zip(block.index_map(batch, i, first + k), block.block_shape)
-                        )
-                        plgpu.copy_gmem_to_smem(
-                            gmem.at[source],
-                            smem.at[slot],
-                            full_of(local, slot),
-                            collective_axes=block.collective_axes or None,
-                        )
-                    return following(slot)
+    def load(k: Any, slot: Any) -> Any:
+        goes_round = nth * k_iters + k >= cta.config.num_stages
+        pl.when(goes_round)(lambda: plgpu.barrier_wait(cta.smem.empty.at[slot]))
+        for gmem, block, i, ring in operands:
+            source = tuple(
+                index if size is None else pl.ds(index * size, size)
+                for index, size in zip(block.index_map(place.batch, i, first + k), block.block_shape)
+            )
+            plgpu.copy_gmem_to_smem(
+                gmem.at[source], ring.at[slot], cta.full(nth, slot), collective_axes=block.collective_axes or None
+            )
+        return cta.following(slot)
 
-                return lax.fori_loop(0, k_iters, load, slot)
+    return lax.fori_loop(0, k_iters, load, slot)
 
-            lax.fori_loop(0, num_local, load_tile, jnp.int32(0))
 
-        @pl.when(jnp.logical_not(is_producer))
-        def _consume() -> None:
-            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-            consumer = warpgroup
-            # This consumer's rows and columns inside the CTA's tile.
-            my_rows = pl.ds(consumer * consumer_m, consumer_m) if config.split == "m" else slice(None)
-            my_columns = pl.ds(consumer * consumer_n, consumer_n) if config.split == "n" else slice(None)
+def _consume(cta: _Cta, index: Any) -> None:
+    """Multiplies and stores a consumer's part of each tile, or every other tile if consumers take tiles in turn."""
+    plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+    consumer, loops = _Consumer.of(cta, index), cta.loops
+    first_slot, num_tiles = jnp.int32(0), cta.num_tiles
+    if loops.in_turn > 1:
+        first_slot = lax.rem(index * loops.k_iters, jnp.int32(cta.config.num_stages))
+        num_tiles = lax.div(cta.num_tiles - index + 1, jnp.int32(loops.in_turn))
+    nothing = plgpu.layout_cast(jnp.zeros((_STORE_M, loops.store_n), cta.spec.out_dtype), plgpu.Layout.WGMMA)
+    carry = first_slot, [nothing] * loops.num_deferred
+    _, deferred = lax.fori_loop(0, num_tiles, functools.partial(_run_tile, consumer), carry)
+    for k, x in enumerate(deferred):
+        _store(consumer, x, cta.tile(cta.num_tiles - 1), loops.num_now + k)
 
-            def multiply_tile(local: Any, slot: Any, behind: Any) -> tuple[jax.Array, Any]:
-                """Returns the products and the next slot; `behind` is called with 0, 1, ... while that step's are under
-                way."""
 
-                def step(acc_ref: Any, k: Any, slot: Any) -> Any:
-                    plgpu.barrier_wait(full_of(local, slot))
-                    lhs, rhs = (smem.at[slot] for smem in rings)
-                    lhs = lhs.at[my_rows] if g.lhs_layout == "mk" else lhs.at[:, my_rows].transpose((1, 0))
-                    rhs = rhs.at[:, my_columns] if g.rhs_layout == "kn" else rhs.at[my_columns].transpose((1, 0))
-                    plgpu.wgmma(acc_ref, lhs, rhs)
-                    if isinstance(k, int):
-                        behind(k)
-                    plgpu.wgmma_wait(is_late)
-                    release = lambda: plgpu.barrier_arrive(empty.at[previous(slot) if is_late else slot])
-                    if num_deferred >= is_late and not isinstance(k, int):
-                        release()
-                    else:
-                        pl.when(k >= is_late)(release)
-                    return following(slot)
+def _run_tile(consumer: _Consumer, i: Any, carry: tuple[Any, list[jax.Array]]) -> tuple[Any, list[jax.Array]]:
+    """Multiplies and stores a consumer's ith tile.
 
-                @functools.partial(pl.run_scoped, acc_ref=plgpu.ACC((consumer_m, consumer_n), jnp.float32))
-                def result(acc_ref: Any) -> tuple[jax.Array, Any]:
-                    next_slot = slot
-                    for k in range(num_deferred):
-                        next_slot = step(acc_ref, k, next_slot)
-                    next_slot = lax.fori_loop(num_deferred, k_iters, functools.partial(step, acc_ref), next_slot)
-                    products = acc_ref[...]
-                    if is_late:
-                        plgpu.barrier_arrive(empty.at[previous(next_slot)])
-                    return products, next_slot
+    Args:
+      carry: the slot of the tile's first blocks, and the deferred pieces of the tile before.
+    """
+    slot, before = carry
+    cta, loops = consumer.cta, consumer.cta.loops
+    nth = i * loops.in_turn + consumer.index if loops.in_turn > 1 else i
+    tile = cta.tile(nth)
 
-                return result
+    def store_deferred(k: int) -> None:
+        pl.when(nth > 0)(lambda: _store(consumer, before[k], tile - cta.num_ctas, loops.num_now + k))
 
-            def target(tile: Any, piece: int) -> tuple[Any, Any]:
-                """Where a piece lies in the result, and whether it does: Mosaic drops a dimension of one tile from the
-                copy, and with it the index that lies outside."""
-                part, batch, m_idx, n_idx = place(tile)
-                i, j = pieces[piece]
-                row = m_idx * block_m + (consumer * consumer_m if config.split == "m" else 0) + i * _STORE_M
-                column = n_idx * block_n + (consumer * consumer_n if config.split == "n" else 0) + j * store_n
-                is_inside = column < store_n if out_gmem.shape[-1] == store_n else None
-                return (*part, *batch, pl.ds(row, _STORE_M), pl.ds(column, store_n)), is_inside
+    acc, slot = _multiply_tile(consumer, nth, slot, store_deferred)
+    for piece in range(loops.num_now):
+        preactivation, result = _finish(consumer, acc, tile, piece)
+        if cta.spec.save_preactivation:
+            _store(consumer, preactivation, tile, piece, nth_result=0)
+        _store(consumer, result, tile, piece)
+    last_pieces = range(loops.num_now, len(loops.pieces))
+    deferred = [_finish(consumer, acc, tile, piece)[1].astype(cta.spec.out_dtype) for piece in last_pieces]
+    if loops.in_turn > 1:  # The other consumer's tile comes next in the ring.
+        slot = lax.rem(slot + loops.k_iters, jnp.int32(cta.config.num_stages))
+    return slot, deferred
 
-            def finish(acc: jax.Array, tile: Any, piece: int) -> tuple[jax.Array, jax.Array]:
-                """A piece of the products, scaled and with its bias; and after the activation."""
-                i, j = pieces[piece]
-                x = acc[i * _STORE_M : (i + 1) * _STORE_M, j * store_n : (j + 1) * store_n]
-                if spec.alpha != 1:
-                    x = spec.alpha * x
-                if bias_gmem is not None:
-                    columns = target(tile, piece)[0][-1]
-                    bias = plgpu.load(bias_gmem.at[columns], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-                    x = x + lax.broadcast_in_dim(bias, x.shape, [1])
-                return x, x if spec.activation is None else _ACTIVATIONS[spec.activation](x)
 
-            def send(x: jax.Array, slot: int, to: Any, is_inside: Any, residual: Any = None) -> None:
-                # The slot was last read by the store before the previous one.
-                plgpu.wait_smem_to_gmem(_NUM_STORE_SLOTS - 1, wait_read_only=True)
-                staging = out_smem.at[consumer, slot]
-                if residual is not None:
-                    fetched = residual_full.at[consumer * _NUM_STORE_SLOTS + slot]
-                    plgpu.copy_gmem_to_smem(residual, staging, fetched)
-                    plgpu.barrier_wait(fetched)
-                    x = x + staging[...].astype(jnp.float32)
-                staging[...] = x.astype(out_dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(staging, to, is_inside)
+def _multiply_tile(
+    consumer: _Consumer, nth: Any, slot: Any, store_deferred: Callable[[int], None]
+) -> tuple[jax.Array, Any]:
+    """Returns the products of the CTA's nth tile, and the slot behind its last one.
 
-            def store(x: jax.Array, tile: Any, piece: int, gmem: Any = out_gmem, nth: int = 0) -> None:
-                """Sends a piece out by TMA: of the results, or as the `nth` of the two kinds that there are."""
-                to, is_inside = target(tile, piece)
-                if piece == 0 and nth == 0:  # The last tile may have ended on the slot that this one begins with.
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                residual = residual_gmem.at[to] if residual_gmem is not None and gmem is out_gmem else None
-                send(x, (piece * num_results + nth) % _NUM_STORE_SLOTS, gmem.at[to], is_inside, residual)
+    Args:
+      store_deferred: called with 0, 1, ... while the products of that step are under way.
+    """
+    cta, loops = consumer.cta, consumer.cta.loops
 
-            def run_tile(nth: Any, carry: tuple[Any, list[jax.Array]]) -> tuple[Any, list[jax.Array]]:
-                """The last pieces of the tile before are stored behind the first products of this one."""
-                slot, packed = carry
-                local = nth * in_turn + consumer if in_turn > 1 else nth
-                tile = tile_of(local)
+    def multiply(acc_ref: Any) -> tuple[jax.Array, Any]:
+        next_slot = slot
+        for k in range(loops.num_deferred):
+            next_slot = _multiply_blocks(
+                consumer, acc_ref, cta.full(nth, next_slot), next_slot, k, functools.partial(store_deferred, k)
+            )
+        step = lambda k, slot: _multiply_blocks(consumer, acc_ref, cta.full(nth, slot), slot, k)
+        next_slot = lax.fori_loop(loops.num_deferred, loops.k_iters, step, next_slot)
+        products = acc_ref[...]
+        if cta.config.delay_release:
+            plgpu.barrier_arrive(cta.smem.empty.at[cta.previous(next_slot)])
+        return products, next_slot
 
-                def behind(k: int) -> None:
-                    pl.when(local > 0)(lambda: store(packed[k], tile - num_ctas, num_now + k))
+    return pl.run_scoped(multiply, plgpu.ACC(cta.config.consumer_tile, jnp.float32))
 
-                acc, slot = multiply_tile(local, slot, behind)
-                for piece in range(num_now):
-                    before, after = finish(acc, tile, piece)
-                    if preactivation_gmem:
-                        store(before, tile, piece, preactivation_gmem[0])
-                    store(after, tile, piece, nth=num_results - 1)
-                packed = [finish(acc, tile, piece)[1].astype(out_dtype) for piece in range(num_now, len(pieces))]
-                return skip_others(slot), packed
 
-            # The other consumer's tile lies between two of this one's.
-            skip_others = lambda slot: lax.rem(slot + k_iters, jnp.int32(num_stages)) if in_turn > 1 else slot
-            first_slot = lax.rem(consumer * k_iters, jnp.int32(num_stages)) if in_turn > 1 else jnp.int32(0)
-            mine = lax.div(num_local - consumer + 1, jnp.int32(in_turn)) if in_turn > 1 else num_local
-            nothing = plgpu.layout_cast(jnp.zeros((_STORE_M, store_n), out_dtype), plgpu.Layout.WGMMA)
-            _, packed = lax.fori_loop(0, mine, run_tile, (first_slot, [nothing] * num_deferred))
-            for k, x in enumerate(packed):
-                store(x, tile_of(num_local - 1), num_now + k)
+def _multiply_blocks(
+    consumer: _Consumer, acc_ref: Any, full: Any, slot: Any, k: Any, store_deferred: Callable[[], None] | None = None
+) -> Any:
+    """Adds the product of a slot's blocks, the tile's kth; returns the next slot.
 
-        if config.cluster:
-            # The neighbour still releases slots of our ring, by barriers in our shared memory: do not leave first.
-            plgpu.barrier_arrive(cluster_done)
-            plgpu.barrier_wait(cluster_done)
+    With a late release the slot of the step before is released, which the first step does not have.
+    """
+    cta, g, is_late = consumer.cta, consumer.cta.spec.gemm, consumer.cta.config.delay_release
+    plgpu.barrier_wait(full)
+    lhs, rhs = (ring.at[slot] for ring in cta.smem.rings)
+    lhs = lhs.at[consumer.rows] if g.lhs_layout == "mk" else lhs.at[:, consumer.rows].transpose((1, 0))
+    rhs = rhs.at[:, consumer.columns] if g.rhs_layout == "kn" else rhs.at[consumer.columns].transpose((1, 0))
+    plgpu.wgmma(acc_ref, lhs, rhs)
+    if store_deferred is not None:
+        store_deferred()
+    plgpu.wgmma_wait(is_late)
+    release = lambda: plgpu.barrier_arrive(cta.smem.empty.at[cta.previous(slot) if is_late else slot])
+    if store_deferred is None and cta.loops.num_deferred >= is_late:
+        release()
+    else:
+        pl.when(k >= is_late)(release)
+    return cta.following(slot)
 
-    # The staging buffers must outlive the last stores' reads.
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+def _finish(consumer: _Consumer, acc: jax.Array, tile: Any, piece: int) -> tuple[jax.Array, jax.Array]:
+    """A piece of the products, scaled and with its bias; the same after the activation."""
+    spec, store_n = consumer.cta.spec, consumer.cta.loops.store_n
+    i, j = consumer.cta.loops.pieces[piece]
+    x = acc[i * _STORE_M : (i + 1) * _STORE_M, j * store_n : (j + 1) * store_n]
+    if spec.alpha != 1:
+        x = spec.alpha * x
+    if spec.bias is not None:
+        bias_gmem = consumer.cta.gmem.bias.at[_target(consumer, tile, piece)[0][-1]]
+        bias = plgpu.load(bias_gmem, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        x = x + lax.broadcast_in_dim(bias, x.shape, [1])
+    return x, x if spec.activation is None else _ACTIVATIONS[spec.activation](x)
+
+
+def _store(consumer: _Consumer, x: jax.Array, tile: Any, piece: int, nth_result: int = -1) -> None:
+    """Adds the residual to a piece of a result, by default of the output, and sends it out by TMA."""
+    gmem, smem = consumer.cta.gmem, consumer.cta.smem
+    num_results = len(gmem.results)
+    nth_result %= num_results
+    to, is_inside = _target(consumer, tile, piece)
+    if piece == 0 and nth_result == 0:  # The last tile may have ended on the slot that this one begins with.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    slot = (piece * num_results + nth_result) % _NUM_STORE_SLOTS
+    out_gmem = gmem.results[nth_result].at[to]
+    is_output = nth_result == num_results - 1
+    residual = gmem.residual.at[to] if gmem.residual is not None and is_output else None
+    # The slot was last read by the store before the previous one.
+    plgpu.wait_smem_to_gmem(_NUM_STORE_SLOTS - 1, wait_read_only=True)
+    staging = smem.out.at[consumer.index, slot]
+    if residual is not None:
+        fetched = smem.residual_full.at[consumer.index * _NUM_STORE_SLOTS + slot]
+        plgpu.copy_gmem_to_smem(residual, staging, fetched)
+        plgpu.barrier_wait(fetched)
+        x = x + staging[...].astype(jnp.float32)
+    staging[...] = x.astype(consumer.cta.spec.out_dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staging, out_gmem, is_inside)
+
+
+def _target(consumer: _Consumer, tile: Any, piece: int) -> tuple[Any, Any]:
+    """Where a piece lies in the result, and whether it lies inside; None: TMA drops the columns outside.
+
+    Mosaic drops a dimension of a single tile from the copy, and with it the index that lies outside.
+    """
+    config, store_n = consumer.cta.config, consumer.cta.loops.store_n
+    place = consumer.cta.place(tile)
+    i, j = consumer.cta.loops.pieces[piece]
+    consumer_m, consumer_n = config.consumer_tile
+    row = place.m_idx * config.block_m + (consumer.index * consumer_m if config.split == "m" else 0) + i * _STORE_M
+    column = place.n_idx * config.block_n + (consumer.index * consumer_n if config.split == "n" else 0) + j * store_n
+    is_inside = column < store_n if consumer.cta.gmem.out.shape[-1] == store_n else None
+    return (*place.part, *place.batch, pl.ds(row, _STORE_M), pl.ds(column, store_n)), is_inside
 
 
 def _num_deferred(spec: MatmulSpec, config: Config) -> int:
