@@ -18,8 +18,8 @@ if (_root / "pyproject.toml").exists() and (_root / "pallas" / "__init__.py").ex
     __path__.insert(0, str(_root))
 
 from jaxkernels import checkpoint_policies
+from jaxkernels.core.explain import explain
 from jaxkernels.core.versions import installed_version as _installed_version
-from jaxkernels.explain import explain
 from jaxkernels.ops.attention.api import dot_product_attention
 from jaxkernels.ops.matmul.api import dot_general, matmul
 from jaxkernels.tuning.autotune import autotune, tuning

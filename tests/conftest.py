@@ -21,8 +21,7 @@ import jax
 import pytest
 from cases import ATTENTION_CASES, MATMUL_CASES
 
-from jaxkernels.core import dispatch, hardware
-from jaxkernels.tuning import cache
+from jaxkernels.core import dispatch, hardware, winners
 
 # Tracing and lowering make millions of objects that stay: to look for garbage less often saves 5 % of their time.
 gc.set_threshold(100_000, 50, 1000)
@@ -105,7 +104,7 @@ def _untuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Which configuration a kernel gets depends neither on this machine's tuning nor on the table that is shipped."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXKERNELS_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(cache, "_TABLES", tmp_path_factory.mktemp("tables"))
+        patch.setattr(winners, "_TABLES", tmp_path_factory.mktemp("tables"))
         yield
 
 

@@ -130,19 +130,19 @@ MUTATIONS: dict[str, Mutation] = {
         "tests/test_dispatch.py::test_every_reason_is_listed_where_all_refuse",
     ),
     "key without the version": Mutation(
-        "jaxkernels/tuning/cache.py", '"version": self.version,', '"version": 0,',
+        "jaxkernels/core/winners.py", '"version": self.version,', '"version": 0,',
         "tests/test_tuning_cache.py::test_every_part_of_the_key_counts",
     ),
     "key without the chip's size": Mutation(
-        "jaxkernels/tuning/cache.py", '"num_sms": self.chip.num_sms,', '"num_sms": 0,',
+        "jaxkernels/core/winners.py", '"num_sms": self.chip.num_sms,', '"num_sms": 0,',
         "tests/test_tuning_cache.py::test_every_part_of_the_key_counts",
     ),
     "choice not remembered": Mutation(
-        "jaxkernels/tuning/cache.py", "return _memo.setdefault((folder, key), winner)", "return winner",
+        "jaxkernels/core/winners.py", "return _memo.setdefault((folder, key), winner)", "return winner",
         "tests/test_tuning_cache.py::test_a_process_keeps_to_its_first_choice",
     ),
     "stored winner not remembered": Mutation(
-        "jaxkernels/tuning/cache.py", "_memo[folder, key] = winner", "pass",
+        "jaxkernels/core/winners.py", "_memo[folder, key] = winner", "pass",
         "tests/test_tuning_cache.py::test_winner_is_taken_instead_of_the_default",
     ),
     "candidates measured twice": Mutation(
@@ -235,7 +235,7 @@ MUTATIONS: dict[str, Mutation] = {
         "2 * self.num_bytes / self.memory_bytes_per_s", "tests/test_bench.py::test_limits_are_those_of_the_chip",
     ),
     "operands that stay in the cache": Mutation(
-        "jaxkernels/bench/measure.py", "math.ceil(_CACHE_BYTES / max(num_bytes, 1))",
+        "jaxkernels/core/measure.py", "math.ceil(_CACHE_BYTES / max(num_bytes, 1))",
         "math.floor(_CACHE_BYTES / max(num_bytes, 1))",
         "tests/test_bench_measure.py::test_rotation_exceeds_the_cache_or_is_left",
     ),

@@ -26,17 +26,17 @@ from typer.testing import CliRunner, Result
 
 import jaxkernels as jk
 from jaxkernels import cli
-from jaxkernels.bench import accuracy, baselines, lowering, measure, plots, report, results, runner, suites, training
-from jaxkernels.bench import cli as bench_cli
+from jaxkernels.bench import accuracy, baselines, lowering, plots, report, results, runner, suites, training
 from jaxkernels.bench.baselines import BASELINES, Baseline, Contender
 from jaxkernels.bench.cases import AttentionCase, MatmulCase
 from jaxkernels.bench.lowering import Lowered, Workers
-from jaxkernels.bench.measure import Samples, Visit
 from jaxkernels.bench.results import Results, Row, Side
 from jaxkernels.bench.suites import SUITES, Problem
 from jaxkernels.bench.telemetry import Reading, Telemetry
-from jaxkernels.core import dispatch, hardware
+from jaxkernels.cli import bench as bench_cli
+from jaxkernels.core import dispatch, hardware, measure
 from jaxkernels.core.errors import InputError
+from jaxkernels.core.measure import Samples, Visit
 from jaxkernels.models.config import PRESETS
 from jaxkernels.ops.matmul import reference as xla_matmul
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 from errors import raises_exactly
 
-from jaxkernels.bench import measure as lib
-from jaxkernels.bench.measure import (
+from jaxkernels.core import measure as lib
+from jaxkernels.core.measure import (
     Call,
     CuptiClock,
     MeasureError,

@@ -15,7 +15,8 @@ import jax
 import pytest
 from typer.testing import CliRunner, Result
 
-from jaxkernels import cli, doctor
+from jaxkernels import cli
+from jaxkernels.cli import doctor
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.models.config import PRESETS
 

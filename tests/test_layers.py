@@ -1,8 +1,12 @@
-"""Imports point down only: command line, models, public face, tuner, operations, dispatch, backends, specs."""
+"""Folders are layers: each imports from itself and from folders below it.
+
+From the top: the command line, benchmarks, models, the public face, tuning, operations, backends, core.
+"""
 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import pathlib
 from collections.abc import Iterator
@@ -12,36 +16,10 @@ import pytest
 import jaxkernels
 
 ROOT = pathlib.Path(jaxkernels.__file__).parent
+BACKENDS = ("pallas", "ffi", "triton")
 
-#: Layers from the top. A module imports from its own layer's package and from layers below, nothing else of ours.
-LAYERS: dict[str, tuple[str, ...]] = {
-    "command line": (
-        "jaxkernels.__main__", "jaxkernels.bench", "jaxkernels.cli", "jaxkernels.doctor", "jaxkernels.tuning.cli",
-    ),
-    "models": ("jaxkernels.models",),
-    "public face": ("jaxkernels", "jaxkernels.checkpoint_policies", "jaxkernels.explain", "jaxkernels.tuning.autotune"),
-    "operations": ("jaxkernels.ops",),
-    # Measures kernels as dispatch knows them, with the benchmarks' method; knows nothing of primitives.
-    "tuner": ("jaxkernels.tuning.tuner", "jaxkernels.tuning.operands"),
-    "dispatch": ("jaxkernels.core.kernel_op", "jaxkernels.core.dispatch", "jaxkernels.core.sharding"),
-    "backends": ("jaxkernels.pallas", "jaxkernels.ffi", "jaxkernels.triton"),
-    "winners on disk": ("jaxkernels.tuning.cache", "jaxkernels.tuning"),
-    "ground": (
-        "jaxkernels.core", "jaxkernels.ops.matmul.spec", "jaxkernels.ops.attention.spec",
-        "jaxkernels.ops.matmul.tensor_cores", "jaxkernels.ops.matmul.epilogue",
-        "jaxkernels.core.folders", "jaxkernels.core._jax", "jaxkernels.core.arguments",
-        "jaxkernels.core.versions", "jaxkernels.bench.measure",
-    ),
-}  # fmt: skip
-BACKENDS = LAYERS["backends"]
-
-#: What the layers would forbid. Derivatives of the derivatives are those of the reference in plain JAX: it defines what
-#: the operations mean, and happens to be a backend too.
-ALLOWED = {
-    ("jaxkernels.ops.attention.api", "jaxkernels.ops.attention.reference"),
-    # jk.models is a name of the public face. It is imported at first use.
-    ("jaxkernels", "jaxkernels.models"),
-}
+#: Folders of the package from the top; "" is the public face, the modules in the package's own folder.
+LAYERS = (("cli", "__main__"), ("bench",), ("models",), ("",), ("tuning",), ("ops",), BACKENDS, ("core",))
 
 
 def modules() -> dict[str, pathlib.Path]:
@@ -49,7 +27,7 @@ def modules() -> dict[str, pathlib.Path]:
     folders = [("jaxkernels", ROOT)]
     for name in ("models", "pallas", "ffi"):
         spec = importlib.util.find_spec(f"jaxkernels.{name}")
-        # Of an editable install the compiled part lies in a folder of its own.
+        # In an editable install the compiled part lies in a folder of its own.
         folders += [(f"jaxkernels.{name}", pathlib.Path(folder)) for folder in spec.submodule_search_locations]
     found = {}
     for package, folder in folders:
@@ -62,10 +40,15 @@ def modules() -> dict[str, pathlib.Path]:
 MODULES = modules()
 
 
-def imports_of(name: str) -> Iterator[str]:
-    """Modules that this one imports, also inside functions."""
+@functools.cache
+def imports_of(name: str) -> frozenset[str]:
+    """Modules of ours and of JAX's that this one imports, also inside functions, but not for type checkers alone."""
+    return frozenset(_imports_of(name, ast.parse(MODULES[name].read_text())))
+
+
+def _imports_of(name: str, tree: ast.AST) -> Iterator[str]:
     is_package = MODULES[name].name == "__init__.py"
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+    for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -73,18 +56,40 @@ def imports_of(name: str) -> Iterator[str]:
             base = ".".join([*parents, *([node.module] if node.module else [])]) if node.level else node.module
             # `from package import module` imports the module, `from module import name` does not.
             yield from (f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base for alias in node.names)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for other in node.orelse:
+                yield from _imports_of(name, other)
+        else:
+            yield from _imports_of(name, node)
+
+
+def ours(name: str) -> set[str]:
+    """Modules of this package that a module imports."""
+    return {imported for imported in imports_of(name) if imported.split(".")[0] == "jaxkernels"}
+
+
+def folder_of(name: str) -> str:
+    parts = name.split(".")[1:]
+    folders = {folder for layer in LAYERS for folder in layer}
+    if parts and parts[0] in folders:
+        return parts[0]
+    assert len(parts) < 2, f"{name}: the folder {parts[0]} is in no layer. Add it to LAYERS."
+    return ""
 
 
 def layer_of(name: str) -> int:
-    """The layer of the longest member that the name is, or is inside of."""
-    places = {member: depth for depth, members in enumerate(LAYERS.values()) for member in members}
-    inside = [m for m in places if name == m or (name.startswith(f"{m}.") and m != "jaxkernels")]
-    assert inside, f"{name} stands in no layer: add it to LAYERS"
-    return places[max(inside, key=len)]
+    return next(depth for depth, folders in enumerate(LAYERS) if folder_of(name) in folders)
 
 
-def backend_of(name: str) -> str | None:
-    return next((backend for backend in BACKENDS if name == backend or name.startswith(f"{backend}.")), None)
+@functools.cache
+def reached_from(name: str) -> frozenset[str]:
+    """Modules of ours that importing this one imports, directly or through others."""
+    found, open_ends = set(), [name]
+    while open_ends:
+        for imported in ours(open_ends.pop()) - {"jaxkernels"} - found:
+            found.add(imported)
+            open_ends.append(imported)
+    return frozenset(found)
 
 
 def test_all_modules_are_found():
@@ -94,38 +99,36 @@ def test_all_modules_are_found():
 
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_imports_point_down(name):
-    for imported in imports_of(name):
-        if imported.split(".")[0] != "jaxkernels" or (name, imported) in ALLOWED:
-            continue
-        if imported == "jaxkernels":  # The package's own docstring and functions: for those above it.
-            assert layer_of(name) <= layer_of("jaxkernels"), f"{name} imports the public face"
-            continue
+    for imported in ours(name):
+        if folder_of(name) in BACKENDS and folder_of(imported) == "ops":
+            continue  # test_backends_import_descriptions_only
         assert layer_of(name) <= layer_of(imported), f"{name} imports {imported}, which stands above it"
-        if (backend := backend_of(name)) and backend_of(imported):
-            assert backend == backend_of(imported), f"{name} imports {imported}, another backend"
+        if folder_of(name) in BACKENDS and folder_of(imported) in BACKENDS:
+            assert folder_of(name) == folder_of(imported), f"{name} imports {imported}, another backend"
 
 
-def test_operations_do_not_import_backends_otherwise():
-    """They name them to `dispatch`, which loads them when they are needed."""
-    found = {
-        (name, imported)
-        for name in MODULES
-        if layer_of(name) < layer_of("jaxkernels.pallas")
-        for imported in imports_of(name)
-        if backend_of(imported)
-    }
-    of_operations = {(name, imported) for name, imported in found if name.startswith("jaxkernels.ops")}
-    assert of_operations == {(name, imported) for name, imported in ALLOWED if backend_of(imported)}
-    assert not any(name == "jaxkernels.core.dispatch" for name, _ in found)
+@pytest.mark.parametrize("name", sorted(name for name in MODULES if folder_of(name) in BACKENDS))
+def test_backends_import_descriptions_only(name):
+    """A backend reads what an operation is (its spec), never the primitive that calls the backend."""
+    for imported in ours(name):
+        if folder_of(imported) == "ops":
+            above = {m for m in reached_from(imported) if folder_of(m) != "ops" and layer_of(m) < layer_of(name)}
+            assert not above, f"{name} imports {imported}, which imports {above}"
+            assert "jaxkernels.core.kernel_op" not in reached_from(imported), f"{imported} binds primitives"
+
+
+@pytest.mark.parametrize("name", sorted(name for name in MODULES if folder_of(name) in ("ops", "core")))
+def test_operations_do_not_import_backends(name):
+    """Operations name backends in the registry; `dispatch` loads them when it needs them."""
+    assert not {imported for imported in reached_from(name) if folder_of(imported) in BACKENDS}
 
 
 def test_models_use_the_public_face_only():
-    """And the table of chips, to report their share of the peak, and the rule for where caches are kept."""
+    """And three things of core: the table of chips, the rule for where caches are kept, the error for bad input."""
     public = "jaxkernels", "jaxkernels.core.hardware", "jaxkernels.core.folders", "jaxkernels.core.errors"
     for name in MODULES:
-        if name.startswith("jaxkernels.models"):
-            ours = {imported for imported in imports_of(name) if imported.split(".")[0] == "jaxkernels"}
-            assert {i for i in ours if not i.startswith("jaxkernels.models")} <= set(public), name
+        if folder_of(name) == "models":
+            assert {imported for imported in ours(name) if folder_of(imported) != "models"} <= {*public}, name
 
 
 def test_private_names_of_jax_are_used_in_one_file():

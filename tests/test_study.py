@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from jaxkernels.bench import study
 from jaxkernels.bench.suites import parse_shape
-from jaxkernels.cli import app
+from jaxkernels.cli.app import app
 from jaxkernels.core.errors import InputError
 
 POINTS = [

@@ -21,15 +21,15 @@ from typer.testing import CliRunner, Result
 
 import jaxkernels as jk
 from jaxkernels import cli
-from jaxkernels.bench.measure import Call, MeasureError
-from jaxkernels.core import dispatch, hardware
+from jaxkernels.cli import tune as tune_cli
+from jaxkernels.core import dispatch, hardware, winners
 from jaxkernels.core.dispatch import Entry
+from jaxkernels.core.measure import Call, MeasureError
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.ops.matmul.spec import MatmulSpec
 from jaxkernels.tuning import autotune as autotune_lib
-from jaxkernels.tuning import cache, operands, tuner
-from jaxkernels.tuning import cli as tune_cli
+from jaxkernels.tuning import operands, tuner
 
 CPU = hardware.host()
 A = np.ones((5, 7), np.float32)
@@ -83,7 +83,7 @@ SPACE = tuple(Config(block, depth) for block in BLOCKS for depth in (1, 2, 3))
 def lab(registry, monkeypatch, tmp_path) -> Lab:
     """Backend "fake" stands before the others, for products and for both passes of attention."""
     monkeypatch.setenv("JAXKERNELS_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cache, "_memo", {})
+    monkeypatch.setattr(winners, "_memo", {})
     lab = Lab()
     others = dict(registry)
     registry.clear()
@@ -272,7 +272,7 @@ def test_same_cache_same_choice(lab, monkeypatch):
     lab.microseconds = lambda backend, config: -config.block + 1000.0
     tuner.tune("matmul", make_spec(), "fake")
     first = dispatch.choose("matmul", make_spec(), "fake").config
-    monkeypatch.setattr(cache, "_memo", {})
+    monkeypatch.setattr(winners, "_memo", {})
     lab.microseconds = lambda backend, config: float(config.block)
     assert dispatch.choose("matmul", make_spec(), "fake").config == first
     assert jk.autotune(lambda a, b: jk.matmul(a, b, backend="fake"), A, B).num_kept == 1
@@ -557,7 +557,7 @@ def test_tuning_measures_the_shards_of_an_auto_mesh(lab, meshes):
     with jk.tuning():
         out = jax.jit(lambda a, b: jk.matmul(a, b, backend="fake"))(whole, B)
     np.testing.assert_array_equal(out, np.full((16, 3), 7))
-    entries = cache.entries(CPU)
+    entries = winners.entries(CPU)
     assert [entry["key"]["spec"]["lhs"] for entry in entries] == ["f32[4,7]"]
 
 
@@ -571,7 +571,7 @@ def test_tuning_under_shard_map_and_vmap(lab, meshes):
     )
     with jk.tuning():
         np.testing.assert_array_equal(jax.jit(f)(np.ones((4, 5, 7), np.float32)), np.full((4, 5, 3), 7))
-    assert len(cache.entries(CPU)) == 1
+    assert len(winners.entries(CPU)) == 1
 
 
 def test_refusals_of_the_context_manager(monkeypatch):
@@ -654,9 +654,9 @@ def test_command_tunes_shapes_and_writes_a_table(lab, monkeypatch, tmp_path):
         lab.measured.clear()
         assert invoke("gemm", "--shapes=64x64x32", "--backend=fake", "--force").exit_code == 0
         assert lab.measured
-    monkeypatch.setattr(cache, "_TABLES", tmp_path)
-    cache._from_table.cache_clear()
-    assert len(cache._from_table(table)) == 2
+    monkeypatch.setattr(winners, "_TABLES", tmp_path)
+    winners._from_table.cache_clear()
+    assert len(winners._from_table(table)) == 2
 
 
 def test_command_tunes_both_passes_of_attention(lab, monkeypatch):

@@ -17,14 +17,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkernels.core import dispatch, hardware
+from jaxkernels.core import dispatch, hardware, winners
 from jaxkernels.core.dispatch import Entry
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.ops.matmul.spec import MatmulSpec
-from jaxkernels.tuning import cache
 
-ROOT = pathlib.Path(cache.__file__).parent.parent.parent
+ROOT = pathlib.Path(winners.__file__).parent.parent.parent
 H200 = hardware.lookup("NVIDIA H200")
 
 
@@ -57,14 +56,14 @@ def fake(registry, monkeypatch, tmp_path) -> types.ModuleType:
     others = dict(registry)
     registry.clear()
     registry.update({("matmul", "fake"): Entry(module.__name__)} | others)
-    monkeypatch.setattr(cache, "_memo", {})
+    monkeypatch.setattr(winners, "_memo", {})
     return module
 
 
 @pytest.fixture
 def forget(monkeypatch) -> Callable[[], None]:
     """Makes this process one that has just started."""
-    return lambda: monkeypatch.setattr(cache, "_memo", {})
+    return lambda: monkeypatch.setattr(winners, "_memo", {})
 
 
 def chosen(spec: MatmulSpec | None = None, backend: str | None = "fake") -> tuple[Any, str]:
@@ -109,7 +108,7 @@ def test_a_process_keeps_to_its_first_choice(fake, forget, tmp_path):
 
 
 def test_alpha_of_one_leaves_keys_as_they_were():
-    key = lambda **options: cache.Key(H200, "matmul", make_spec(**options), "fake", 3).describe()["spec"]
+    key = lambda **options: winners.Key(H200, "matmul", make_spec(**options), "fake", 3).describe()["spec"]
     assert key(alpha=1.0) == key() == {name: value for name, value in key(alpha=0.5).items() if name != "alpha"}
     assert key(alpha=0.5)["alpha"] == 0.5
 
@@ -156,7 +155,7 @@ def test_every_part_of_the_key_counts(fake):
 
 def test_keys_of_all_kinds_of_specs():
     """Precisions and attentions have a form too; a size that is not known yet has none."""
-    key = lambda spec: cache.Key(H200, "op", spec, "fake", 1).describe()
+    key = lambda spec: winners.Key(H200, "op", spec, "fake", 1).describe()
     pair = make_spec(precision=(jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST))
     preset = make_spec(precision=jax.lax.DotAlgorithmPreset.DEFAULT)
     algorithm = make_spec(precision=jax.lax.DotAlgorithm(jnp.float16, jnp.float16, jnp.float32))
@@ -283,7 +282,7 @@ def test_entry_that_others_may_have_written_is_ignored_with_one_warning(fake, fo
         assert [str(w.message) for w in caught] == [
             f"tuning: ignored {path}: {expected}. Delete it, or tune again to replace it."
         ]
-        assert cache.entries(H200) == []
+        assert winners.entries(H200) == []
         path.unlink()
         os.mkfifo(path)
         expected = "it is not a regular file"
@@ -311,14 +310,14 @@ def test_environment_names_the_folder(fake, forget, tmp_path, monkeypatch):
 def table(monkeypatch, tmp_path) -> pathlib.Path:
     folder = tmp_path / "tables"
     folder.mkdir()
-    monkeypatch.setattr(cache, "_TABLES", folder)
-    cache._from_table.cache_clear()
+    monkeypatch.setattr(winners, "_TABLES", folder)
+    winners._from_table.cache_clear()
     return folder / "nvidia_h200.json"
 
 
 def test_table_stands_behind_the_users_cache(fake, forget, table, tmp_path):
     store(config=Config(128))
-    table.write_text(json.dumps(cache.entries(H200)))
+    table.write_text(json.dumps(winners.entries(H200)))
     (path,) = [path for path in files(tmp_path) if path != table]
     path.unlink()
     forget()
@@ -346,14 +345,14 @@ def test_damaged_table_is_ignored_with_one_warning(text, fake, table):
 
 def test_shipped_tables_are_sound():
     """Each entry is for the chip of its file, and a member of its kernel's space."""
-    tables = list((pathlib.Path(cache.__file__).parent / "tables").glob("*.json"))
+    tables = list((pathlib.Path(winners.__file__).parent / "tables").glob("*.json"))
     assert tables
     for path in tables:
         for entry in json.loads(path.read_text()):
-            assert cache._slug(entry["key"]["device"]) == path.stem
-            assert cache._check(entry, entry["key"])
+            assert winners._slug(entry["key"]["device"]) == path.stem
+            assert winners._check(entry, entry["key"])
             backend = entry["key"]["backend"]
-            if backend != cache.AUTO:
+            if backend != winners.AUTO:
                 module = dispatch.load(entry["key"]["op"], backend)
                 assert entry["key"]["version"] == module.VERSION
                 module.Config(**entry["winner"])
@@ -367,7 +366,7 @@ def test_entries_are_those_that_are_sound(fake, tmp_path):
     damaged = first.with_name("0" * 32 + ".json")
     damaged.write_text(first.read_text())
     (first.parent / "x.json").write_text("damaged")
-    found = cache.entries(H200)
+    found = winners.entries(H200)
     assert sorted(entry["key"]["spec"]["lhs"] for entry in found) == ["bf16[5,7]", "bf16[6,7]"]
 
 
@@ -430,7 +429,7 @@ _WRITER = """
 import sys, dataclasses
 from jaxkernels.core import hardware
 from jaxkernels.core.types import ArrayType
-from jaxkernels.tuning import cache
+from jaxkernels.core import winners
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
@@ -441,9 +440,9 @@ number = int(sys.argv[1])
 for i in range(150):
     for x in (-1, number):  # One key that all fight for, and one of our own.
         values = {"writer": number, "count": i, "padding": "p" * 5000}
-        cache.store(cache.Key(chip, "op", Spec(x), "fake", 1), None, values, 1.0)
-    cache._memo.clear()
-    found = cache.lookup(cache.Key(chip, "op", Spec(-1), "fake", 1), dict)
+        winners.store(winners.Key(chip, "op", Spec(x), "fake", 1), None, values, 1.0)
+    winners._memo.clear()
+    found = winners.lookup(winners.Key(chip, "op", Spec(-1), "fake", 1), dict)
     assert set(found) == {"writer", "count", "padding"} and len(found["padding"]) == 5000
 """
 
@@ -467,8 +466,8 @@ def test_processes_store_and_read_at_once(tmp_path):
 def test_lookups_cost_microseconds(fake, monkeypatch):
     """The disk is asked once for each key, also where it has nothing."""
     reads = []
-    original = cache._from_file
-    monkeypatch.setattr(cache, "_from_file", lambda *args: reads.append(args) or original(*args))
+    original = winners._from_file
+    monkeypatch.setattr(winners, "_from_file", lambda *args: reads.append(args) or original(*args))
     store(make_spec(m=6))
     for _ in range(5):
         chosen(make_spec(m=5))

@@ -16,10 +16,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jaxkernels.bench import results as results_lib
-from jaxkernels.bench.measure import REGIMES
 from jaxkernels.bench.results import Results, Row, Side
 from jaxkernels.bench.suites import SUITES
 from jaxkernels.core.errors import InputError
+from jaxkernels.core.measure import REGIMES
 
 __all__ = ["Library", "geometric_mean", "ratios", "render", "summary", "table"]
 

@@ -13,12 +13,11 @@ import sys
 from collections.abc import Collection
 from typing import Any, Literal
 
-from jaxkernels.bench import measure
-from jaxkernels.bench.measure import Regime, Samples
 from jaxkernels.bench.telemetry import Reading, Telemetry
-from jaxkernels.core import hardware
+from jaxkernels.core import hardware, measure
 from jaxkernels.core.errors import InputError
 from jaxkernels.core.folders import write_whole
+from jaxkernels.core.measure import Regime, Samples
 from jaxkernels.core.versions import installed_version
 
 __all__ = [

@@ -25,11 +25,11 @@ from jaxkernels.bench import accuracy, lowering
 from jaxkernels.bench.baselines import BASELINES, Contender, baseline_names
 from jaxkernels.bench.cases import AttentionCase, Draw, MatmulCase
 from jaxkernels.bench.lowering import Lowered, Workers
-from jaxkernels.bench.measure import Call, Clock, Regime, Samples, clock_for, measure, num_rotations
 from jaxkernels.bench.results import Row, Side
 from jaxkernels.bench.suites import Problem, peak_flops_per_s
 from jaxkernels.bench.telemetry import Telemetry
 from jaxkernels.core import dispatch, hardware
+from jaxkernels.core.measure import Call, Clock, Regime, Samples, clock_for, measure, num_rotations
 
 __all__ = ["Settings", "our_key", "run"]
 
@@ -38,7 +38,7 @@ _Arrays = dict[str, jax.Array]
 #: Problems whose programs are compiled, and held, at a time.
 _CHUNK = 48
 
-#: See `jaxkernels.bench.measure.measure`.
+#: See `jaxkernels.core.measure.measure`.
 _BUDGET_SECONDS = {"burst": 0.5, "sustained": 0.7}
 
 #: A baseline this much slower than the fastest is not timed beyond a first look, and not beyond bursts.

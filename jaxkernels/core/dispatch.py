@@ -33,10 +33,9 @@ from typing import Any, Literal, Protocol
 
 import jax
 
-from jaxkernels.core import registry
+from jaxkernels.core import registry, winners
 from jaxkernels.core.hardware import Chip
 from jaxkernels.core.registry import Entry
-from jaxkernels.tuning import cache
 
 __all__ = [
     "REGISTRY", "WAY_OUT", "Choice", "Entry", "Policy", "backend_names", "check", "check_backend", "choose",
@@ -287,7 +286,7 @@ def _winner(op: str, backend: str, spec: Spec) -> Any | None:
             raise ValueError(f"{config} is not in the search space of this spec")
         return member
 
-    return cache.lookup(cache.Key(spec.target, op, spec, backend, module.VERSION), decode)
+    return winners.lookup(winners.Key(spec.target, op, spec, backend, module.VERSION), decode)
 
 
 def _fastest(op: str, spec: Spec) -> str | None:
@@ -303,7 +302,7 @@ def _fastest(op: str, spec: Spec) -> str | None:
             raise ValueError(f"its backend {values['backend']!r} is not among those measured")
         return values["backend"], versions
 
-    found = cache.lookup(cache.Key(spec.target, op, spec, cache.AUTO, 0), decode)
+    found = winners.lookup(winners.Key(spec.target, op, spec, winners.AUTO, 0), decode)
     if found is None or found[1] != _versions(op, usable_backends(op, spec)):
         return None
     return found[0]
@@ -315,15 +314,15 @@ def _versions(op: str, backends: list[str]) -> dict[str, int]:
 
 def store_winner(op: str, backend: str, spec: Spec, config: Any, seconds: float) -> None:
     """Keeps the configuration of a backend that was measured fastest."""
-    key = cache.Key(spec.target, op, spec, backend, load(op, backend).VERSION)
-    cache.store(key, config, dataclasses.asdict(config), seconds)
+    key = winners.Key(spec.target, op, spec, backend, load(op, backend).VERSION)
+    winners.store(key, config, dataclasses.asdict(config), seconds)
 
 
 def store_fastest(op: str, backend: str, spec: Spec, seconds: float) -> None:
     """Keeps the backend that was measured fastest of all that can run the spec."""
     versions = _versions(op, usable_backends(op, spec))
-    key = cache.Key(spec.target, op, spec, cache.AUTO, 0)
-    cache.store(key, (backend, versions), {"backend": backend, "versions": versions}, seconds)
+    key = winners.Key(spec.target, op, spec, winners.AUTO, 0)
+    winners.store(key, (backend, versions), {"backend": backend, "versions": versions}, seconds)
 
 
 def is_tuned(op: str, spec: Spec, backend: str | None) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxkernels.core import dispatch
-from jaxkernels.explain import explain
+from jaxkernels.core.explain import explain
 from jaxkernels.tuning.tuner import Result, TuningError, check_settings, device_for, tune
 
 __all__ = ["Report", "autotune", "tuning"]

@@ -21,10 +21,10 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxkernels.bench.measure import Call, MeasureError, num_rotations
-from jaxkernels.bench.measure import measure as bench_measure
 from jaxkernels.core import _jax, dispatch, hardware
 from jaxkernels.core.arguments import positive_number, positive_whole
+from jaxkernels.core.measure import Call, MeasureError, num_rotations
+from jaxkernels.core.measure import measure as bench_measure
 from jaxkernels.core.types import ArrayType
 from jaxkernels.tuning import operands as operands_lib
 
@@ -51,7 +51,7 @@ class Samples(Protocol):
     def median(self) -> float: ...
 
 
-#: As `jaxkernels.bench.measure.measure`.
+#: As `jaxkernels.core.measure.measure`.
 Measure = Callable[..., Mapping[str, Samples]]
 
 
@@ -142,7 +142,7 @@ def tune(
       backend: the backend to tune, or None for all that can run the spec.
       top: configurations of one backend in the first round; half as many follow in the second.
       budget_s: seconds after which nothing new is begun. The defaults are measured in any case.
-      measure: times calls as `jaxkernels.bench.measure.measure` does.
+      measure: times calls as `jaxkernels.core.measure.measure` does.
 
     Returns:
       Everything tried. A candidate that does not compile, or whose results are wrong, has its reason.

@@ -14,11 +14,10 @@ import numpy as np
 from numerics import assert_accurate
 
 from jaxkernels.bench.cases import random_array
-from jaxkernels.core import dispatch, hardware
+from jaxkernels.core import dispatch, hardware, winners
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.matmul import reference as xla_matmul
 from jaxkernels.ops.matmul.spec import MatmulSpec
-from jaxkernels.tuning import cache
 
 __all__ = [
     "H200", "LAYOUTS", "REFUSALS", "assert_right", "make_spec", "random_operands", "shipped_winners", "types_of",
@@ -65,8 +64,8 @@ def make_spec(
 def shipped_winners(backend: str) -> list[tuple[MatmulSpec, Any]]:
     """A product and its configuration for each that the tables hold of a backend, in each pair of layouts."""
     config = dispatch.load("matmul", backend).Config
-    winners = {}
-    for path in (pathlib.Path(cache.__file__).parent / "tables").glob("*.json"):
+    found = {}
+    for path in (pathlib.Path(winners.__file__).parent / "tables").glob("*.json"):
         for entry in json.loads(path.read_text()):
             key = entry["key"]
             if (key["op"], key["backend"]) != ("matmul", backend):
@@ -75,8 +74,8 @@ def shipped_winners(backend: str) -> list[tuple[MatmulSpec, Any]]:
             (lhs_k,), (rhs_k,) = key["spec"]["dimension_numbers"][0]
             layouts = f"{('km', 'mk')[lhs_k]}.{('kn', 'nk')[rhs_k]}"
             spec = make_spec(lhs[1 - lhs_k], rhs[1 - rhs_k], lhs[lhs_k], layouts=layouts)
-            winners.setdefault((layouts, config(**entry["winner"])), spec)
-    return [(spec, config) for (_, config), spec in winners.items()]
+            found.setdefault((layouts, config(**entry["winner"])), spec)
+    return [(spec, config) for (_, config), spec in found.items()]
 
 
 def types_of(spec: MatmulSpec) -> list[ArrayType]:

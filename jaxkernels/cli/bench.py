@@ -183,9 +183,9 @@ def _settings(op: Op, regimes: list[str] | None, backends: list[str] | None, bas
     import jax
 
     from jaxkernels.bench.baselines import baseline_names
-    from jaxkernels.bench.measure import REGIMES
     from jaxkernels.bench.runner import Settings
     from jaxkernels.bench.telemetry import Telemetry
+    from jaxkernels.core.measure import REGIMES
 
     known_baselines = baseline_names(op)
     given = {

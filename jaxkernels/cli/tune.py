@@ -14,10 +14,10 @@ import numpy as np
 import typer
 
 from jaxkernels.bench import suites
-from jaxkernels.core import dispatch, hardware
+from jaxkernels.core import dispatch, hardware, winners
 from jaxkernels.core.errors import InputError
-from jaxkernels.explain import explain
-from jaxkernels.tuning import cache, tuner
+from jaxkernels.core.explain import explain
+from jaxkernels.tuning import tuner
 
 __all__ = ["tune"]
 
@@ -49,7 +49,7 @@ def tune(
     force: Annotated[bool, typer.Option("--force", help="Measure again what has a winner.")] = False,
     table: Annotated[
         pathlib.Path | None,
-        typer.Option(help="Write all winners of this device to a file, as jaxkernels/tuning/tables holds them."),
+        typer.Option(help="Write all winners of this device to a file, as jaxkernels/core/tables holds them."),
     ] = None,
 ) -> None:
     """Measure which configurations are fastest on this GPU, and keep them for every program on this machine.
@@ -82,7 +82,7 @@ def tune(
         failed += result.winner is None and bool(result.candidates)
         print(result, flush=True)
     if table is not None:
-        _write_table(table, cache.entries(chip))
+        _write_table(table, winners.entries(chip))
     if failed:
         raise InputError(f"tune: {failed} kernels could not be tuned; their reasons stand above.")
 

@@ -16,11 +16,11 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 import jaxkernels
-from jaxkernels.bench.cli import bench, report, study
+from jaxkernels.cli.bench import bench, report, study
+from jaxkernels.cli.tune import tune
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.errors import InputError
 from jaxkernels.models.config import PRESETS, TrainingConfig
-from jaxkernels.tuning.cli import tune
 
 __all__ = ["app", "main"]
 
@@ -324,7 +324,7 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for a bug report or a program.")] = False,
 ) -> None:
     """Say what this machine can run: versions, devices, driver, each backend, caches."""
-    from jaxkernels import doctor as doctor_lib
+    from jaxkernels.cli import doctor as doctor_lib
 
     report = doctor_lib.examine()
     print(doctor_lib.as_json(report) if json else doctor_lib.as_text(report))
