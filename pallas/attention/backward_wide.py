@@ -343,20 +343,151 @@ def _turns(turn: Any, consumer: Any) -> tuple[Callable[[], None], Callable[[], N
     )
 
 
-def _dkv_kernel(
-    q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, lse_gmem: Any, delta_gmem: Any,
-    inputs: dict[str, Any], *refs: Any, spec: AttentionSpec, config: Any, first_stream: int = 0,
-) -> None:  # fmt: skip
-    *ds_gmems, dk_gmem, dv_gmem = refs
-    ds_gmem = ds_gmems[0] if config.workspace_bytes else None
-    dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
-    block_q, block_kv, num_slots = config.dkv_block_q, _ROWS_PER_CONSUMER, config.dkv_num_stages
-    shared = ("cluster",) if config.multicast else None
-    tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=transforms_of(shape[-1]))
-    rows = plgpu.SMEM((num_slots, block_q), jnp.float32)
+@dataclasses.dataclass(frozen=True)
+class _Turns:
+    """A consumer's turns at the tensor cores. Without barriers (`ping_pong` off) it never waits."""
 
-    @functools.partial(
-        pl.run_scoped,
+    barriers: Any
+    consumer: Any
+
+    def wait(self) -> None:
+        if self.barriers is not None:
+            plgpu.barrier_wait(self.barriers.at[self.consumer])
+
+    def pass_on(self) -> None:
+        if self.barriers is not None:
+            plgpu.barrier_arrive(self.barriers.at[NUM_CONSUMERS - 1 - self.consumer])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gmem:
+    """Operands in global memory. lse is in base 2; `inputs` are those of `_inputs`."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    inputs: dict[str, Any]
+
+
+def _tile(dtype: Any, *shape: int) -> Any:
+    """A swizzled buffer of 16-bit values in shared memory."""
+    return plgpu.SMEM(shape, dtype, transforms=transforms_of(shape[-1]))
+
+
+def _shared(config: Any) -> tuple[str, ...] | None:
+    """The axis along which CTAs load for each other."""
+    return ("cluster",) if config.multicast else None
+
+
+# The first kernel: dK and dV of 64 keys.
+
+
+@dataclasses.dataclass(frozen=True)
+class _DkvSmem:
+    """Buffers and barriers of the first kernel. `ds_smem`, `turn` and `cluster_done` may be None."""
+
+    k_smem: Any
+    v_smem: Any
+    q_smem: Any
+    dout_smem: Any
+    lse_smem: Any
+    delta_smem: Any
+    p_smem: Any
+    ds_smem: Any
+    k_full: Any
+    v_full: Any
+    q_full: Any
+    dout_full: Any
+    q_empty: Any
+    dout_empty: Any
+    p_full: Any
+    p_empty: Any
+    v_read: Any
+    turn: Any
+    cluster_done: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _DkvOutputs:
+    """Results of the first kernel in global memory; `ds` is None unless there is a workspace."""
+
+    ds: Any
+    dk: Any
+    dv: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _DkvItem:
+    """A CTA's work in the first kernel: the keys of one head from `kv_base` on, and the queries that see them.
+
+    Attributes:
+      stream: number of the head of keys among those of this launch.
+      visited: blocks of queries, of each head of the group.
+      q_iters: their number.
+      steps: their number in all heads of the group.
+    """
+
+    spec: AttentionSpec
+    config: Any
+    gmem: _Gmem
+    outputs: _DkvOutputs
+    smem: _DkvSmem
+    turns: _Turns
+    stream: Any
+    batch: Any
+    kv_head: Any
+    kv_base: Any
+    offset: Any
+    visited: _Range
+    q_iters: Any
+    steps: Any
+
+    @property
+    def keys(self) -> tuple[Any, Any, Any]:
+        return self.batch, pl.ds(self.kv_base, _ROWS_PER_CONSUMER), self.kv_head
+
+    @property
+    def logits(self) -> Any:
+        """An accumulator of S^T or dP^T."""
+        return plgpu.ACC((_ROWS_PER_CONSUMER, self.config.dkv_block_q), jnp.float32)
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        """Broadcasts one value for each query."""
+        return lax.broadcast_in_dim(x, (_ROWS_PER_CONSUMER, self.config.dkv_block_q), [1])
+
+    def queries(self, q_idx: Any) -> Any:
+        return pl.ds((self.visited.first + q_idx) * self.config.dkv_block_q, self.config.dkv_block_q)
+
+    def following(self, slot: Any) -> Any:
+        return _following(slot, self.config.dkv_num_stages)
+
+
+def _dkv_kernel(*refs: Any, spec: AttentionSpec, config: Any, first_stream: int = 0) -> None:
+    """dK and dV of 64 keys. Consumer 0 computes dV, consumer 1 dK and, where there is a workspace, dS^T."""
+    gmem, (*ds_gmem, dk_gmem, dv_gmem) = _Gmem(*refs[:7]), refs[7:]
+    outputs = _DkvOutputs(ds_gmem[0] if config.workspace_bytes else None, dk_gmem, dv_gmem)
+
+    def walk_queries(**smem: Any) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        item = _dkv_item(spec, config, gmem, outputs, _DkvSmem(**smem), warpgroup, first_stream)
+        pl.when(warpgroup == NUM_CONSUMERS)(lambda: _load_queries(item))
+        pl.when(warpgroup == 0)(lambda: _compute_dv(item))
+        pl.when(warpgroup == 1)(lambda: _compute_dk(item))
+        leave_cluster(item.smem.cluster_done)
+
+    pl.run_scoped(walk_queries, **_dkv_allocations(spec, config, gmem), collective_axes="warpgroup")
+
+
+def _dkv_allocations(spec: AttentionSpec, config: Any, gmem: _Gmem) -> dict[str, Any]:
+    """The fields of `_DkvSmem`."""
+    head_dim, value_dim = gmem.q.shape[3], gmem.v.shape[3]
+    block_q, block_kv, num_slots = config.dkv_block_q, _ROWS_PER_CONSUMER, config.dkv_num_stages
+    tile = functools.partial(_tile, gmem.q.dtype)
+    rows = plgpu.SMEM((num_slots, block_q), jnp.float32)
+    return dict(
         k_smem=tile(block_kv, head_dim),
         v_smem=tile(block_kv, value_dim),
         q_smem=tile(num_slots, block_q, head_dim),
@@ -364,13 +495,13 @@ def _dkv_kernel(
         lse_smem=rows,
         delta_smem=rows,
         p_smem=tile(_NUM_P_SLOTS, block_kv, block_q),
-        ds_smem=None if ds_gmem is None else tile(block_kv, block_q),
+        ds_smem=tile(block_kv, block_q) if config.workspace_bytes else None,
         k_full=plgpu.Barrier(),
         v_full=plgpu.Barrier(),
         # A slot of queries has their lse beside it, one of output gradients their delta.
         q_full=plgpu.Barrier(num_arrivals=2, num_barriers=num_slots),
         dout_full=plgpu.Barrier(num_arrivals=2, num_barriers=num_slots),
-        # Consumer 1 is done with queries last: it has P from consumer 0, which had it from them.
+        # Consumer 1 reads queries last: it waits for P, which consumer 0 computes from them.
         q_empty=slot_releases(num_slots, 1, multicast=config.multicast),
         dout_empty=slot_releases(num_slots, NUM_CONSUMERS, multicast=config.multicast),
         p_full=plgpu.Barrier(num_barriers=_NUM_P_SLOTS),
@@ -378,237 +509,260 @@ def _dkv_kernel(
         v_read=plgpu.Barrier(),
         turn=plgpu.Barrier(num_barriers=NUM_CONSUMERS) if config.ping_pong else None,
         cluster_done=cluster_end(NUM_CONSUMERS, multicast=config.multicast),
-        collective_axes="warpgroup",
     )
-    def _walk_queries(
-        k_smem: Any, v_smem: Any, q_smem: Any, dout_smem: Any, lse_smem: Any, delta_smem: Any, p_smem: Any,
-        ds_smem: Any, k_full: Any, v_full: Any, q_full: Any, dout_full: Any, q_empty: Any, dout_empty: Any,
-        p_full: Any, p_empty: Any, v_read: Any, turn: Any, cluster_done: Any,
-    ) -> None:  # fmt: skip
-        warpgroup = lax.axis_index("warpgroup")
-        stream = lax.axis_index("outer") * lax.axis_size("inner") + lax.axis_index("inner")
-        kv_head, batch = _head_and_batch(spec, first_stream + stream)
-        cluster_base = lax.axis_index("kv_block") * (_num_ctas(config) * block_kv)
-        kv_base = cluster_base + lax.axis_index("cluster") * block_kv
-        keys = (batch, pl.ds(kv_base, block_kv), kv_head)
-        offset = query_offset(inputs)
-        visited = _queries_of_keys(spec, config, inputs, batch, cluster_base)
-        first, q_iters = visited.first, visited.end - visited.first
-        steps = spec.group_size * q_iters
-        following = functools.partial(_following, num_slots=num_slots)
-        next_p_slot = functools.partial(_following, num_slots=_NUM_P_SLOTS)
-        spread = lambda x: lax.broadcast_in_dim(x, (block_kv, block_q), [1])
-        logits = plgpu.ACC((block_kv, block_q), jnp.float32)
 
-        @pl.when(warpgroup == NUM_CONSUMERS)
-        def _produce() -> None:
-            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-            plgpu.copy_gmem_to_smem(k_gmem.at[keys], k_smem, k_full)
-            plgpu.copy_gmem_to_smem(v_gmem.at[keys], v_smem, v_full)
 
-            def load_head(g: Any, slot: Any) -> Any:
-                head = kv_head * spec.group_size + g
+def _dkv_item(
+    spec: AttentionSpec, config: Any, gmem: _Gmem, outputs: _DkvOutputs, smem: _DkvSmem, warpgroup: Any,
+    first_stream: int,
+) -> _DkvItem:  # fmt: skip
+    stream = lax.axis_index("outer") * lax.axis_size("inner") + lax.axis_index("inner")
+    kv_head, batch = _head_and_batch(spec, first_stream + stream)
+    cluster_base = lax.axis_index("kv_block") * (_num_ctas(config) * _ROWS_PER_CONSUMER)
+    kv_base = cluster_base + lax.axis_index("cluster") * _ROWS_PER_CONSUMER
+    offset = query_offset(gmem.inputs)
+    visited = _queries_of_keys(spec, config, gmem.inputs, batch, cluster_base)
+    q_iters = visited.end - visited.first
+    return _DkvItem(
+        spec, config, gmem, outputs, smem, _Turns(smem.turn, warpgroup), stream, batch, kv_head, kv_base, offset,
+        visited, q_iters, spec.group_size * q_iters,
+    )  # fmt: skip
 
-                def load(i: Any, slot: Any) -> Any:
-                    queries = pl.ds((first + i) * block_q, block_q)
-                    for gmem, smem, row_gmem, row_smem, full, empty in (
-                        (q_gmem, q_smem, lse_gmem, lse_smem, q_full, q_empty),
-                        (dout_gmem, dout_smem, delta_gmem, delta_smem, dout_full, dout_empty),
-                    ):
-                        plgpu.barrier_wait(empty.at[slot])
-                        source = gmem.at[batch, queries, head]
-                        plgpu.copy_gmem_to_smem(source, smem.at[slot], full.at[slot], collective_axes=shared)
-                        plgpu.copy_gmem_to_smem(row_gmem.at[batch, head, queries], row_smem.at[slot], full.at[slot])
-                    return following(slot)
 
-                return lax.fori_loop(0, q_iters, load, slot)
+def _load_queries(item: _DkvItem) -> None:
+    """The producer: loads keys and values once, and streams queries and output gradients of each head of the group."""
+    plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+    gmem, smem, batch = item.gmem, item.smem, item.batch
+    plgpu.copy_gmem_to_smem(gmem.k.at[item.keys], smem.k_smem, smem.k_full)
+    plgpu.copy_gmem_to_smem(gmem.v.at[item.keys], smem.v_smem, smem.v_full)
+    rings = (
+        (gmem.q, smem.q_smem, gmem.lse, smem.lse_smem, smem.q_full, smem.q_empty),
+        (gmem.dout, smem.dout_smem, gmem.delta, smem.delta_smem, smem.dout_full, smem.dout_empty),
+    )
 
-            lax.fori_loop(0, spec.group_size, load_head, jnp.int32(0))
+    def load_head(g: Any, slot: Any) -> Any:
+        head = item.kv_head * item.spec.group_size + g
 
-        def begin() -> None:
-            """All slots are free."""
-            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-            for slot in range(num_slots):
-                plgpu.barrier_arrive(dout_empty.at[slot])
+        def load(i: Any, slot: Any) -> Any:
+            queries = item.queries(i)
+            for tile_gmem, tile_smem, row_gmem, row_smem, full, empty in rings:
+                plgpu.barrier_wait(empty.at[slot])
+                plgpu.copy_gmem_to_smem(
+                    tile_gmem.at[batch, queries, head],
+                    tile_smem.at[slot],
+                    full.at[slot],
+                    collective_axes=_shared(item.config),
+                )
+                plgpu.copy_gmem_to_smem(row_gmem.at[batch, head, queries], row_smem.at[slot], full.at[slot])
+            return item.following(slot)
 
-        await_turn, pass_turn = _turns(turn, warpgroup)
+        return lax.fori_loop(0, item.q_iters, load, slot)
 
-        def store(acc: jax.Array, staging: Any, out_gmem: Any) -> None:
-            if spec.key_lengths:
-                # A row without a key has been computed from zeros, with logits that nothing bounds.
-                _, key_end = ends_of(spec, inputs, batch, offset)
-                row = plgpu.broadcasted_iota(jnp.int32, acc.shape, 0, layout=TILE)
-                acc = jnp.where(row < key_end - kv_base, acc, 0.0)
-            staging[...] = acc.astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(staging, out_gmem.at[keys])
-            plgpu.wait_smem_to_gmem(0)
+    lax.fori_loop(0, item.spec.group_size, load_head, jnp.int32(0))
 
-        @pl.when(warpgroup == 0)
-        def _values() -> None:
-            begin()
 
-            def multiply_keys(s_ref: Any, slot: Any) -> None:
-                plgpu.barrier_wait(q_full.at[slot])
-                plgpu.wgmma(s_ref, k_smem, q_smem.at[slot].transpose((1, 0)))
+def _begin_consumer(item: _DkvItem) -> None:
+    """Takes registers, and releases this consumer's share of all slots of output gradients."""
+    plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+    for slot in range(item.config.dkv_num_stages):
+        plgpu.barrier_arrive(item.smem.dout_empty.at[slot])
 
-            def hide(s: jax.Array, block: Any) -> jax.Array:
-                query_start = block * block_q + offset
-                if visited.clear is None:
-                    return mask(s, spec, query_start, kv_base, keys_in_rows=True)
 
-                def hide_any(s: jax.Array) -> jax.Array:
-                    if spec.segments:
-                        key_ids = inputs["key_segments"].at[batch, pl.ds(kv_base, block_kv)]
-                        query_ids = inputs["query_segments"].at[batch, pl.ds(block * block_q, block_q)]
-                        s = hide_other_segments(s, key_ids, query_ids)
-                    return hide_unseen(s, spec, query_start, kv_base, keys_in_rows=True)
+def _compute_dv(item: _DkvItem) -> None:
+    """Consumer 0: S^T and P^T, which it hands to consumer 1, and dV."""
+    _begin_consumer(item)
+    value_dim = item.gmem.v.shape[3]
+    pl.run_scoped(
+        functools.partial(_accumulate_dv, item), plgpu.ACC((_ROWS_PER_CONSUMER, value_dim), jnp.float32)
+    )  # fmt: skip
 
-                return visited.hide(s, block, hide_any)
 
-            def probabilities(s_ref: Any, slot: Any, q_idx: Any, p_slot: Any) -> jax.Array:
-                """P^T, of which consumer 1 gets a copy, times the slope of a soft cap."""
-                s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
-                lse = plgpu.load(lse_smem.at[slot], layout=COLUMNS)
-                p, weights = _probabilities(hide(s, first + q_idx), lse, spec, spread)
-                p, weights = p.astype(dtype), weights.astype(dtype)
-                plgpu.barrier_wait(p_empty.at[p_slot])
-                p_smem.at[p_slot][...] = weights
-                plgpu.barrier_arrive(p_full.at[p_slot])
-                return p
+def _accumulate_dv(item: _DkvItem, dv_ref: Any) -> None:
+    smem, turns = item.smem, item.turns
 
-            def accumulate(dv_ref: Any) -> None:
-                def multiply(p: jax.Array, slot: Any) -> None:
-                    plgpu.barrier_wait(dout_full.at[slot])
-                    plgpu.wgmma(dv_ref, p, dout_smem.at[slot])
+    def multiply(p: jax.Array, slot: Any) -> None:
+        plgpu.barrier_wait(smem.dout_full.at[slot])
+        plgpu.wgmma(dv_ref, p, smem.dout_smem.at[slot])
 
-                def first_step(s_ref: Any) -> jax.Array:
-                    await_turn()
-                    multiply_keys(s_ref, jnp.int32(0))
-                    pass_turn()
-                    return probabilities(s_ref, jnp.int32(0), jnp.int32(0), jnp.int32(0))
+    def multiply_keys(s_ref: Any, slot: Any) -> None:
+        plgpu.barrier_wait(smem.q_full.at[slot])
+        plgpu.wgmma(s_ref, smem.k_smem, smem.q_smem.at[slot].transpose((1, 0)))
 
-                def step(_: Any, carry: Any) -> Any:
-                    """P of this step, and dV with the one of the step before."""
-                    p, slot, q_idx, p_slot = carry
-                    next_slot, p_slot = following(slot), next_p_slot(p_slot)
-                    q_idx = jnp.where(q_idx == q_iters - 1, 0, q_idx + 1)
+    def first_step(s_ref: Any) -> jax.Array:
+        turns.wait()
+        multiply_keys(s_ref, jnp.int32(0))
+        turns.pass_on()
+        return _hand_over_p(item, s_ref, jnp.int32(0), jnp.int32(0), jnp.int32(0))
 
-                    @functools.partial(pl.run_scoped, s_ref=logits)
-                    def next_p(s_ref: Any) -> jax.Array:
-                        await_turn()
-                        multiply(p, slot)
-                        multiply_keys(s_ref, next_slot)
-                        pass_turn()
-                        plgpu.wgmma_wait(1)
-                        plgpu.barrier_arrive(dout_empty.at[slot])
-                        return probabilities(s_ref, next_slot, q_idx, p_slot)
+    def step(_: Any, carry: Any) -> Any:
+        """P of this step, and dV with P of the step before."""
+        p, slot, q_idx, p_slot = carry
+        next_slot, p_slot = item.following(slot), _following(p_slot, _NUM_P_SLOTS)
+        q_idx = jnp.where(q_idx == item.q_iters - 1, 0, q_idx + 1)
 
-                    return next_p, next_slot, q_idx, p_slot
+        def next_p(s_ref: Any) -> jax.Array:
+            turns.wait()
+            multiply(p, slot)
+            multiply_keys(s_ref, next_slot)
+            turns.pass_on()
+            plgpu.wgmma_wait(1)
+            plgpu.barrier_arrive(smem.dout_empty.at[slot])
+            return _hand_over_p(item, s_ref, next_slot, q_idx, p_slot)
 
-                plgpu.barrier_wait(k_full)
-                carry = pl.run_scoped(first_step, logits), jnp.int32(0), jnp.int32(0), jnp.int32(0)
-                p, slot, _, _ = lax.fori_loop(1, steps, step, carry)
-                await_turn()
-                multiply(p, slot)
-                pass_turn()
-                dv = plgpu.wgmma_accumulator_load(dv_ref, wait_n=0)
-                plgpu.barrier_arrive(dout_empty.at[slot])
-                # The buffer of values, which consumer 1 reads, becomes the staging buffer.
-                plgpu.barrier_wait(v_read)
-                store(dv, v_smem, dv_gmem)
+        return pl.run_scoped(next_p, item.logits), next_slot, q_idx, p_slot
 
-            pl.run_scoped(accumulate, plgpu.ACC((block_kv, value_dim), jnp.float32))
+    plgpu.barrier_wait(smem.k_full)
+    carry = pl.run_scoped(first_step, item.logits), jnp.int32(0), jnp.int32(0), jnp.int32(0)
+    p, slot, _, _ = lax.fori_loop(1, item.steps, step, carry)
+    turns.wait()
+    multiply(p, slot)
+    turns.pass_on()
+    dv = plgpu.wgmma_accumulator_load(dv_ref, wait_n=0)
+    plgpu.barrier_arrive(smem.dout_empty.at[slot])
+    # The buffer of values, which consumer 1 reads, becomes the staging buffer.
+    plgpu.barrier_wait(smem.v_read)
+    _store_rows_of_keys(item, dv, smem.v_smem, item.outputs.dv)
 
-        @pl.when(warpgroup == 1)
-        def _keys() -> None:
-            begin()
 
-            def send(ds: jax.Array, place: tuple[Any, Any]) -> None:
-                if ds_gmem is not None:
-                    g, q_idx = place
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    ds_smem[...] = ds
-                    plgpu.commit_smem()
-                    queries = pl.ds((first + q_idx) * block_q, block_q)
-                    to = ds_gmem.at[stream * spec.group_size + g, pl.ds(kv_base, block_kv), queries]
-                    plgpu.copy_smem_to_gmem(ds_smem, to)
+def _hand_over_p(item: _DkvItem, s_ref: Any, slot: Any, q_idx: Any, p_slot: Any) -> jax.Array:
+    """Returns P^T. Consumer 1 gets a copy, times the slope of a soft cap."""
+    smem, dtype = item.smem, item.gmem.q.dtype
+    s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
+    lse = plgpu.load(smem.lse_smem.at[slot], layout=COLUMNS)
+    s = _hide_in_rows_of_keys(item, s, item.visited.first + q_idx)
+    p, weights = _probabilities(s, lse, item.spec, item.spread)
+    p, weights = p.astype(dtype), weights.astype(dtype)
+    plgpu.barrier_wait(smem.p_empty.at[p_slot])
+    smem.p_smem.at[p_slot][...] = weights
+    plgpu.barrier_arrive(smem.p_full.at[p_slot])
+    return p
 
-            def following_place(place: tuple[Any, Any]) -> tuple[Any, Any]:
-                g, q_idx = place
-                is_last = q_idx == q_iters - 1
-                return jnp.where(is_last, g + 1, g), jnp.where(is_last, 0, q_idx + 1)
 
-            pass_turn()
-            for slot in range(num_slots):
-                plgpu.barrier_arrive(q_empty.at[slot])
-            for p_slot in range(_NUM_P_SLOTS):
-                plgpu.barrier_arrive(p_empty.at[p_slot])
+def _hide_in_rows_of_keys(item: _DkvItem, s: jax.Array, block: Any) -> jax.Array:
+    """Masks S^T of a block of queries."""
+    spec, block_q, inputs = item.spec, item.config.dkv_block_q, item.gmem.inputs
+    query_start = block * block_q + item.offset
+    if item.visited.clear is None:
+        return mask(s, spec, query_start, item.kv_base, keys_in_rows=True)
 
-            def multiply_values(dp_ref: Any, slot: Any) -> jax.Array:
-                """Issues dP^T; returns delta, read before that: the product tells that all warps have."""
-                plgpu.barrier_wait(dout_full.at[slot])
-                delta = plgpu.load(delta_smem.at[slot], layout=COLUMNS)
-                plgpu.wgmma(dp_ref, v_smem, dout_smem.at[slot].transpose((1, 0)))
-                return delta
+    def hide(s: jax.Array) -> jax.Array:
+        if spec.segments:
+            key_ids = inputs["key_segments"].at[item.batch, pl.ds(item.kv_base, _ROWS_PER_CONSUMER)]
+            query_ids = inputs["query_segments"].at[item.batch, pl.ds(block * block_q, block_q)]
+            s = hide_other_segments(s, key_ids, query_ids)
+        return hide_unseen(s, spec, query_start, item.kv_base, keys_in_rows=True)
 
-            def logit_gradients(dp_ref: Any, delta: jax.Array, slot: Any, p_slot: Any) -> jax.Array:
-                plgpu.barrier_wait(p_full.at[p_slot])
-                p = plgpu.load(p_smem.at[p_slot], layout=TILE)
-                plgpu.barrier_arrive(p_empty.at[p_slot])
-                if ds_gmem is not None and spec.k.shape[1] % 8:
-                    # Rows beyond the last key, which are not bounded, must not meet the zeros of K as infinities.
-                    row = plgpu.broadcasted_iota(jnp.int32, p.shape, 0, layout=TILE)
-                    p = jnp.where(row + kv_base < spec.k.shape[1], p, jnp.zeros_like(p))
-                dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
-                plgpu.barrier_arrive(dout_empty.at[slot])
-                return round_logit_gradients(p.astype(jnp.float32) * (dp - spread(delta)), spec)
+    return item.visited.hide(s, block, hide)
 
-            def accumulate(dk_ref: Any) -> None:
-                def multiply(ds: jax.Array, slot: Any) -> None:
-                    plgpu.barrier_wait(q_full.at[slot])
-                    plgpu.wgmma(dk_ref, ds, q_smem.at[slot])
 
-                def first_step(dp_ref: Any) -> jax.Array:
-                    await_turn()
-                    delta = multiply_values(dp_ref, jnp.int32(0))
-                    pass_turn()
-                    return logit_gradients(dp_ref, delta, jnp.int32(0), jnp.int32(0))
+def _compute_dk(item: _DkvItem) -> None:
+    """Consumer 1: dP^T, dS^T and dK. It gives consumer 0 the first turn."""
+    _begin_consumer(item)
+    item.turns.pass_on()
+    for slot in range(item.config.dkv_num_stages):
+        plgpu.barrier_arrive(item.smem.q_empty.at[slot])
+    for p_slot in range(_NUM_P_SLOTS):
+        plgpu.barrier_arrive(item.smem.p_empty.at[p_slot])
+    head_dim = item.gmem.q.shape[3]
+    pl.run_scoped(
+        functools.partial(_accumulate_dk, item), plgpu.ACC((_ROWS_PER_CONSUMER, head_dim), jnp.float32)
+    )  # fmt: skip
 
-                def step(_: Any, carry: Any) -> Any:
-                    """dS of this step, and dK with the one of the step before."""
-                    ds, slot, p_slot, place = carry
-                    next_slot, p_slot = following(slot), next_p_slot(p_slot)
 
-                    @functools.partial(pl.run_scoped, dp_ref=logits)
-                    def next_ds(dp_ref: Any) -> jax.Array:
-                        await_turn()
-                        multiply(ds, slot)
-                        delta = multiply_values(dp_ref, next_slot)
-                        pass_turn()
-                        send(ds, place)
-                        plgpu.wgmma_wait(1)
-                        plgpu.barrier_arrive(q_empty.at[slot])
-                        return logit_gradients(dp_ref, delta, next_slot, p_slot)
+def _accumulate_dk(item: _DkvItem, dk_ref: Any) -> None:
+    smem, turns = item.smem, item.turns
 
-                    return next_ds, next_slot, p_slot, following_place(place)
+    def multiply(ds: jax.Array, slot: Any) -> None:
+        plgpu.barrier_wait(smem.q_full.at[slot])
+        plgpu.wgmma(dk_ref, ds, smem.q_smem.at[slot])
 
-                plgpu.barrier_wait(v_full)
-                carry = pl.run_scoped(first_step, logits), jnp.int32(0), jnp.int32(0), (jnp.int32(0), jnp.int32(0))
-                ds, slot, _, place = lax.fori_loop(1, steps, step, carry)
-                plgpu.barrier_arrive(v_read)
-                await_turn()
-                multiply(ds, slot)
-                pass_turn()
-                send(ds, place)
-                dk = plgpu.wgmma_accumulator_load(dk_ref, wait_n=0)
-                plgpu.barrier_arrive(q_empty.at[slot])
-                # That of keys has been read: consumer 0 had its last logits before the last P.
-                store(dk * gradient_scale(spec), k_smem, dk_gmem)
+    def multiply_values(dp_ref: Any, slot: Any) -> jax.Array:
+        """Issues dP^T. Returns delta, which is read first: once the product ends, all warps have read it."""
+        plgpu.barrier_wait(smem.dout_full.at[slot])
+        delta = plgpu.load(smem.delta_smem.at[slot], layout=COLUMNS)
+        plgpu.wgmma(dp_ref, smem.v_smem, smem.dout_smem.at[slot].transpose((1, 0)))
+        return delta
 
-            pl.run_scoped(accumulate, plgpu.ACC((block_kv, head_dim), jnp.float32))
+    def first_step(dp_ref: Any) -> jax.Array:
+        turns.wait()
+        delta = multiply_values(dp_ref, jnp.int32(0))
+        turns.pass_on()
+        return _ds_of_keys(item, dp_ref, delta, jnp.int32(0), jnp.int32(0))
 
-        leave_cluster(cluster_done)
+    def step(_: Any, carry: Any) -> Any:
+        """dS of this step, and dK with dS of the step before."""
+        ds, slot, p_slot, place = carry
+        next_slot, p_slot = item.following(slot), _following(p_slot, _NUM_P_SLOTS)
+
+        def next_ds(dp_ref: Any) -> jax.Array:
+            turns.wait()
+            multiply(ds, slot)
+            delta = multiply_values(dp_ref, next_slot)
+            turns.pass_on()
+            _keep_ds(item, ds, place)
+            plgpu.wgmma_wait(1)
+            plgpu.barrier_arrive(smem.q_empty.at[slot])
+            return _ds_of_keys(item, dp_ref, delta, next_slot, p_slot)
+
+        return pl.run_scoped(next_ds, item.logits), next_slot, p_slot, _following_place(item, place)
+
+    plgpu.barrier_wait(smem.v_full)
+    carry = pl.run_scoped(first_step, item.logits), jnp.int32(0), jnp.int32(0), (jnp.int32(0), jnp.int32(0))
+    ds, slot, _, place = lax.fori_loop(1, item.steps, step, carry)
+    plgpu.barrier_arrive(smem.v_read)
+    turns.wait()
+    multiply(ds, slot)
+    turns.pass_on()
+    _keep_ds(item, ds, place)
+    dk = plgpu.wgmma_accumulator_load(dk_ref, wait_n=0)
+    plgpu.barrier_arrive(smem.q_empty.at[slot])
+    # Consumer 0 no longer reads the buffer of keys: it had its last logits before the last P.
+    _store_rows_of_keys(item, dk * gradient_scale(item.spec), smem.k_smem, item.outputs.dk)
+
+
+def _ds_of_keys(item: _DkvItem, dp_ref: Any, delta: jax.Array, slot: Any, p_slot: Any) -> jax.Array:
+    """Waits for P^T and dP^T; returns dS^T in 16 bits."""
+    spec, smem = item.spec, item.smem
+    plgpu.barrier_wait(smem.p_full.at[p_slot])
+    p = plgpu.load(smem.p_smem.at[p_slot], layout=TILE)
+    plgpu.barrier_arrive(smem.p_empty.at[p_slot])
+    if item.outputs.ds is not None and spec.k.shape[1] % 8:
+        # Rows beyond the last key are not bounded. An infinity there, times a zero of K, would be NaN.
+        row = plgpu.broadcasted_iota(jnp.int32, p.shape, 0, layout=TILE)
+        p = jnp.where(row + item.kv_base < spec.k.shape[1], p, jnp.zeros_like(p))
+    dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+    plgpu.barrier_arrive(smem.dout_empty.at[slot])
+    return round_logit_gradients(p.astype(jnp.float32) * (dp - item.spread(delta)), spec)
+
+
+def _keep_ds(item: _DkvItem, ds: jax.Array, place: tuple[Any, Any]) -> None:
+    """Writes dS^T of a place, a head of the group and a block of queries, if there is a workspace."""
+    if item.outputs.ds is None:
+        return
+    (g, q_idx), staging = place, item.smem.ds_smem
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    staging[...] = ds
+    plgpu.commit_smem()
+    queries, keys = item.queries(q_idx), pl.ds(item.kv_base, _ROWS_PER_CONSUMER)
+    plgpu.copy_smem_to_gmem(staging, item.outputs.ds.at[item.stream * item.spec.group_size + g, keys, queries])
+
+
+def _following_place(item: _DkvItem, place: tuple[Any, Any]) -> tuple[Any, Any]:
+    g, q_idx = place
+    is_last = q_idx == item.q_iters - 1
+    return jnp.where(is_last, g + 1, g), jnp.where(is_last, 0, q_idx + 1)
+
+
+def _store_rows_of_keys(item: _DkvItem, acc: jax.Array, staging: Any, out_gmem: Any) -> None:
+    if item.spec.key_lengths:
+        # Rows beyond the keys' end come from zeros, with logits that are not bounded.
+        _, key_end = ends_of(item.spec, item.gmem.inputs, item.batch, item.offset)
+        row = plgpu.broadcasted_iota(jnp.int32, acc.shape, 0, layout=TILE)
+        acc = jnp.where(row < key_end - item.kv_base, acc, 0.0)
+    staging[...] = acc.astype(item.gmem.q.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staging, out_gmem.at[item.keys])
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _dq_kernel(

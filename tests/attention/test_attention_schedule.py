@@ -313,7 +313,7 @@ BUGS = {
         ),
         "the first turn": ("pl.when(consumer == NUM_CONSUMERS - 1)(pass_turn)", "pass", "deadlock", (14, 16, 6)),
         "keys' product": ("plgpu.wgmma_wait(2)", "plgpu.wgmma_wait(3)", "race", (6, 3, 9)),
-        "values' buffer": ("plgpu.barrier_wait(v_read)", "pass", "race: .*'v'", (5, 2, 1)),
+        "values' buffer": ("plgpu.barrier_wait(smem.v_read)", "pass", "race: .*'v'", (5, 2, 1)),
         "the next head": (
             "return jnp.where(is_last, g + 1, g),",
             "return g,",
@@ -328,8 +328,8 @@ BUGS = {
         ),
         "keys' buffer": ("plgpu.barrier_wait(finished)", "pass", "race: .*'k'", (5, 2, 20)),
         "gone too soon": (
-            "leave_cluster(cluster_done)\n\n\ndef _dq_kernel",
-            "\n\ndef _dq_kernel",
+            "leave_cluster(item.smem.cluster_done)\n\n    pl.run_scoped(walk_queries",
+            "\n    pl.run_scoped(walk_queries",
             "may be gone",
             (2, 7, 4),
         ),
