@@ -1,7 +1,7 @@
 """The command line: `jaxkernels train`, `sample`, `tune`, `bench`, `study`, `report`, `doctor`; or
 `python -m jaxkernels`.
 
-What a command needs is imported when it runs, so that `--help` does not wait for it.
+A command imports its modules when it runs, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["app", "main"]
 
 
 class _Group(TyperGroup):
-    """Turns what the user can mend (bad input, a backend that cannot) into one line and exit code 1.
+    """Prints errors that a user can correct (bad input, an unsupported backend) in one line and exits with code 1.
 
-    A training that a signal ended exits with 128 and the signal's number.
+    If a signal ends a training, the exit code is 128 plus the number of the signal.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -72,9 +72,9 @@ def _jaxkernels(
 ) -> None:
     """Matmul and attention at the speed of the Hopper chip, and a transformer that is trained with them.
 
-    `jaxkernels train` trains a small language model on this machine; `jaxkernels sample` lets it write;
-    `jaxkernels tune` finds the fastest kernels for your shapes, `jaxkernels bench` says how fast they are;
-    `jaxkernels doctor` says what this machine can run.
+    `jaxkernels train` trains a small language model on this machine, and `jaxkernels sample` prints text from it.
+    `jaxkernels tune` finds the fastest configurations for your shapes. `jaxkernels bench` measures the speed.
+    `jaxkernels doctor` reports which backends run on this machine.
     """
 
 
@@ -161,7 +161,7 @@ def train(
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(help="Of weights, batches and sample.", show_default="0", rich_help_panel=_SCHEDULE),
+        typer.Option(help="Seed of weights, batches and sample.", show_default="0", rich_help_panel=_SCHEDULE),
     ] = None,
     deterministic: Annotated[
         bool | None,
@@ -184,17 +184,17 @@ def train(
         bool,
         typer.Option(
             "--resume",
-            help="Continue a run from its newest checkpoint, to the same losses. Options come from the run; --data "
-            "(the same text elsewhere), --eval-every, --checkpoint-every and --steps may be others. With other --steps "
-            "the learning rate follows the schedule of that many steps.",
+            help="Continue a run from its newest checkpoint, to the same losses. Options come from the run. You may "
+            "change --data (to another place of the same text), --eval-every, --checkpoint-every and --steps. "
+            "A change of --steps also changes the schedule of the learning rate.",
             rich_help_panel=_RUN,
         ),
     ] = False,
     init_from: Annotated[
         pathlib.Path | None,
         typer.Option(
-            help="Start from the weights of another run's newest checkpoint; options that are not given are that "
-            "run's. The optimizer and the schedule start anew.",
+            help="Start from the weights of another run's newest checkpoint. Other options default to that run's. "
+            "The optimizer and the schedule start anew.",
             show_default="random weights",
             rich_help_panel=_RUN,
         ),
@@ -212,10 +212,10 @@ def train(
         typer.Option(help="Devices to split the batch over.", show_default="all", rich_help_panel=_RUN),
     ] = None,
 ) -> None:
-    """Train a language model; without options a tiny one on Python's own source, in minutes on a laptop.
+    """Train a language model. The default is a tiny one on Python's own source: minutes on a laptop.
 
-    Loss, speed, time left and (on a chip whose peak is known) MFU are shown on the way. The run's folder holds
-    config.json, metrics.jsonl, checkpoints/, loss.png and sample.txt in the end.
+    It shows loss, speed, time left, and MFU if the peak of the chip is known. At the end the run's folder holds
+    config.json, metrics.jsonl, checkpoints/, loss.png and sample.txt.
     """
     if backend is not None and backend not in dispatch.backend_names():
         raise InputError(
@@ -290,17 +290,17 @@ def sample(
         pathlib.Path | None,
         typer.Argument(help="The run's folder.", show_default="the newest in ./runs"),
     ] = None,
-    prompt: Annotated[str, typer.Option(help="Text to continue; none starts a new document.")] = "",
+    prompt: Annotated[str, typer.Option(help="Text to continue. Without it a new document begins.")] = "",
     tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 256,
     temperature: Annotated[
-        float, typer.Option(help="Below 1 safer, above 1 bolder; 0 always takes the likeliest token.")
+        float, typer.Option(help="Below 1: more predictable; above 1: more varied; 0: always the likeliest token.")
     ] = 0.8,
     top_k: Annotated[
         int | None, typer.Option(help="Draw from the k likeliest tokens only.", show_default="all")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Another seed, another text.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random draws.")] = 0,
 ) -> None:
-    """Let a trained model continue a prompt, from the newest checkpoint of a run."""
+    """Continue a prompt with a trained model, from the newest checkpoint of a run."""
     from jaxkernels.models import progress, sampling
     from jaxkernels.models.run import Run, latest_run
 
@@ -323,7 +323,7 @@ def sample(
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for a bug report or a program.")] = False,
 ) -> None:
-    """Say what this machine can run: versions, devices, driver, each backend, caches."""
+    """Report versions, devices, driver, caches, and which backends run on this machine."""
     from jaxkernels.cli import doctor as doctor_lib
 
     report = doctor_lib.examine()
