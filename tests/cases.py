@@ -1,4 +1,4 @@
-"""The tests' tables of cases: one of products, one of attentions (`jaxkernels.bench.cases` says what a case is).
+"""The tests' tables of cases: one of products, one of attentions (`jaxkernels.core.cases.Case`).
 
 Axes are distinct and greater than 1, so that a wrong order of axes cannot hide. Small cases run
 everywhere; real ones are for a GPU.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxkernels.bench.cases import AttentionCase, MatmulCase, random_array
+from jaxkernels.core.cases import random_array
+from jaxkernels.ops.attention.cases import AttentionCase
+from jaxkernels.ops.matmul.cases import MatmulCase
 
 __all__ = ["ATTENTION_CASES", "MATMUL_CASES", "AttentionCase", "MatmulCase", "random_array"]
 

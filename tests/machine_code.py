@@ -44,7 +44,7 @@ def problems() -> dict[str, tuple[Any, str]]:
     from jaxkernels.bench.suites import SUITES
 
     found: dict[str, tuple[Any, str]] = {}
-    for suite in SUITES if not isinstance(SUITES, dict) else SUITES.values():
+    for suite in SUITES.values():
         if suite.op != "train":
             found |= {f"{p.case.id} {p.direction}": (p.case, p.direction) for p in suite.problems}
     for case in (*MATMUL_CASES, *ATTENTION_CASES):
@@ -54,9 +54,8 @@ def problems() -> dict[str, tuple[Any, str]]:
 
 def lowered(case: Any, direction: str, backend: str | None) -> Any:
     operands = {name: jax.ShapeDtypeStruct(draw.shape, jnp.dtype(draw.dtype)) for name, draw in case.draws.items()}
-    masks = getattr(case, "masks", None)
-    if masks is not None:
-        operands |= {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in masks(np.random.default_rng(0)).items()}
+    masks = case.masks(np.random.default_rng(0))
+    operands |= {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in masks.items()}
     f = lambda xs: case.run(xs, backend=backend)
     if direction == "backward":
         forward = f

@@ -223,11 +223,11 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     # Benchmarks.
     "bytes counted as elements": Mutation(
-        "jaxkernels/bench/cases.py", "math.prod(self.shape) * jnp.dtype(self.dtype).itemsize", "math.prod(self.shape)",
+        "jaxkernels/core/cases.py", "math.prod(self.shape) * jnp.dtype(self.dtype).itemsize", "math.prod(self.shape)",
         _WORK_IS_COUNTED,
     ),
     "results not counted": Mutation(
-        "jaxkernels/bench/suites.py", "return sum(operands.values()) + out", "return sum(operands.values())",
+        "jaxkernels/ops/attention/cases.py", "return sum(operands.values()) + out", "return sum(operands.values())",
         _WORK_IS_COUNTED,
     ),
     "roofline of half the bandwidth": Mutation(

@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 
 import jaxkernels as jk
-from jaxkernels.bench.accuracy import ALLOWED, error_ratio, plain_attention, plain_matmul, widen
+from jaxkernels.bench.accuracy import ALLOWED, error_ratio, widen
 from jaxkernels.core import dispatch
+from jaxkernels.ops.attention.oracle import plain_attention
+from jaxkernels.ops.matmul.oracle import plain_matmul
 
 __all__ = [
     "Operands",

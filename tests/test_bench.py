@@ -28,7 +28,6 @@ import jaxkernels as jk
 from jaxkernels import cli
 from jaxkernels.bench import accuracy, baselines, lowering, plots, report, results, runner, suites, training
 from jaxkernels.bench.baselines import BASELINES, Baseline, Contender
-from jaxkernels.bench.cases import AttentionCase, MatmulCase
 from jaxkernels.bench.lowering import Lowered, Workers
 from jaxkernels.bench.results import Results, Row, Side
 from jaxkernels.bench.suites import SUITES, Problem
@@ -38,7 +37,9 @@ from jaxkernels.core import dispatch, hardware, measure
 from jaxkernels.core.errors import InputError
 from jaxkernels.core.measure import Samples, Visit
 from jaxkernels.models.config import PRESETS
+from jaxkernels.ops.attention.cases import AttentionCase
 from jaxkernels.ops.matmul import reference as xla_matmul
+from jaxkernels.ops.matmul.cases import MatmulCase
 
 DATA = pathlib.Path(__file__).parent / "data"
 #: `jaxkernels bench gemm --regime burst --json ...` on a machine with two CPU cores.
@@ -369,7 +370,7 @@ def test_clocks_that_drift_between_sides_are_flagged():
 
 
 def test_large_attentions_are_checked_in_part(monkeypatch):
-    monkeypatch.setattr(accuracy, "_MAX_LOGITS", 2 * 24 * 24 * 2)
+    monkeypatch.setattr("jaxkernels.ops.attention.cases._MAX_LOGITS", 2 * 24 * 24 * 2)
     problem = Problem(AttentionCase(3, 24, 24, 6, 3, 16, causal=True, bias="1NTS"))
     (row,) = rows(problem)
     assert row.checked == "the last 1 of 3 batch rows, the last 4 of 6 heads"
@@ -387,11 +388,11 @@ def test_large_attentions_are_checked_in_part(monkeypatch):
 
 def test_large_products_are_checked_in_part(monkeypatch):
     problem = Problem(MatmulCase(130, 48, 40, batch=(2,), lhs_layout="km", dtype="float32"))
-    monkeypatch.setattr(accuracy, "_MAX_FLOPS", problem.flops / 4)
+    monkeypatch.setattr("jaxkernels.ops.matmul.cases._MAX_FLOPS", problem.flops / 4)
     (row,) = rows(problem)
     assert row.checked == "one of 5 rows"
     assert row.ours
-    monkeypatch.setattr(accuracy, "_MAX_FLOPS", 1)
+    monkeypatch.setattr("jaxkernels.ops.matmul.cases._MAX_FLOPS", 1)
     assert rows(problem)[0].checked == "one of 61 rows"
     assert rows(dataclasses.replace(problem, direction="backward"))[0].checked == "all"
 
@@ -424,9 +425,7 @@ def test_the_sustained_regime_takes_what_bursts_find_fastest(monkeypatch):
 def test_reference_by_heads_is_the_reference():
     case = AttentionCase(2, 24, 40, 6, 2, 16, causal=True, bias="1NTS", mask="B1TS", dtype="float32")
     operands = case.operands()
-    np.testing.assert_allclose(
-        accuracy.plain_attention_by_heads(case, operands), accuracy.plain_attention(case, operands)[0], atol=2e-6
-    )
+    np.testing.assert_allclose(case.reference(operands), case.plain(operands), atol=2e-6)
 
 
 # Programs that other processes lower.

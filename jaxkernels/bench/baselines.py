@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkernels.bench.cases import AttentionCase, MatmulCase
 from jaxkernels.bench.suites import Op, Problem
 from jaxkernels.core.hardware import Chip
+from jaxkernels.ops.attention.cases import AttentionCase
+from jaxkernels.ops.matmul.cases import MatmulCase
 
 __all__ = ["BASELINES", "Baseline", "Contender", "baseline_names", "cudnn_refuses"]
 

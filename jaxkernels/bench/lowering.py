@@ -26,35 +26,26 @@ from jax import export
 
 import jaxkernels as jk
 from jaxkernels.bench.baselines import Contender
-from jaxkernels.bench.cases import MatmulCase
 from jaxkernels.bench.suites import Problem
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.hardware import Chip
 
-__all__ = ["Lowered", "Workers", "differentiated", "lower", "masks", "our_function", "save", "shapes", "struct"]
+__all__ = ["Lowered", "Workers", "lower", "masks", "our_function", "save", "shapes", "struct"]
 
 
 def our_function(problem: Problem, backend: str) -> Callable[[dict[str, jax.Array]], Any]:
     """The problem's forward pass by one of our backends: operands -> result."""
-    case = problem.case
-    if isinstance(case, MatmulCase):
-        return functools.partial(case.run, backend=backend)
-    return functools.partial(case.run, return_lse=False, backend=backend)
+    return functools.partial(problem.case.forward, backend=backend)
 
 
 def save(problem: Problem, function: Callable[..., Any], operands: dict[str, Any]) -> tuple[Any, Any]:
     """The forward pass, and the pullback to what is differentiated: a pytree of what was saved."""
-    moving = {name: operands[name] for name in differentiated(problem)}
+    moving = {name: operands[name] for name in problem.case.moving}
     return jax.vjp(lambda moving: function(operands | moving), moving)
 
 
-def differentiated(problem: Problem) -> tuple[str, ...]:
-    """Every operand of a product; query, key and value of an attention."""
-    return tuple(problem.case.draws) if isinstance(problem.case, MatmulCase) else ("query", "key", "value")
-
-
 def masks(problem: Problem) -> dict[str, np.ndarray]:
-    return {} if isinstance(problem.case, MatmulCase) else problem.case.masks(np.random.default_rng(0))
+    return problem.case.masks(np.random.default_rng(0))
 
 
 def struct(x: Any) -> jax.ShapeDtypeStruct:

@@ -23,12 +23,12 @@ import numpy as np
 
 from jaxkernels.bench import accuracy, lowering
 from jaxkernels.bench.baselines import BASELINES, Contender, baseline_names
-from jaxkernels.bench.cases import AttentionCase, Draw, MatmulCase
 from jaxkernels.bench.lowering import Lowered, Workers
 from jaxkernels.bench.results import Row, Side
 from jaxkernels.bench.suites import Problem, peak_flops_per_s
 from jaxkernels.bench.telemetry import Telemetry
 from jaxkernels.core import dispatch, hardware
+from jaxkernels.core.cases import Draw
 from jaxkernels.core.measure import Call, Clock, Regime, Samples, clock_for, measure, num_rotations
 
 __all__ = ["Settings", "our_key", "run"]
@@ -448,12 +448,10 @@ class _Judge:
         case = problem.case
         self._problem = problem
         self.seconds: dict[str, float] = {}
-        self._part = accuracy.part_to_check(case, is_gradient=problem.direction == "backward")
+        self._part = case.part_to_check(is_gradient=problem.direction == "backward")
         self.description = self._part.description
         #: The part's case, for the reference: its mask is an operand.
-        self._case = self._part.case
-        if isinstance(self._case, AttentionCase) and self._case.mask is None:
-            self._case = dataclasses.replace(self._case, causal=False, mask="11TS")
+        self._case = self._part.case.for_reference()
         self._masks = lowering.masks(problem)
         self._draws = {**case.draws, "cotangent": case.out_type}
         self._drawing = {
@@ -463,14 +461,14 @@ class _Judge:
         if problem.direction == "forward":
             self._types = {"out": case.out_type}
         else:
-            self._types = _as_gradients({name: case.draws[name] for name in lowering.differentiated(problem)})
+            self._types = _as_gradients({name: case.draws[name] for name in case.moving})
         self._comparing = {}
         for name, draw in self._types.items():
             key = ("compare", name, draw.shape, draw.dtype, self.description)
             self._comparing[name] = submit_once(
                 key, functools.partial(self._compile_comparison, name, lowering.struct(draw))
             )
-        direction = problem.direction if isinstance(case, MatmulCase) else "both"
+        direction = "both" if case.one_reference else problem.direction
         self._taking = None
         if self._part.slices:
             key = ("take", dataclasses.replace(self._part, case=self._case), *(x.shape for x in self._draws.values()))
@@ -496,10 +494,7 @@ class _Judge:
         part = {**operands, "out": cotangent}
         if self._taking is not None:
             part = self._taking.result()(part)
-        if isinstance(self._part.case, AttentionCase) and "mask" not in part:
-            part["mask"] = jnp.ones(self._part.case.shape_of("11TS"), bool)
-            if self._part.case.causal:
-                part["mask"] = jnp.tril(part["mask"])
+        part = self._part.case.with_masks(part)
         with jax.enable_x64(True):
             references, plain = jax.block_until_ready(self._referring.result()(part))
 
@@ -517,12 +512,11 @@ class _Judge:
     def _compile_reference(self) -> Any:
         begin, case = time.perf_counter(), self._problem.case
         part = jax.eval_shape(self._part.of, self._shapes())
-        if isinstance(self._case, AttentionCase) and self._case.mask is not None:
-            part["mask"] = jax.ShapeDtypeStruct(self._case.shape_of(self._case.mask), np.bool)
+        part = self._part.case.with_masks(part)
         with jax.enable_x64(True):
             lowered = jax.jit(self._judge).lower(part)
             self.seconds["lower"] = time.perf_counter() - begin
-            is_algorithm = isinstance(case, MatmulCase) and case.precision in jax.lax.DotAlgorithmPreset.__members__
+            is_algorithm = case.precision in jax.lax.DotAlgorithmPreset.__members__
             compiled = lowered.compile(_JUDGING if is_algorithm else _JUDGING | _UNTUNED)
         self.seconds["compile"] = time.perf_counter() - begin - self.seconds["lower"]
         return compiled
@@ -548,13 +542,8 @@ class _Judge:
         """The reference in float64, and of each array: how far plain JAX is from it, and its largest value."""
         case, cotangent = self._case, part["out"]
         part = {name: x for name, x in part.items() if name != "out"}
-        if isinstance(case, MatmulCase):
-            plain = reference = functools.partial(accuracy.plain_matmul, case)
-        else:
-            plain = lambda operands: accuracy.plain_attention(case, operands)[0]
-            reference = functools.partial(accuracy.plain_attention_by_heads, case)
-        references = self._results(reference, accuracy.widen(part), accuracy.widen(cotangent))
-        approximations = self._results(plain, part, cotangent)
+        references = self._results(case.reference, accuracy.widen(part), accuracy.widen(cotangent))
+        approximations = self._results(case.plain, part, cotangent)
         measured = {
             name: (accuracy.largest_difference(approximations[name], x), jnp.max(jnp.abs(x)))
             for name, x in references.items()
@@ -562,7 +551,7 @@ class _Judge:
         return references, measured
 
     def _results(self, function: Callable[..., Any], operands: _Arrays, cotangent: jax.Array) -> _Arrays:
-        if isinstance(self._case, MatmulCase) and self._problem.direction == "forward":
+        if not self._case.one_reference and self._problem.direction == "forward":
             return {"out": function(operands)}
         out, pull = lowering.save(self._problem, function, operands)
         return {"out": out} | _as_gradients(pull(cotangent)[0])

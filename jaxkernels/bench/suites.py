@@ -7,23 +7,25 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkernels.bench.cases import AttentionCase, MatmulCase
+from jaxkernels.core.cases import Case, Direction
 from jaxkernels.core.errors import InputError
 from jaxkernels.core.hardware import Chip
 from jaxkernels.models.config import PRESETS
+from jaxkernels.ops.attention.cases import AttentionCase
+from jaxkernels.ops.matmul.cases import MatmulCase
 
 __all__ = ["OPS", "SUITES", "Op", "Problem", "Suite", "parse_shape", "peak_flops_per_s", "select"]
 
-Op = Literal["gemm", "attention", "train"]
-OPS: tuple[Op, ...] = ("gemm", "attention", "train")
+Op = str
+OPS: tuple[Op, ...] = (MatmulCase.kind, AttentionCase.kind, "train")
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem[C: MatmulCase | AttentionCase]:
+class Problem[C: Case]:
     """One line of a suite.
 
     Attributes:
@@ -34,12 +36,12 @@ class Problem[C: MatmulCase | AttentionCase]:
     """
 
     case: C
-    direction: Literal["forward", "backward"] = "forward"
+    direction: Direction = "forward"
     label: str = ""
 
     @property
     def op(self) -> Op:
-        return "gemm" if isinstance(self.case, MatmulCase) else "attention"
+        return self.case.kind
 
     def key(self, suite: str) -> tuple[str, ...]:
         """What makes it the same in two runs, as `Row.problem`."""
@@ -48,54 +50,22 @@ class Problem[C: MatmulCase | AttentionCase]:
     @property
     def shape(self) -> str:
         """The case in a few words, without its dtype: sizes, then what is not plain."""
-        c = self.case
-        if isinstance(c, MatmulCase):
-            words = ["x".join(map(str, (*c.batch, c.m, c.n, c.k)))]
-            words += [_LAYOUTS[c.lhs_layout, c.rhs_layout]]
-            words += ["shared"] * c.shared_rhs + ([f"alpha {c.alpha:g}"] if c.alpha != 1 else [])
-            words += ["bias"] * c.bias + ([c.activation] if c.activation else [])
-            words += ["gate"] * c.gate + ["residual"] * c.residual + ([c.precision] if c.precision else [])
-            words += [f"to {c.out_dtype}"] if c.out_dtype else []
-        else:
-            lengths = f"S{c.keys}" if c.queries == c.keys else f"T{c.queries} S{c.keys}"
-            heads = f"N{c.heads}" if c.heads == c.kv_heads else f"N{c.heads}/{c.kv_heads}"
-            words = [f"B{c.batch} {lengths} {heads} H{c.head_dim}", "causal" if c.causal else "full"]
-            words += [f"window {c.window[0]},{c.window[1]}"] if c.window else []
-            words += [f"{c.documents} {'equal ' * c.equal_documents}documents"] if c.documents else []
-            words += [f"bias {c.bias}"] if c.bias else []
-        return " ".join(words) + (" backward" if self.direction == "backward" else "")
+        return self.case.description + (" backward" if self.direction == "backward" else "")
 
     @property
     def flops(self) -> float:
-        """FLOPs the work needs: two for each multiply-add, whatever a kernel computes again.
-
-        The gradients of a product cost two products; those of an attention two and a half times its forward pass, for
-        its five products against two, one of them the logits again (Dao 2023, arXiv:2307.08691, section 4.1).
-        """
-        if self.direction == "forward":
-            return self.case.flops
-        return self.case.flops * (2 if isinstance(self.case, MatmulCase) else 2.5)
+        """FLOPs the work needs: two for each multiply-add, whatever a kernel computes again."""
+        return self.case.flops if self.direction == "forward" else self.case.gradient_flops
 
     @property
     def num_bytes(self) -> int:
         """Bytes that must cross the memory bus: each operand and each result once."""
-        operands = {name: draw.num_bytes for name, draw in self.case.draws.items()}
-        out = self.case.out_type.num_bytes
-        if self.direction == "forward":
-            return sum(operands.values()) + out
-        if isinstance(self.case, MatmulCase):
-            return 2 * sum(operands.values()) + out
-        moving = sum(operands[name] for name in ("query", "key", "value"))
-        lse = self.case.batch * self.case.queries * self.case.heads * 4
-        return moving + sum(operands.values()) + 2 * out + lse
+        return self.case.num_bytes(self.direction)
 
     @property
     def num_exps(self) -> float:
-        """Exponentials the work needs: one for each pair of a query and a key it sees, in either direction."""
-        return 0 if isinstance(self.case, MatmulCase) else self.case.heads * self.case.pairs
-
-
-_LAYOUTS = {("mk", "kn"): "nn", ("mk", "nk"): "nt", ("km", "kn"): "tn", ("km", "nk"): "tt"}
+        """Exponentials the work needs, in either direction."""
+        return self.case.num_exps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,10 +264,7 @@ def select(op: Op, names: list[str], *, has_gpu: bool) -> tuple[list[Suite], lis
     return [s for s in known.values() if s.is_small], [s.name for s in known.values() if not s.is_small]
 
 
-_FORMS = {
-    "gemm": "MxNxK or BxMxNxK, then any of :nt :tn :tt :DTYPE :backward",
-    "attention": "BxSxNxH or BxTxSxNxKxH, then any of :causal :DTYPE :backward",
-}
+_CASES: dict[Op, type[Case]] = {case.kind: case for case in (MatmulCase, AttentionCase)}
 
 
 def parse_shape(op: Op, text: str) -> Problem:
@@ -306,39 +273,22 @@ def parse_shape(op: Op, text: str) -> Problem:
     Raises:
       InputError: the text is not of the operation's form.
     """
-    if op not in _FORMS:
+    if op not in _CASES:
         raise InputError(f"bench: {op} takes no --shapes; choose presets with --suite.")
     sizes_text, *words = text.split(":")
-    refuse = lambda: InputError(f"bench: a shape of {op} is {_FORMS[op]}; got {text!r}.")
+    refusal = InputError(f"bench: a shape of {op} is {_CASES[op].form}; got {text!r}.")
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes_text):
-        raise refuse()
+        raise refusal
+    dtypes = [word for word in words if word in ("bfloat16", "float16", "float32")]
+    rest = [word for word in words if word not in dtypes and word != "backward"]
     sizes = [int(size) for size in sizes_text.split("x")]
-    direction: Literal["forward", "backward"] = "forward"
-    options: dict[str, Any] = {}
-    for word in words:
-        if word == "backward":
-            direction = "backward"
-        elif word in ("bfloat16", "float16", "float32"):
-            options["dtype"] = word
-        elif op == "gemm" and word in _LAYOUTS.values():
-            lhs, rhs = next(layouts for layouts, name in _LAYOUTS.items() if name == word)
-            options |= dict(lhs_layout=lhs, rhs_layout=rhs)
-        elif op == "attention" and word == "causal":
-            options["causal"] = True
-        else:
-            raise refuse()
-    if op == "gemm" and len(sizes) in (3, 4):
-        *batch, m, n, k = sizes
-        return Problem(MatmulCase(m, n, k, batch=tuple(batch), **options), direction)
-    if op == "attention" and len(sizes) in (4, 6):
-        if len(sizes) == 4:
-            batch, length, heads, head_dim = sizes
-            sizes = [batch, length, length, heads, heads, head_dim]
-        batch, queries, keys, heads, kv_heads, head_dim = sizes
-        if heads % kv_heads:
-            raise InputError(f"bench: query heads must be a multiple of key/value heads; got {text!r}.")
-        return Problem(AttentionCase(batch, queries, keys, heads, kv_heads, head_dim, **options), direction)
-    raise refuse()
+    try:
+        case = _CASES[op].parse(sizes, dict(dtype=dtypes[-1]) if dtypes else {}, rest)
+    except ValueError as e:
+        raise InputError(f"bench: {e}; got {text!r}.") from e
+    if case is None:
+        raise refusal
+    return Problem(case, "backward" if "backward" in words else "forward")
 
 
 #: Products on tensor cores that each multiplication of a float32 algorithm is made of. None: XLA makes fewer than the
@@ -361,7 +311,7 @@ def peak_flops_per_s(problem: Problem, chip: Chip) -> float | None:
     case = problem.case
     if jnp.dtype(case.dtype) != jnp.float32:
         return chip.bf16_flops_per_s
-    precision = (case.precision if isinstance(case, MatmulCase) else None) or "TF32_TF32_F32"
+    precision = case.precision or "TF32_TF32_F32"
     if precision not in _PASSES:
         return chip.fp32_flops_per_s
     passes = _PASSES[precision]

@@ -90,19 +90,18 @@ def tune(
 def _kernels(problems: Iterable[suites.Problem], backend: str | None) -> Iterator[tuple[str, Any]]:
     """The (operation, spec) of every kernel that the problems call: of an attention those of its gradient too."""
     for problem in problems:
-        case, is_attention = problem.case, problem.op == "attention"
+        case = problem.case
         operands: dict[str, Any] = {
             name: jax.ShapeDtypeStruct(draw.shape, jnp.dtype(draw.dtype)) for name, draw in case.draws.items()
         }
-        moving = ("query", "key", "value") if is_attention else tuple(operands)
-        if isinstance(case, suites.AttentionCase):
-            operands |= case.masks(np.random.default_rng(0))
+        operands |= case.masks(np.random.default_rng(0))
 
-        def program(operands: dict[str, Any], problem: suites.Problem = problem, moving: Any = moving) -> Any:
-            run = lambda moved: problem.case.run(operands | moved, backend=backend)
-            if problem.op == "gemm" and problem.direction == "forward":
+        def program(operands: dict[str, Any], problem: suites.Problem = problem) -> Any:
+            case = problem.case
+            run = lambda moved: case.forward(operands | moved, backend=backend)
+            if not case.one_reference and problem.direction == "forward":
                 return run({})
-            out, pull = jax.vjp(run, {name: operands[name] for name in moving})
+            out, pull = jax.vjp(run, {name: operands[name] for name in case.moving})
             return out, pull(out)
 
         yield from ((choice.op, choice.spec) for choice in explain(program, operands).choices)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from numerics import assert_accurate
 
-from jaxkernels.bench.cases import random_array
 from jaxkernels.core import dispatch, hardware, winners
+from jaxkernels.core.cases import random_array
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.matmul import reference as xla_matmul
 from jaxkernels.ops.matmul.spec import MatmulSpec

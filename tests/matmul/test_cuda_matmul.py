@@ -15,8 +15,8 @@ import pytest
 from products import LAYOUTS, REFUSALS, assert_right, make_spec, random_operands, shipped_winners, types_of
 
 from jaxkernels import ffi
-from jaxkernels.bench.cases import random_array
 from jaxkernels.core import dispatch, hardware
+from jaxkernels.core.cases import random_array
 from jaxkernels.ffi import compiler
 from jaxkernels.ffi.matmul import gemm as matmul
 from jaxkernels.ops.matmul.spec import MatmulSpec

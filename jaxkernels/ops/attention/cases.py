@@ -1,150 +1,24 @@
-"""What is computed: products and attentions as data, for the tests' tables and the benchmarks' suites."""
+"""Attentions as data, for the tests' tables and the benchmarks' suites."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxkernels as jk
-from jaxkernels.ops.matmul.spec import Activation
+from jaxkernels.core.cases import Direction, Draw, Operands, Part, Size
+from jaxkernels.ops.attention.api import dot_product_attention
+from jaxkernels.ops.attention.oracle import plain_attention, plain_attention_by_heads
 
-__all__ = ["AttentionCase", "Draw", "MatmulCase", "Operands", "random_array"]
+__all__ = ["AttentionCase"]
 
-Size = Literal["small", "real"]
-Operands = dict[str, np.ndarray]
-
-
-def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> np.ndarray:
-    """Normal random numbers, drawn in float32 and rounded to `dtype`."""
-    return (scale * rng.standard_normal(shape, dtype=np.float32)).astype(jnp.dtype(dtype))
-
-
-@dataclasses.dataclass(frozen=True)
-class Draw:
-    """An operand of normal random numbers: its shape, dtype and standard deviation."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    scale: float = 1.0
-
-    def from_numpy(self, rng: np.random.Generator) -> np.ndarray:
-        return random_array(rng, self.shape, self.dtype, self.scale)
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
-
-
-@dataclasses.dataclass(frozen=True)
-class MatmulCase:
-    """A product, with what may follow it.
-
-    Attributes:
-      m, n, k: sizes.
-      batch: leading dimensions of the left operand, and of the right one unless it is shared.
-      shared_rhs: the right operand is one matrix for the whole batch.
-      lhs_layout: "mk" or "km", how the left operand lies in memory; rhs_layout: "kn" or "nk".
-      dtype, out_dtype: of the operands and of the result (None: the operands').
-      alpha: factor of the product, of two row-major operands.
-      bias, activation, residual: the epilogue.
-      gate: a second right operand, whose product the result is multiplied with (SwiGLU where the activation is silu).
-      precision: as `jax.lax.dot_general` takes it, by name: "HIGHEST" or a `jax.lax.DotAlgorithmPreset`'s.
-      size: "small", or "real" for sizes that only a GPU multiplies in reasonable time.
-    """
-
-    m: int
-    n: int
-    k: int
-    batch: tuple[int, ...] = ()
-    shared_rhs: bool = False
-    lhs_layout: str = "mk"
-    rhs_layout: str = "kn"
-    dtype: str = "bfloat16"
-    out_dtype: str | None = None
-    alpha: float = 1.0
-    bias: bool = False
-    activation: Activation | None = None
-    residual: bool = False
-    gate: bool = False
-    precision: str | None = None
-    size: Size = "small"
-
-    @property
-    def id(self) -> str:
-        sizes = "x".join(map(str, (*self.batch, self.m, self.n, self.k)))
-        parts = [sizes, f"{self.lhs_layout}.{self.rhs_layout}", jnp.dtype(self.dtype).name]
-        parts += [f"to_{self.out_dtype}"] if self.out_dtype else []
-        parts += ["shared"] if self.shared_rhs else []
-        parts += [f"alpha_{self.alpha:g}"] if self.alpha != 1 else []
-        parts += ["bias"] * self.bias + ([self.activation] if self.activation else []) + ["residual"] * self.residual
-        parts += ["gate"] * self.gate + ([self.precision] if self.precision else [])
-        return "-".join(parts)
-
-    @property
-    def flops(self) -> int:
-        """Of the products."""
-        return 2 * math.prod(self.batch) * self.m * self.n * self.k * (2 if self.gate else 1)
-
-    @property
-    def out_type(self) -> Draw:
-        return Draw((*self.batch, self.m, self.n), self.out_dtype or self.dtype)
-
-    @property
-    def draws(self) -> dict[str, Draw]:
-        """lhs, rhs, and bias, residual and gate where the case has them; the product's values are of order 1."""
-        sizes = dict(m=self.m, n=self.n, k=self.k)
-        lhs_shape = (*self.batch, *(sizes[axis] for axis in self.lhs_layout))
-        rhs_shape = (*(() if self.shared_rhs else self.batch), *(sizes[axis] for axis in self.rhs_layout))
-        rhs = Draw(rhs_shape, self.dtype, scale=1 / math.sqrt(self.k))
-        draws = dict(lhs=Draw(lhs_shape, self.dtype), rhs=rhs)
-        if self.bias:
-            draws["bias"] = Draw((self.n,), self.dtype)
-        if self.residual:
-            draws["residual"] = Draw((*self.batch, self.m, self.n), self.dtype)
-        if self.gate:
-            draws["gate"] = rhs
-        return draws
-
-    def operands(self, seed: int = 0) -> Operands:
-        rng = np.random.default_rng(seed)
-        return {name: draw.from_numpy(rng) for name, draw in self.draws.items()}
-
-    def cotangents(self, seed: int = 1) -> np.ndarray:
-        return self.out_type.from_numpy(np.random.default_rng(seed))
-
-    @property
-    def contraction(self) -> tuple[Any, Any]:
-        """The dimension numbers of the product, as `jax.lax.dot_general` takes them."""
-        draws, lead = self.draws, tuple(range(len(self.batch)))
-        lhs_k = len(draws["lhs"].shape) - 2 + self.lhs_layout.index("k")
-        rhs_k = len(draws["rhs"].shape) - 2 + self.rhs_layout.index("k")
-        return ((lhs_k,), (rhs_k,)), (lead, lead)
-
-    @property
-    def dot_precision(self) -> Any:
-        """`precision` as JAX's own type."""
-        if self.precision is None:
-            return None
-        is_algorithm = self.precision in jax.lax.DotAlgorithmPreset.__members__
-        return (jax.lax.DotAlgorithmPreset if is_algorithm else jax.lax.Precision)[self.precision]
-
-    def run(self, operands: dict[str, jax.Array], *, backend: str | None = None) -> jax.Array:
-        """The case by this package: `matmul` where both operands are row major, else `dot_general`."""
-        lhs, rhs = operands["lhs"], operands["rhs"]
-        options = dict(precision=self.dot_precision, backend=backend)
-        if (self.lhs_layout, self.rhs_layout) != ("mk", "kn"):
-            return jk.dot_general(lhs, rhs, self.contraction, preferred_element_type=self.out_dtype, **options)
-        epilogue = dict(bias=operands.get("bias"), activation=self.activation, residual=operands.get("residual"))
-        out = jk.matmul(lhs, rhs, alpha=self.alpha, **epilogue, out_dtype=self.out_dtype, **options)
-        if self.gate:
-            out *= jk.matmul(lhs, operands["gate"], out_dtype=self.out_dtype, **options)
-        return out
+#: Elements of the (B, N, T, S) logits that a reference may hold at once: 1 GiB in float64.
+_MAX_LOGITS = 2**27
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +37,11 @@ class AttentionCase:
       masked_rows: whether the mask hides every key from some queries.
       size: "small", or "real" for sizes only a GPU computes in reasonable time.
     """
+
+    kind: ClassVar[str] = "attention"
+    form: ClassVar[str] = "BxSxNxH or BxTxSxNxKxH, then any of :causal :DTYPE :backward"
+    one_reference: ClassVar[bool] = True
+    precision: ClassVar[str | None] = None
 
     batch: int
     queries: int
@@ -296,4 +175,90 @@ class AttentionCase:
         """The case by this package: (out, lse), or out alone; `options` are more of the function's."""
         if self.documents and self.queries == self.keys:  # Of one sequence, whose ids are one array.
             operands = operands | dict(key_value_segment_ids=operands["query_segment_ids"])
-        return jk.dot_product_attention(**operands, **self.options, return_lse=return_lse, **options)
+        return dot_product_attention(**operands, **self.options, return_lse=return_lse, **options)
+
+    @classmethod
+    def parse(cls, sizes: Sequence[int], options: Mapping[str, Any], words: Sequence[str]) -> AttentionCase | None:
+        if len(sizes) not in (4, 6) or not {*words} <= {"causal"}:
+            return None
+        if len(sizes) == 4:
+            batch, length, heads, head_dim = sizes
+            sizes = [batch, length, length, heads, heads, head_dim]
+        batch, queries, keys, heads, kv_heads, head_dim = sizes
+        if heads % kv_heads:
+            raise ValueError("query heads must be a multiple of key/value heads")
+        return cls(batch, queries, keys, heads, kv_heads, head_dim, causal="causal" in words, **options)
+
+    @property
+    def description(self) -> str:
+        lengths = f"S{self.keys}" if self.queries == self.keys else f"T{self.queries} S{self.keys}"
+        heads = f"N{self.heads}" if self.heads == self.kv_heads else f"N{self.heads}/{self.kv_heads}"
+        words = [f"B{self.batch} {lengths} {heads} H{self.head_dim}", "causal" if self.causal else "full"]
+        words += [f"window {self.window[0]},{self.window[1]}"] if self.window else []
+        words += [f"{self.documents} {'equal ' * self.equal_documents}documents"] if self.documents else []
+        words += [f"bias {self.bias}"] if self.bias else []
+        return " ".join(words)
+
+    @property
+    def moving(self) -> tuple[str, ...]:
+        return ("query", "key", "value")
+
+    @property
+    def gradient_flops(self) -> float:
+        """Five products for two, one of them the logits again (Dao 2023, arXiv:2307.08691, section 4.1)."""
+        return 2.5 * self.flops
+
+    @property
+    def num_exps(self) -> float:
+        """One for each pair of a query and a key that it sees."""
+        return self.heads * self.pairs
+
+    def num_bytes(self, direction: Direction) -> int:
+        operands = {name: draw.num_bytes for name, draw in self.draws.items()}
+        out = self.out_type.num_bytes
+        if direction == "forward":
+            return sum(operands.values()) + out
+        lse = self.batch * self.queries * self.heads * 4
+        return sum(operands[name] for name in self.moving) + sum(operands.values()) + 2 * out + lse
+
+    def forward(self, operands: dict[str, jax.Array], *, backend: str | None = None) -> jax.Array:
+        return self.run(operands, return_lse=False, backend=backend)
+
+    def letters(self, name: str, num_axes: int) -> str:
+        letters = dict(query="BTN", key="BSK", value="BSK", out="BTN", bias="BN", mask="BN").get(name, "B")
+        return letters.ljust(num_axes)
+
+    def part_to_check(self, *, is_gradient: bool = False) -> Part:
+        """The last rows of the batch and the last heads, at least one of each.
+
+        Heads come in whole groups, so that gradients of keys are whole.
+        """
+        del is_gradient
+        group_size = self.heads // self.kv_heads
+        affordable = max(_MAX_LOGITS // (self.queries * self.keys * group_size), 1)
+        kv_heads = min(self.kv_heads, affordable)
+        batch = min(self.batch, max(affordable // kv_heads, 1))
+        if (batch, kv_heads) == (self.batch, self.kv_heads):
+            return Part(self)
+        part = dataclasses.replace(self, batch=batch, kv_heads=kv_heads, heads=kv_heads * group_size)
+        described = f"the last {batch} of {self.batch} batch rows, the last {part.heads} of {self.heads} heads"
+        last = dict(B=batch, N=part.heads, K=kv_heads)
+        return Part(part, described, tuple((letter, slice(-count, None)) for letter, count in last.items()))
+
+    def for_reference(self) -> AttentionCase:
+        """The case with its causal mask as an operand, so that both share a compiled reference."""
+        return self if self.mask is not None else dataclasses.replace(self, causal=False, mask="11TS")
+
+    def with_masks(self, operands: dict[str, Any]) -> dict[str, Any]:
+        if "mask" in operands:
+            return operands
+        if isinstance(operands["query"], jax.ShapeDtypeStruct):
+            return operands | {"mask": jax.ShapeDtypeStruct(self.shape_of("11TS"), np.bool)}
+        mask = jnp.ones(self.shape_of("11TS"), bool)
+        return operands | {"mask": jnp.tril(mask) if self.causal else mask}
+
+    def plain(self, operands: dict[str, Any]) -> jax.Array:
+        return plain_attention(self, operands)[0]
+
+    def reference(self, operands: dict[str, Any]) -> jax.Array:
+        return plain_attention_by_heads(self, operands)

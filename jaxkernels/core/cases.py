@@ -1,0 +1,164 @@
+"""What tests and benchmarks compute: the parts that the cases of every operation have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkernels.core.types import ArrayType
+
+__all__ = ["Case", "Direction", "Draw", "Operands", "Part", "Size", "random_array", "random_on_device"]
+
+Size = Literal["small", "real"]
+Direction = Literal["forward", "backward"]
+Operands = dict[str, np.ndarray]
+
+
+def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> np.ndarray:
+    """Normal random numbers, drawn in float32 and rounded to `dtype`."""
+    return (scale * rng.standard_normal(shape, dtype=np.float32)).astype(jnp.dtype(dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """An operand of normal random numbers: its shape, dtype and standard deviation."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    scale: float = 1.0
+
+    def from_numpy(self, rng: np.random.Generator) -> np.ndarray:
+        return random_array(rng, self.shape, self.dtype, self.scale)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+class Case(Protocol):
+    """A problem of one operation, as data.
+
+    Attributes:
+      kind: the operation's name on the command line of the benchmarks.
+      form: how a shape is written there.
+      one_reference: whether one compiled reference serves the forward pass, the gradients and every mask.
+      dtype: the operands' dtype.
+      precision: the float32 algorithm that the case asks for, or None.
+      description: the case in a few words, without its dtype.
+      draws: the floating operands by name; out_type: the result.
+      moving: names of the operands whose gradients a benchmark computes.
+      flops, gradient_flops: operations that the forward pass and the gradients need.
+      num_exps: exponentials that either direction needs.
+    """
+
+    kind: ClassVar[str]
+    form: ClassVar[str]
+    one_reference: ClassVar[bool]
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def precision(self) -> str | None: ...
+    @property
+    def description(self) -> str: ...
+    @property
+    def draws(self) -> dict[str, Draw]: ...
+    @property
+    def out_type(self) -> Draw: ...
+    @property
+    def moving(self) -> tuple[str, ...]: ...
+    @property
+    def flops(self) -> int: ...
+    @property
+    def gradient_flops(self) -> float: ...
+    @property
+    def num_exps(self) -> float: ...
+
+    @classmethod
+    def parse(cls, sizes: Sequence[int], options: Mapping[str, Any], words: Sequence[str]) -> Any:
+        """The case of a shape on the command line, or None if the text has not the form."""
+
+    def num_bytes(self, direction: Direction) -> int:
+        """Bytes that must cross the memory bus: each operand and each result once."""
+        ...
+
+    def masks(self, rng: np.random.Generator) -> Operands:
+        """The operands that are no numbers to compute with."""
+        ...
+
+    def forward(self, operands: dict[str, jax.Array], *, backend: str | None = None) -> jax.Array:
+        """The result that a benchmark times, by this package."""
+        ...
+
+    def letters(self, name: str, num_axes: int) -> str:
+        """A letter for each axis of an operand or of the result, as `Part.slices` uses them."""
+        ...
+
+    def part_to_check(self, *, is_gradient: bool = False) -> Part:
+        """The part of a result that a reference has time and memory for."""
+        ...
+
+    def for_reference(self) -> Any:
+        """The case that the reference computes; its masks may be operands."""
+        ...
+
+    def with_masks(self, operands: dict[str, Any]) -> dict[str, Any]:
+        """The operands of `for_reference`'s case, from those of this one: arrays or their types."""
+        ...
+
+    def plain(self, operands: dict[str, Any]) -> jax.Array:
+        """The result in plain JAX, in the operands' dtype."""
+        ...
+
+    def reference(self, operands: dict[str, Any]) -> jax.Array:
+        """The result of `plain`, computed in as little memory as a check in float64 needs."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What is checked of a result.
+
+    Attributes:
+      case: the part, as a case of its own.
+      description: for the record: "all", or which part.
+      slices: (letter, slice) of each axis that is not taken whole.
+    """
+
+    case: Any
+    description: str = "all"
+    slices: tuple[tuple[str, slice], ...] = ()
+
+    def of(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """The part of operands, results or gradients ("d_query"); axes of length 1, which broadcast, stay."""
+        slices, taken = dict(self.slices), {}
+        for name, x in arrays.items():
+            letters = self.case.letters(name.removeprefix("d_"), x.ndim)
+            taken[name] = x[
+                tuple(slices.get(y, slice(None)) if size > 1 else slice(None) for y, size in zip(letters, x.shape))
+            ]
+        return taken
+
+
+def random_on_device(types: Sequence[ArrayType], device: Any, seed: int = 0) -> tuple[jax.Array, ...]:
+    """Random arrays that one program draws on a device: the same ones every time.
+
+    Floating ones are from N(0, 1), integers from 0 to 7, seven of eight booleans are True.
+    """
+    # The device's own generator: quick to compile, and to draw a gigabyte.
+    draw = lambda: [_on_device(jax.random.key(16 * seed + i, impl="rbg"), array) for i, array in enumerate(types)]
+    return tuple(jax.jit(draw, out_shardings=jax.sharding.SingleDeviceSharding(device))())
+
+
+def _on_device(key: jax.Array, array: ArrayType) -> jax.Array:
+    if jnp.issubdtype(array.dtype, jnp.bool_):
+        return jax.random.bernoulli(key, 7 / 8, array.shape)
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        return jax.random.randint(key, array.shape, 0, 8).astype(array.dtype)
+    return jax.random.normal(key, array.shape, jnp.float32).astype(array.dtype)
