@@ -41,7 +41,6 @@ class AttentionCase:
     kind: ClassVar[str] = "attention"
     form: ClassVar[str] = "BxSxNxH or BxTxSxNxKxH, then any of :causal :DTYPE :backward"
     one_reference: ClassVar[bool] = True
-    precision: ClassVar[str | None] = None
 
     batch: int
     queries: int
@@ -198,6 +197,10 @@ class AttentionCase:
         words += [f"{self.documents} {'equal ' * self.equal_documents}documents"] if self.documents else []
         words += [f"bias {self.bias}"] if self.bias else []
         return " ".join(words)
+
+    @property
+    def precision(self) -> None:
+        """An attention has no float32 algorithms to choose from."""
 
     @property
     def moving(self) -> tuple[str, ...]:
