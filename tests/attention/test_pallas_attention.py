@@ -1144,7 +1144,8 @@ def test_the_first_block_of_keys_stores_on_the_chip(
 _SANITIZED = """
 import dataclasses, functools
 from interpreted_attention import make_spec
-from jaxkernels.pallas import attention_backward, attention_forward
+from jaxkernels.pallas.attention import backward as attention_backward
+from jaxkernels.pallas.attention import forward as attention_forward
 
 def operands(dim, heads=(4, 2), **rules):
     spec = make_spec(200, 136, heads=heads, dims=(dim, dim), batch=2, causal=True, **rules)
