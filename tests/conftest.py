@@ -126,7 +126,7 @@ def opaque(monkeypatch: pytest.MonkeyPatch) -> str:
     how kernels get into a mesh. Nothing chooses it unasked: it stands last in the order of preference.
     """
     for op in OPS:
-        monkeypatch.setitem(dispatch.REGISTRY, (op, "opaque"), dispatch.Entry(dispatch.REGISTRY[op, "xla"].module))
+        monkeypatch.setitem(dispatch.REGISTRY, (op, "opaque"), dispatch.Entry(dispatch.REGISTRY[op, "xla"].designs))
     return "opaque"
 
 

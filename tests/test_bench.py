@@ -284,7 +284,7 @@ def wrong_backend(registry, monkeypatch) -> str:
     vars(module).update({name: value for name, value in vars(xla_matmul).items() if not name.startswith("__")})
     module.run = lambda spec, config, *xs: xla_matmul.run(spec, config, *xs) * 1.001
     monkeypatch.setitem(sys.modules, "backend_wrong", module)
-    registry["matmul", "wrong"] = dispatch.Entry("backend_wrong")
+    registry["matmul", "wrong"] = dispatch.Entry(("backend_wrong",))
     return "wrong"
 
 

@@ -327,7 +327,7 @@ def test_doctor_finds_the_kernels_available_on_a_hopper_gpu(monkeypatch):
 
 
 def test_doctor_reports_a_backend_that_does_not_load(registry, monkeypatch):
-    registry["matmul", "broken"] = dispatch.Entry("jaxkernels.no_such_module")
+    registry["matmul", "broken"] = dispatch.Entry(("jaxkernels.no_such_module",))
     found = of_chip(monkeypatch, hardware.host("cpu"))
     assert found["broken"].reasons == (
         "matmul[broken]: the backend failed to load (jaxkernels.no_such_module): "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -50,7 +51,7 @@ def install(registry, monkeypatch) -> Callable[..., None]:
         module.estimate = lambda spec, config: float(config.block)
         module.run = lambda spec, config, *xs: 10 * xla_matmul.run(spec, xla_matmul.Config(), *xs)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        entries = {("matmul", name): Entry(module.__name__, **fields), **registry}
+        entries = {("matmul", name): Entry((module.__name__,), **fields), **registry}
         registry.clear()
         registry.update(entries)
 
@@ -162,7 +163,7 @@ def test_broken_backend_raises_with_its_cause(registry, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     others = dict(registry)
     registry.clear()
-    registry.update({("matmul", "broken"): Entry("broken_backend"), **others})
+    registry.update({("matmul", "broken"): Entry(("broken_backend",)), **others})
     cause = "No module named 'a_library_that_is_not_there'"
     for backend in (None, "broken"):
         message = f"matmul[broken]: the backend failed to load (broken_backend): {cause}"
@@ -175,7 +176,7 @@ def test_backend_is_not_loaded_before_it_is_needed(registry):
     """A backend for another platform is passed over without its libraries."""
     others = dict(registry)
     registry.clear()
-    registry.update({("matmul", "elsewhere"): Entry("no_such_module", ("tpu",)), **others})
+    registry.update({("matmul", "elsewhere"): Entry(("no_such_module",), ("tpu",)), **others})
     assert jk.matmul(A, B)[0, 0] == 7
 
 
@@ -316,30 +317,30 @@ def test_every_chip_states_where_its_figures_come_from():
 
 
 CONFIG_FIELDS = [
-    (op, backend, field.name)
+    (design.Config, f"{op}[{backend}]", field.name)
     for op, backend in dispatch.REGISTRY
-    for field in dataclasses.fields(dispatch.load(op, backend).Config)
+    for design in dispatch.load(op, backend).designs
+    for field in dataclasses.fields(design.Config)
 ]
 
 
-@pytest.mark.parametrize(("op", "where", "name"), CONFIG_FIELDS)
-def test_config_refuses_values_of_another_type(op, where, name):
-    cls = dispatch.load(op, where).Config
+@pytest.mark.parametrize(("cls", "where", "name"), CONFIG_FIELDS, ids=lambda x: getattr(x, "__module__", x))
+def test_config_refuses_values_of_another_type(cls, where, name):
     default = getattr(cls(), name)
     others = ["x", 1.5, float("nan"), [], {}, object(), *([] if name in ("split", "cluster") else [None])]
     others += [True, 2.0] if type(default) is int else [0, 1, -1]
     for value in others:
-        with pytest.raises(ValueError, match=rf"^{op}\[{where}\]: {name} must be ") as e:
+        with pytest.raises(ValueError, match=rf"^{re.escape(where)}: {name} must be ") as e:
             cls(**{name: value})
         assert str(e.value).endswith(f"; got {value!r}. Leave it out for the default.")
     if type(default) is int:
         for value in (-1, -64, -(2**70), *([2**70] if name == "strip" else [])):
-            with pytest.raises(ValueError, match=rf"^{op}\[{where}\]: .*; got "):
+            with pytest.raises(ValueError, match=rf"^{re.escape(where)}: .*; got "):
                 cls(**{name: value})
 
 
 def test_config_names_what_a_field_takes():
-    config = dispatch.load("matmul", "pallas").Config
+    config = dispatch.load("matmul", "pallas").designs[0].Config
     with raises_exactly(
         ValueError, 'matmul[pallas]: cluster must be "m" or "n" or None; got \'x\'. Leave it out for the default.'
     ):

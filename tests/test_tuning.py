@@ -88,7 +88,7 @@ def lab(registry, monkeypatch, tmp_path) -> Lab:
     others = dict(registry)
     registry.clear()
     for op in ("matmul", "attention_forward", "attention_backward"):
-        reference = importlib.import_module(others[op, "xla"].module)
+        reference = importlib.import_module(others[op, "xla"].designs[0])
 
         def run(spec: Any, config: Config, *xs: jax.Array, op: str = op, reference: Any = reference) -> Any:
             lab.runs.append((op, config))
@@ -105,7 +105,7 @@ def lab(registry, monkeypatch, tmp_path) -> Lab:
         module.estimate = lambda spec, config: lab.estimate(config)
         module.run = run
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        registry[op, "fake"] = Entry(module.__name__)
+        registry[op, "fake"] = Entry((module.__name__,))
     registry.update(others)
     tune = tuner.tune
 
@@ -149,7 +149,7 @@ def test_fastest_configuration_wins_and_is_kept(lab):
 
 
 def test_default_is_measured_whatever_the_model_says(lab):
-    dispatch.load("matmul", "fake").shortlist = lambda spec: (Config(256, 3),)
+    dispatch.load("matmul", "fake").designs[0].shortlist = lambda spec: (Config(256, 3),)
     tuner.tune("matmul", make_spec(), "fake", top=2)
     assert lab.measured[0] == [f"fake {Config(256, 3)}", f"fake {Config(64, 1)}"]
 
@@ -170,9 +170,11 @@ def test_backends_compete_where_none_is_named(lab):
 def test_the_fastest_of_what_is_exported(lab, registry):
     """What `jax.export` refuses is passed over though it was measured fastest; the next is not called slower."""
     others = {key: entry for key, entry in registry.items() if key != ("matmul", "fake")}
-    module = registry["matmul", "fake"].module
+    (module,) = registry["matmul", "fake"].designs
     registry.clear()
-    registry.update({("matmul", "refused"): Entry(module, is_exportable=False), ("matmul", "fake"): Entry(module)})
+    registry.update(
+        {("matmul", "refused"): Entry((module,), is_exportable=False), ("matmul", "fake"): Entry((module,))}
+    )
     registry.update(others)
     seconds = {"refused": 5.0, "fake": 6.0, "xla": 9.0}
     lab.microseconds = lambda backend, config: seconds[backend] - (config.depth / 10 if config else 0)
@@ -193,7 +195,7 @@ def test_the_fastest_of_what_is_exported(lab, registry):
 
 def test_candidates_are_traced_as_in_programs(lab, monkeypatch):
     """Without `jax_enable_x64`, which changes kernels, on whatever thread."""
-    module, seen = dispatch.load("matmul", "fake"), []
+    module, seen = dispatch.load("matmul", "fake").designs[0], []
     run = module.run
     monkeypatch.setattr(module, "run", lambda *args: (seen.append(jax.config.jax_enable_x64), run(*args))[1])
     jax.config.update("jax_enable_x64", True)
@@ -222,7 +224,7 @@ def test_candidates_that_fail_are_dropped_with_their_reason(lab):
 @pytest.mark.parametrize("where", ["one element", "NaN"])
 def test_error_in_one_place_is_seen(where, lab, monkeypatch):
     """Of 90,000 results: the average hardly moves."""
-    module = dispatch.load("matmul", "fake")
+    module = dispatch.load("matmul", "fake").designs[0]
     right = module.run
 
     def run(spec: Any, config: Any, *xs: jax.Array) -> jax.Array:
@@ -280,7 +282,7 @@ def test_same_cache_same_choice(lab, monkeypatch):
 
 def test_real_stopwatch_measures_on_this_machine(lab):
     """End to end with the bench's own method, and operations that really take longer."""
-    module = dispatch.load("matmul", "fake")
+    module = dispatch.load("matmul", "fake").designs[0]
     right = module.run
 
     def run(spec: Any, config: Config, *xs: jax.Array) -> jax.Array:
@@ -333,7 +335,7 @@ ALL = dict(causal=True, bias=BIAS, mask=MASK, query_lengths=True, key_lengths=Tr
 
 
 def reference(op: str, spec: AttentionSpec, made: Any) -> list[np.ndarray]:
-    module = dispatch.load(op, "xla")
+    module = dispatch.load(op, "xla").designs[0]
     return list(map(np.asarray, jax.jit(lambda *xs: module.run(spec, module.Config(), *xs))(*made)))
 
 

@@ -17,7 +17,7 @@ from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.ops.matmul.spec import MatmulSpec
-from jaxkernels.pallas.attention import backward as attention_backward
+from jaxkernels.pallas.attention import backward_fused, backward_two_kernels, backward_wide
 from jaxkernels.pallas.attention import forward as attention_forward
 from jaxkernels.pallas.matmul import gemm as matmul
 
@@ -80,8 +80,8 @@ def test_choosing_costs_no_time_when_a_program_is_lowered():
 def test_model_of_attention_follows_the_work():
     """Halving the visible pairs halves the time, nearly; so does a larger chip."""
     spec = attention_spec(128, 128, length=16384, causal=False)
-    for module, op in ((attention_forward, "attention_forward"), (attention_backward, "attention_backward")):
-        config = dispatch.default_config(op, "pallas", spec)
+    for op in ("attention_forward", "attention_backward"):
+        module, config = dispatch.load(op, "pallas"), dispatch.default_config(op, "pallas", spec)
         full = module.estimate(spec, config)
         causal = module.estimate(dataclasses.replace(spec, causal=True), config)
         assert 0.4 < causal / full < 0.6
@@ -120,7 +120,15 @@ def test_attention_spaces_lower(head_dims):
     out, rows = array(2, 2040, 8, head_dims[1]), array(2, 8, 2040, dtype=jnp.float32)
     forward = max(attention_forward.search_space(spec), key=functools.partial(attention_forward._smem_bytes, spec))
     lower(functools.partial(attention_forward.run, spec, forward), spec.q, spec.k, spec.v)
-    space = attention_backward.search_space(spec)
-    backward = max(space, key=lambda c: (c.dq_block_kv * c.dq_num_stages, c.dkv_block_q * c.dkv_num_stages))
     operands = (spec.q, spec.k, spec.v, out, rows, out, rows)
-    lower(functools.partial(attention_backward.run, spec, backward), *operands)
+    sizes = {
+        backward_fused: lambda c: c.block_q * c.num_stages,
+        backward_two_kernels: lambda c: (c.dq_block_kv * c.dq_num_stages, c.dkv_block_q * c.dkv_num_stages),
+        backward_wide: lambda c: (c.dq_num_stages, c.dkv_num_stages),
+    }
+    lowered = 0
+    for design in dispatch.load("attention_backward", "pallas").supporting(spec):
+        if space := list(design.search_space(spec)):
+            lower(functools.partial(design.run, spec, max(space, key=sizes[design])), *operands)
+            lowered += 1
+    assert lowered

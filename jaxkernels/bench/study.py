@@ -88,7 +88,7 @@ _CLUSTERS = {
 def variants() -> Iterator[Variant]:
     """Rings of 1 to 8 slots in two tiles, and clusters of the larger tile in its usual ring; not all fit a chip."""
     for backend, clusters in _CLUSTERS.items():
-        config = dispatch.load("matmul", backend).Config
+        config = dispatch.load("matmul", backend).designs[0].Config
         # A slot that is released a step late needs another one to go on with.
         late = lambda n, backend=backend: {} if backend == "cuda" else dict(delay_release=min(1, n - 1))
         for block_m, block_n in _TILES:

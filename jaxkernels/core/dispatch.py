@@ -1,23 +1,24 @@
 """Which kernel runs an operation: the registry of backends, the choice, and the record of it.
 
-A backend is a module for one operation with six names:
+A backend has one or more designs of an operation. A design is a module with six names:
 
-- `Config`: a frozen dataclass, this kernel's knobs;
-- `VERSION`: an int, raised when what the kernel makes of a Config changes, its speed, or its search space:
-  winners measured with another version do not count;
+- `Config`: a frozen dataclass, the knobs of this kernel;
+- `VERSION`: an int. It is raised when a Config's kernel, its speed or the search space changes. Winners that were
+  measured with another version do not count;
 - `unsupported(spec) -> str | None`: the one statement of its limits, a reason for each;
-- `search_space(spec) -> Iterable[Config]`: the configurations worth measuring, all of them legal (shared memory,
-  registers), pruned by rules that it states; usual settings come first;
+- `search_space(spec) -> Iterable[Config]`: the configurations worth measuring. All are legal (shared memory,
+  registers). Rules that the module states prune them. Usual settings come first;
 - `estimate(spec, config) -> float`: the cost model, in seconds (not needed where the space has one member);
 - `run(spec, config, *arrays)`: the result, computed with JAX operations or a kernel call;
 
 and, while its cost model is not to be trusted with the whole space, `shortlist(spec)`: the configurations among which
-`default_config` looks, as far as they are in the space.
+`default_config` looks. An empty shortlist says that another design is known to be faster.
 
-`REGISTRY` lists them in order of preference. A call that names a backend gets that backend or an
-error; a call that names none gets the fastest if that was measured (`jaxkernels.tuning`), else the first that supports
-its spec on the platform being lowered; in a program for `jax.export`, of those that it takes unasked. The configuration
-is the caller's, else the measured winner, else the one that the cost model finds fastest.
+`REGISTRY` lists backends in order of preference. A call that names a backend gets that backend or an error. A call that
+names none gets the fastest backend, if that was measured (`jaxkernels.tuning`). Otherwise it gets the first backend
+that supports its spec on the platform being lowered; in a program for `jax.export`, the first that `jax.export` takes
+unasked. The configuration is the caller's, else the measured winner, else the one that the cost models find fastest
+among all designs of the backend.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from jaxkernels.core.hardware import Chip
 from jaxkernels.core.registry import Entry
 
 __all__ = [
-    "REGISTRY", "WAY_OUT", "Choice", "Entry", "Policy", "backend_names", "check", "check_backend", "choose",
-    "default_config", "is_tuned", "policy", "recording", "runs_on", "search_space", "store_fastest", "store_winner",
-    "usable_backends",
+    "REGISTRY", "WAY_OUT", "Backend", "Choice", "Entry", "Policy", "backend_names", "check", "check_backend", "choose",
+    "default_config", "is_tuned", "load", "policy", "recording", "runs_on", "search_space", "store_fastest",
+    "store_winner", "usable_backends",
 ]  # fmt: skip
 
 
@@ -73,6 +74,7 @@ class Choice:
       passed_over: (backend, reason) of those that stand before it.
       source: where the choice comes from: "given" by the caller, "tuned": measured fastest, or "default".
       requested: the backend that the caller named, or None.
+      design: the backend's design; empty where it has one only.
     """
 
     op: str
@@ -82,10 +84,12 @@ class Choice:
     passed_over: tuple[tuple[str, str], ...] = ()
     source: Literal["given", "tuned", "default"] = "default"
     requested: str | None = None
+    design: str = ""
 
     def __str__(self) -> str:
         source = "" if self.source == "default" else f"  ({self.source})"
-        lines = [f"{self.op}  {self.spec}", f"  -> {self.backend}  {self.config}{source}"]
+        design = self.design and f"{self.design}."
+        lines = [f"{self.op}  {self.spec}", f"  -> {self.backend}  {design}{self.config}{source}"]
         lines += [f"     not {backend}: {reason}" for backend, reason in self.passed_over]
         return "\n".join(lines)
 
@@ -107,14 +111,96 @@ class Policy:
 policy = jax.make_user_context(Policy())
 
 
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """The designs of a backend for one operation.
+
+    Attributes:
+      label: the operation and the backend, for messages.
+      designs: modules.
+    """
+
+    label: str
+    designs: tuple[ModuleType, ...]
+
+    @property
+    def version(self) -> int:
+        """Rises with the version of each design."""
+        return sum(design.VERSION for design in self.designs)
+
+    def supporting(self, spec: Spec) -> list[ModuleType]:
+        """The designs that can run the spec."""
+        return [design for design in self.designs if design.unsupported(spec) is None]
+
+    def unsupported(self, spec: Spec) -> str | None:
+        """Why no design can run the spec, or None if one can."""
+        reasons = {name_of(design): design.unsupported(spec) for design in self.designs}
+        if None in reasons.values():
+            return None
+        if len(distinct := list(dict.fromkeys(reasons.values()))) == 1:
+            return distinct[0]
+        return "; ".join(f"{name} {reason}" for name, reason in reasons.items())
+
+    def search_space(self, spec: Spec) -> Iterator[Any]:
+        """The configurations of all designs that can run the spec."""
+        for design in self.supporting(spec):
+            yield from design.search_space(spec)
+
+    def shortlist(self, spec: Spec) -> Iterator[Any]:
+        """The configurations among which the cost models choose, as far as they are in the search space."""
+        for design in self.supporting(spec):
+            yield from design.shortlist(spec) if hasattr(design, "shortlist") else design.search_space(spec)
+
+    def design_of(self, config: Any) -> ModuleType:
+        """The design that a configuration is for."""
+        return next(design for design in self.designs if isinstance(config, design.Config))
+
+    def estimate(self, spec: Spec, config: Any) -> float | None:
+        """Seconds, or None for a design without a cost model."""
+        design = self.design_of(config)
+        return design.estimate(spec, config) if hasattr(design, "estimate") else None
+
+    def run(self, spec: Spec, config: Any, *arrays: jax.Array) -> Any:
+        return self.design_of(config).run(spec, config, *arrays)
+
+    def check_config(self, config: Any) -> None:
+        """Raises ValueError if the configuration is for none of the designs."""
+        if not isinstance(config, tuple(design.Config for design in self.designs)):
+            classes = " or ".join(f"{design.__name__}.Config" for design in self.designs)
+            raise ValueError(f"{self.label}: config must be a {classes}; got {config!r}.")
+
+    def encode(self, config: Any) -> dict[str, Any]:
+        """A configuration in JSON's types, with the name of its design where there are several."""
+        design = {"design": name_of(self.design_of(config))} if len(self.designs) > 1 else {}
+        return design | dataclasses.asdict(config)
+
+    def decode(self, values: dict[str, Any]) -> Any:
+        """The configuration that was encoded; ValueError if it is none of this backend."""
+        fields, designs = dict(values), {name_of(design): design for design in self.designs}
+        name = fields.pop("design", None) if len(designs) > 1 else next(iter(designs))
+        if name not in designs:
+            raise ValueError(f"{values} name none of the designs {', '.join(designs)}")
+        config = designs[name].Config
+        if set(fields) != {field.name for field in dataclasses.fields(config)}:
+            raise ValueError(f"{values} are not the fields of {designs[name].__name__}.Config")
+        return config(**fields)
+
+
+def name_of(design: ModuleType) -> str:
+    """A design's name: its module's."""
+    return design.__name__.rpartition(".")[2]
+
+
 @functools.cache
-def load(op: str, backend: str) -> ModuleType:
-    """Imports the backend's module; a module that fails to import raises with its cause."""
-    entry = REGISTRY[op, backend]
-    try:
-        return importlib.import_module(entry.module)
-    except Exception as e:
-        raise ImportError(f"{op}[{backend}]: the backend failed to load ({entry.module}): {e}") from e
+def load(op: str, backend: str) -> Backend:
+    """Imports the backend's designs; a module that fails to import raises with its cause."""
+    designs = []
+    for module in REGISTRY[op, backend].designs:
+        try:
+            designs.append(importlib.import_module(module))
+        except Exception as e:
+            raise ImportError(f"{op}[{backend}]: the backend failed to load ({module}): {e}") from e
+    return Backend(f"{op}[{backend}]", tuple(designs))
 
 
 def runs_on(backend: str, chip: Chip) -> bool:
@@ -163,9 +249,8 @@ def check(op: str, spec: Spec, backend: str | None, config: Any = None) -> None:
         return
     if (reason := _refusal(op, backend, spec)) is not None:
         raise NotImplementedError(f"{op}[{backend}]: {reason}. {WAY_OUT}")
-    module = load(op, backend)
-    if config is not None and not isinstance(config, module.Config):
-        raise ValueError(f"{op}[{backend}]: config must be a {module.__name__}.Config; got {config!r}.")
+    if config is not None:
+        load(op, backend).check_config(config)
 
 
 def _export_refusal(op: str, backend: str, is_partitioned: bool) -> str | None:
@@ -234,7 +319,9 @@ def choose(
             chosen = default_config(op, name, spec)
             if fastest is not None and len(search_space(op, name, spec)) == 1:
                 source = "tuned"
-        choice = Choice(op, name, chosen, spec, tuple(passed_over), source, backend)
+        designs = load(op, name)
+        design = name_of(designs.design_of(chosen)) if len(designs.designs) > 1 else ""
+        choice = Choice(op, name, chosen, spec, tuple(passed_over), source, backend, design)
         if (record := _record.get()) is not None:
             record.append(choice)
         return choice
@@ -251,42 +338,39 @@ def search_space(op: str, backend: str, spec: Spec) -> tuple[Any, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _search_space(module: ModuleType, spec: Spec) -> dict[Any, Any]:
+def _search_space(backend: Backend, spec: Spec) -> dict[Any, Any]:
     """The search space in order, each configuration under itself."""
-    return {config: config for config in module.search_space(spec)}
+    return {config: config for config in backend.search_space(spec)}
 
 
 def default_config(op: str, backend: str, spec: Spec) -> Any:
-    """The configuration that the backend's cost model finds fastest; of equals the first."""
+    """The configuration that the backend's cost models find fastest; of equals the first."""
     return _default_config(load(op, backend), spec)
 
 
 @functools.lru_cache(maxsize=1024)
-def _default_config(module: ModuleType, spec: Spec) -> Any:
-    space = _search_space(module, spec)
-    shortlist = module.shortlist(spec) if hasattr(module, "shortlist") else ()
-    candidates = [config for config in shortlist if config in space] or list(space)
+def _default_config(backend: Backend, spec: Spec) -> Any:
+    space = _search_space(backend, spec)
+    candidates = [config for config in backend.shortlist(spec) if config in space] or list(space)
     if len(candidates) == 1:
         return candidates[0]
-    return min(candidates, key=lambda config: module.estimate(spec, config))
+    return min(candidates, key=lambda config: backend.estimate(spec, config) or 0.0)
 
 
-def _winner(op: str, backend: str, spec: Spec) -> Any | None:
+def _winner(op: str, name: str, spec: Spec) -> Any | None:
     """The configuration of a backend that was measured fastest, or None."""
-    module = load(op, backend)
-    space = _search_space(module, spec)
+    backend = load(op, name)
+    space = _search_space(backend, spec)
     if len(space) == 1:
         return None
 
     def decode(values: dict[str, Any]) -> Any:
         # The space's own member: what JSON made of it may be equal and yet of another type.
-        if set(values) != {field.name for field in dataclasses.fields(module.Config)}:
-            raise ValueError(f"{values} are not the fields of {module.__name__}.Config")
-        if (member := space.get(config := module.Config(**values))) is None:
+        if (member := space.get(config := backend.decode(values))) is None:
             raise ValueError(f"{config} is not in the search space of this spec")
         return member
 
-    return winners.lookup(winners.Key(spec.target, op, spec, backend, module.VERSION), decode)
+    return winners.lookup(winners.Key(spec.target, op, spec, name, backend.version), decode)
 
 
 def _fastest(op: str, spec: Spec) -> str | None:
@@ -309,13 +393,14 @@ def _fastest(op: str, spec: Spec) -> str | None:
 
 
 def _versions(op: str, backends: list[str]) -> dict[str, int]:
-    return {name: load(op, name).VERSION for name in backends}
+    return {name: load(op, name).version for name in backends}
 
 
 def store_winner(op: str, backend: str, spec: Spec, config: Any, seconds: float) -> None:
     """Keeps the configuration of a backend that was measured fastest."""
-    key = winners.Key(spec.target, op, spec, backend, load(op, backend).VERSION)
-    winners.store(key, config, dataclasses.asdict(config), seconds)
+    designs = load(op, backend)
+    key = winners.Key(spec.target, op, spec, backend, designs.version)
+    winners.store(key, config, designs.encode(config), seconds)
 
 
 def store_fastest(op: str, backend: str, spec: Spec, seconds: float) -> None:

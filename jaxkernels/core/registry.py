@@ -1,7 +1,7 @@
 """Every operation: the folder that describes it, and the backends that compute its kernels.
 
 An operation is one line of `OPERATIONS`. Its folder has what is particular to it (its public function, its spec, its
-rules, its reference, its cases); a backend has a module for each kernel that it computes.
+rules, its reference, its cases). A backend has a module for each design: for each kernel that can compute it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class Entry:
     """A backend of one kernel.
 
     Attributes:
-      module: its module.
+      designs: its modules, one for each design. Their contract is in `jaxkernels.core.dispatch`.
       platforms: the lowering platforms it can run on; None: all.
       is_exportable: whether `jax.export` takes what it is lowered to unasked.
     """
 
-    module: str
+    designs: tuple[str, ...]
     platforms: tuple[str, ...] | None = None
     is_exportable: bool = True
 
@@ -47,9 +47,9 @@ OPERATIONS: dict[str, Operation] = {
         "jaxkernels.ops.matmul",
         {
             "matmul": {
-                "cuda": Entry("jaxkernels.ffi.matmul.gemm", _CUDA, is_exportable=False),
-                "pallas": Entry("jaxkernels.pallas.matmul.gemm", _CUDA),
-                "xla": Entry("jaxkernels.ops.matmul.reference"),
+                "cuda": Entry(("jaxkernels.ffi.matmul.gemm",), _CUDA, is_exportable=False),
+                "pallas": Entry(("jaxkernels.pallas.matmul.gemm",), _CUDA),
+                "xla": Entry(("jaxkernels.ops.matmul.reference",)),
             }
         },
     ),
@@ -57,14 +57,21 @@ OPERATIONS: dict[str, Operation] = {
         "jaxkernels.ops.attention",
         {
             "attention_forward": {
-                "pallas": Entry("jaxkernels.pallas.attention.forward", _CUDA),
-                "xla": Entry("jaxkernels.ops.attention.reference_forward"),
+                "pallas": Entry(("jaxkernels.pallas.attention.forward",), _CUDA),
+                "xla": Entry(("jaxkernels.ops.attention.reference_forward",)),
             },
             "attention_backward": {
-                "pallas": Entry("jaxkernels.pallas.attention.backward", _CUDA),
-                "xla": Entry("jaxkernels.ops.attention.reference_backward"),
+                "pallas": Entry(
+                    (
+                        "jaxkernels.pallas.attention.backward_fused",
+                        "jaxkernels.pallas.attention.backward_two_kernels",
+                        "jaxkernels.pallas.attention.backward_wide",
+                    ),
+                    _CUDA,
+                ),
+                "xla": Entry(("jaxkernels.ops.attention.reference_backward",)),
             },
-            "attention_tangent": {"xla": Entry("jaxkernels.ops.attention.reference_tangent")},
+            "attention_tangent": {"xla": Entry(("jaxkernels.ops.attention.reference_tangent",))},
         },
     ),
 }

@@ -186,8 +186,7 @@ def tune(
 
 
 def _estimate(op: str, backend: str, spec: Any, config: Any) -> float | None:
-    module = dispatch.load(op, backend)
-    return module.estimate(spec, config) if hasattr(module, "estimate") else None
+    return dispatch.load(op, backend).estimate(spec, config)
 
 
 def _by_estimate(op: str, backend: str, spec: Any, configs: Iterable[Any]) -> list[Any]:
@@ -206,10 +205,10 @@ def _ranked(op: str, backend: str, spec: Any, top: int) -> list[Any]:
 
 
 def _neighbours(config: Any, space: Iterable[Any]) -> list[Any]:
-    """Members of the space that differ from `config` in one field."""
+    """Members of the space, of the same design, that differ from `config` in one field."""
     values = dataclasses.astuple(config)
     distance = lambda other: sum(a != b for a, b in zip(values, dataclasses.astuple(other)))
-    return [other for other in space if distance(other) == 1]
+    return [other for other in space if type(other) is type(config) and distance(other) == 1]
 
 
 class _Trial:

@@ -59,7 +59,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -69,7 +69,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxkernels.core.arguments import check_fields
 from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.pallas.attention import backward, blocks
 from jaxkernels.pallas.attention.blocks import (
     COLUMNS,
     LOG2E,
@@ -80,6 +82,7 @@ from jaxkernels.pallas.attention.blocks import (
     blocks_within,
     cap_and_slope,
     ends_of,
+    features,
     gradient_scale,
     hide_other_segments,
     hide_unseen,
@@ -87,7 +90,10 @@ from jaxkernels.pallas.attention.blocks import (
     is_known_at_run_time,
     kernel_inputs,
     keys_seen_by_any,
+    least_head_multiple,
     num_even_ctas,
+    pad_heads,
+    padded_head_dims,
     planned_offset,
     queries_that_see_all,
     queries_that_see_any,
@@ -97,8 +103,14 @@ from jaxkernels.pallas.attention.blocks import (
     swizzle_span,
     transforms_of,
 )
+from jaxkernels.pallas.attention.delta import row_sums
 
-__all__ = ["can_store_first", "gradients", "is_zeroed", "smem_bytes", "stores_first_by_default"]
+__all__ = [
+    "VERSION", "Config", "can_store_first", "estimate", "gradients", "is_zeroed", "run", "search_space", "shortlist",
+    "smem_bytes", "unsupported",
+]  # fmt: skip
+
+VERSION = 2
 
 #: Keys of a consumer warpgroup, and of a CTA.
 _KEYS_PER_CONSUMER = 64
@@ -124,6 +136,135 @@ _MOST_IDLE = 1.05
 _STREAMS = 8
 _STREAMS_IN_ORDER = 16
 
+# The search space: what is tried along each knob, the usual setting first.
+_BLOCKS = (64, 128)
+_STAGES = (2, 3)
+#: Registers of a consumer thread for accumulators, logits and their gradients, of the 208 it has.
+_MAX_TILE_REGISTERS = 192
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tiling and schedule.
+
+    Attributes:
+      block_q: queries of a step.
+      num_stages: slots of the rings of queries, output gradients and dS^T.
+      head_multiple: to multiples of which head dimensions are padded, 64 or 32. With 32, 64 bytes of a row are swizzled
+        together, not 128.
+      group_parts: in how many parts a group of query heads is dealt with. Each part gets keys and values of its own,
+        and XLA adds up their gradients. Where there are few key heads, more SMs then have something to do.
+      stores_first: whether the first block of keys stores each block of dQ's sum, and the others wait for that. Else
+        the sum begins with zeros. Only where a causal mask, or none, is all that hides keys; with it not for groups of
+        query heads, nor more blocks of keys than SMs. In order the first one stores anyway.
+    """
+
+    block_q: int = 64
+    num_stages: int = 2
+    head_multiple: int = 64
+    group_parts: int = 1
+    stores_first: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields("attention_backward[pallas]", self)
+        if self.block_q % 64 or self.block_q <= 0 or self.num_stages < 2 or self.group_parts < 1:
+            raise ValueError(
+                "attention_backward[pallas]: block_q must be a positive multiple of 64, num_stages at least 2 and "
+                f"group_parts at least 1; got {self}."
+            )
+        if self.head_multiple not in (64, 32):
+            raise ValueError(f"attention_backward[pallas]: head_multiple must be 64 or 32; got {self}.")
+
+
+def unsupported(spec: AttentionSpec) -> str | None:
+    if (reason := blocks.unsupported(spec)) is not None:
+        return reason
+    if max(dims := (spec.q.shape[3], spec.v.shape[3])) > 128:
+        return f"has registers for head dimensions up to 128, got {dims[0]} and {dims[1]}"
+    return None
+
+
+def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
+    """Above head dimension 64 a fixed order costs more than the two products by which `backward_two_kernels` has more,
+    where that one handles the spec."""
+    is_narrow = max(spec.q.shape[3], spec.v.shape[3]) <= 64
+    if spec.deterministic and not is_narrow and not features(spec):
+        return ()
+    return (_suited(spec, Config(128 if is_narrow else 64, head_multiple=least_head_multiple(spec))),)
+
+
+def search_space(spec: AttentionSpec) -> Iterator[Config]:
+    """Yields the shortlist, and blocks whose tiles fit the registers and whose rings fit shared memory.
+
+    Each with head dimensions padded to multiples of 64, and of 32 where that is less; with its groups in the parts that
+    suit it; and, where it can, with dQ's sum begun in both ways.
+    """
+    for config in itertools.chain(shortlist(spec), (_suited(spec, config) for config in _tilings(spec))):
+        yield config
+        if not spec.deterministic and can_store_first(backward.in_parts(spec, config.group_parts)):
+            yield dataclasses.replace(config, stores_first=not config.stores_first)
+
+
+def _tilings(spec: AttentionSpec) -> Iterator[Config]:
+    """The search space, with groups as a whole."""
+    columns = sum(padded_head_dims(spec))
+    for block_q, num_stages in itertools.product(_BLOCKS, _STAGES):
+        # float32 accumulators over the 128 threads of a consumer, and for each pair P and dS beside them.
+        registers = _KEYS_PER_CONSUMER * (columns + 2 * block_q) // 128
+        fits = smem_bytes(*padded_head_dims(spec), block_q, num_stages) <= spec.target.smem_bytes
+        if fits and registers <= _MAX_TILE_REGISTERS:
+            for head_multiple in dict.fromkeys((64, least_head_multiple(spec))):
+                yield Config(block_q, num_stages, head_multiple)
+
+
+def _suited(spec: AttentionSpec, config: Config) -> Config:
+    """The tiling with its groups in the parts that suit it, and dQ's sum begun in the way that does."""
+    config = backward.with_parts(spec, config, estimate)
+    in_parts = backward.in_parts(spec, config.group_parts)
+    return dataclasses.replace(config, stores_first=_stores_first_by_default(in_parts, config.block_q))
+
+
+def estimate(spec: AttentionSpec, config: Config) -> float:
+    """Five products. Other kernels read and round float32 sums, and zero them if need be."""
+    spec = backward.in_parts(spec, config.group_parts)
+    batch, num_queries, num_heads, _ = spec.q.shape
+    num_keys, num_kv_heads = spec.k.shape[1:3]
+    head_dim, value_dim = padded_head_dims(spec, config.head_multiple)
+    products = backward.kernel_seconds(
+        spec,
+        ctas=batch * num_kv_heads * pl.cdiv(num_keys, _KEYS),
+        longest=spec.group_size * pl.cdiv(num_queries, config.block_q),
+        step_flops=2 * _KEYS * config.block_q * (3 * head_dim + 2 * value_dim),
+        num_stages=config.num_stages,
+    )
+    bytes_of_sums = 10 if is_zeroed(spec, stores_first=config.stores_first) else 6
+    sums = bytes_of_sums * batch * num_queries * num_heads * head_dim
+    return products + sums / (spec.target.memory_bytes_per_s or math.inf)
+
+
+def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
+    """Returns [dq, dk, dv]; the operands end with out, lse, dout, dlse."""
+    if config.stores_first and not can_store_first(backward.in_parts(spec, config.group_parts)):
+        raise ValueError(
+            "attention_backward[pallas]: stores_first takes no windows, lengths or segments, and with a causal mask no "
+            f"groups of query heads and {spec.target.num_sms} blocks of 128 keys at most; got {config}."
+        )
+    given = backward.Given.of(spec, operands, config.group_parts)
+    head_dim, value_dim = padded_head_dims(spec, config.head_multiple)
+    zeros_dim = head_dim if is_zeroed(spec, stores_first=config.stores_first) else None
+    sums, zeros = row_sums(pad_heads(given.out, value_dim), pad_heads(given.dout, value_dim), zeros_dim)
+
+    def kernels(in_parts: AttentionSpec, padded: backward.Operands) -> list[jax.Array]:
+        dq, dk, dv = gradients(in_parts, config, padded, given.extras, zeros)
+        return [(dq * gradient_scale(spec)).astype(spec.q.dtype), dk, dv]
+
+    return backward.gradients(
+        given,
+        sums[:, :, : spec.q.shape[1]],
+        kernels,
+        config.head_multiple,
+    )
+
 
 def smem_bytes(head_dim: int, value_dim: int, block_q: int, num_stages: int) -> int:
     """Keys and values, the rings of queries, output gradients and dS^T, dQ's staging buffer, and one piece of each
@@ -143,19 +284,18 @@ def _num_store_slots(most_bytes: int, head_dim: int, value_dim: int, block_q: in
 
 def gradients(
     spec: AttentionSpec,
-    block_q: int,
-    num_stages: int,
-    operands: tuple[jax.Array, ...],
+    config: Config,
+    operands: backward.Operands,
     extras: dict[str, jax.Array],
     zeros: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns dq / `gradient_scale` in float32, dk and dv of padded operands.
 
     Args:
-      operands: q, k, v, dout, lse in base 2, infinite where a query adds nothing, and delta.
       extras: the optional operands by name.
       zeros: like q in float32, if `is_zeroed`; else the first block of keys stores what others add to.
     """
+    block_q, num_stages = config.block_q, config.num_stages
     q, k, v = operands[:3]
     like = lambda x, dtype=None: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
     inputs = _inputs(spec, block_q, extras)
@@ -192,7 +332,7 @@ def is_zeroed(spec: AttentionSpec, *, stores_first: bool) -> bool:
     return not (stores_first or (spec.deterministic and hides_by_causality_alone(spec)))
 
 
-def stores_first_by_default(spec: AttentionSpec, block_q: int) -> bool:
+def _stores_first_by_default(spec: AttentionSpec, block_q: int) -> bool:
     """Where zeros take long beside the steps, or nobody would wait."""
     zeros = 4 * math.prod(spec.q.shape) / (spec.target.memory_bytes_per_s or math.inf)
     gains = zeros >= _ZEROS_SECONDS and not _has_many_steps(spec, block_q)

@@ -23,9 +23,7 @@ Queries and output gradients take up more than half of shared memory. Where keys
 they share one ring, V_0 K_0 V_1 K_1 ...: values are done with after a third of a step, and what comes after keys is
 wanted a step later, so that three slots are enough to load a step ahead.
 
-The two have seven products where five are needed: S and dP are computed twice. Where there is memory for it
-(`workspace_bytes`) the first kernel also writes dS^T, 16 bits for each pair of a query and a key it sees, and the
-second is one product, dQ = c dS K: for some heads at a time, so that the memory does not grow with their number.
+The two have seven products where five are needed: S and dP are computed twice.
 
 Two CTAs side by side may form a cluster and load for each other (`multicast`, by default without a causal mask): in the
 first kernel, of 64 keys each, the same queries and output gradients; in the second the same keys and values. Alone, a
@@ -43,8 +41,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -53,7 +52,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkernels.core.arguments import check_fields
 from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.pallas.attention import backward
 from jaxkernels.pallas.attention.blocks import (
     COLUMNS,
     LOG2E,
@@ -86,22 +87,111 @@ from jaxkernels.pallas.attention.blocks import (
     segment_query_blocks,
     slot_releases,
     transforms_of,
+    unsupported,
 )
 
-__all__ = ["gradients", "num_stages"]
+__all__ = [
+    "VERSION", "Config", "estimate", "gradients", "num_stages", "run", "search_space", "shortlist", "unsupported",
+]  # fmt: skip
+
+VERSION = 2
 
 #: Rows of a consumer's tile: keys in the first kernel, queries in the second.
 _ROWS_PER_CONSUMER = 64
+#: Queries of a step of the first kernel, keys of a step of the second.
+_BLOCK = 64
 _CONSUMER_REGISTERS = 240
-#: Of the kernel that multiplies dS by K, which has its operands from memory: consumers of a CTA, registers of the
-#: producer's threads and of theirs, slots of its ring.
-_PRODUCT_CONSUMERS = 3
-_PRODUCT_REGISTERS = (32, 160)
-_PRODUCT_STAGES = 3
 #: Buffers through which consumer 0 of the first kernel hands its P to consumer 1.
 _NUM_P_SLOTS = 2
 #: Beyond these more slots are of no use.
 _MAX_STAGES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Schedule.
+
+    Attributes:
+      dq_num_stages: slots of the rings of keys and values in the dQ kernel. Keys and values that are equally wide take
+        turns in one ring.
+      dkv_num_stages: slots of the rings of queries and output gradients in the other kernel.
+      multicast: whether pairs of CTAs load for each other.
+      ping_pong: whether the consumers of a kernel take turns at the tensor cores.
+      group_parts: in how many parts a group of query heads is dealt with. Each part gets keys and values of its own,
+        and XLA adds up their gradients. Where there are few key heads, more SMs then have something to do.
+    """
+
+    dq_num_stages: int = 3
+    dkv_num_stages: int = 2
+    multicast: bool = True
+    ping_pong: bool = True
+    group_parts: int = 1
+
+    def __post_init__(self) -> None:
+        check_fields("attention_backward[pallas]", self)
+        if min(self.dq_num_stages, self.dkv_num_stages) < 2 or self.group_parts < 1:
+            raise ValueError(
+                "attention_backward[pallas]: dq_num_stages and dkv_num_stages must be at least 2 and group_parts at "
+                f"least 1; got {self}."
+            )
+
+
+def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
+    if not _is_wide(spec):
+        return ()
+    dq_stages, dkv_stages = num_stages(spec)
+    # Pairs whose blocks of keys differ in length wait for each other; turns then cost less than they gain.
+    config = Config(
+        min(3, dq_stages[-1]), min(3, dkv_stages[-1]), multicast=not spec.causal, ping_pong=spec.causal
+    )  # fmt: skip
+    return (backward.with_parts(spec, config, estimate),)
+
+
+def search_space(spec: AttentionSpec) -> Iterator[Config]:
+    """Yields the shortlist, and above head dimension 128 all schedules whose rings fit shared memory.
+
+    Each with its groups in the parts that suit it. At smaller head dimensions the other designs are faster.
+    """
+    yield from shortlist(spec)
+    if _is_wide(spec):
+        for schedule in itertools.product(*num_stages(spec), (True, False), (True, False)):
+            yield backward.with_parts(spec, Config(*schedule), estimate)
+
+
+def _is_wide(spec: AttentionSpec) -> bool:
+    return max(spec.q.shape[3], spec.v.shape[3]) > 128
+
+
+def estimate(spec: AttentionSpec, config: Config) -> float:
+    """The sum of the two kernels."""
+    spec = backward.in_parts(spec, config.group_parts)
+    batch, num_queries, num_heads, _ = spec.q.shape
+    num_keys, num_kv_heads = spec.k.shape[1:3]
+    head_dim, value_dim = padded_head_dims(spec)
+    columns, rows = head_dim + value_dim, NUM_CONSUMERS * _ROWS_PER_CONSUMER
+    # Three products of a CTA's 128 queries in the one, four of its 64 keys in the other.
+    dq = backward.kernel_seconds(
+        spec,
+        ctas=batch * num_heads * pl.cdiv(num_queries, rows),
+        longest=pl.cdiv(num_keys, _BLOCK),
+        step_flops=2 * rows * _BLOCK * (columns + head_dim),
+        num_stages=config.dq_num_stages,
+    )
+    dkv = backward.kernel_seconds(
+        spec,
+        ctas=batch * num_kv_heads * pl.cdiv(num_keys, _ROWS_PER_CONSUMER),
+        longest=spec.group_size * pl.cdiv(num_queries, _BLOCK),
+        step_flops=2 * _ROWS_PER_CONSUMER * _BLOCK * 2 * columns,
+        num_stages=config.dkv_num_stages,
+    )
+    return dq + dkv
+
+
+def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
+    """Returns [dq, dk, dv]; the operands end with out, lse, dout, dlse."""
+    given = backward.Given.of(spec, operands, config.group_parts)
+    kernels = lambda in_parts, padded: gradients(in_parts, config, padded, given.extras)
+    return backward.gradients(given, backward.add_up(given), kernels)
 
 
 def num_stages(spec: AttentionSpec) -> tuple[list[int], list[int]]:
@@ -131,25 +221,17 @@ def _is_square(spec: AttentionSpec) -> bool:
 
 
 def gradients(
-    spec: AttentionSpec, config: Any, extras: dict[str, jax.Array], *operands: jax.Array
+    spec: AttentionSpec, config: Config, operands: backward.Operands, extras: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns dq, dk, dv.
+    """Returns dq, dk, dv of padded operands.
 
     Args:
-      config: of `attention_backward`.
       extras: the optional operands by name.
-      operands: q, k, v, dout, padded to multiples of 64 columns; lse in base 2 and delta, (B, N, T). Queries with an
-        infinite lse have no part in any gradient.
     """
     if config.dq_num_stages < _min_dq_stages(spec):
         raise ValueError(
-            "attention_backward[pallas]: split_outputs needs dq_num_stages of at least 3 where keys and values are "
-            f"equally wide, as they share a ring; got {config}."
-        )
-    if config.workspace_bytes and not hides_by_causality_alone(spec):
-        raise ValueError(
-            "attention_backward[pallas]: workspace_bytes must be 0 with a window, lengths or segments, as of dS only "
-            f"what some query sees is written; got {config}."
+            "attention_backward[pallas]: dq_num_stages must be at least 3 where keys and values are equally wide, as "
+            f"they share a ring; got {config}."
         )
     q, k, v, *_ = operands
     inputs = _inputs(spec, config, extras)
@@ -162,67 +244,31 @@ def gradients(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )
-    streams = k.shape[0] * k.shape[2]
-    dkv = functools.partial(_dkv_kernel, spec=spec, config=config)
-    kv_blocks = pl.cdiv(spec.k.shape[1], num_ctas * _ROWS_PER_CONSUMER)
-    dkv_grid = lambda count: dict(
-        grid=(count // min(count, k.shape[0]), kv_blocks, min(count, k.shape[0])),
-        grid_names=("outer", "kv_block", "inner"),
-    )
-    if not config.workspace_bytes:
-        (dq,) = plgpu.kernel(
-            functools.partial(_dq_kernel, spec=spec, config=config),
-            out_type=[like(q)],
-            grid=(q.shape[2], pl.cdiv(spec.q.shape[1], num_ctas * NUM_CONSUMERS * _ROWS_PER_CONSUMER), q.shape[0]),
-            grid_names=("head", "q_block", "batch"),
-            **params,
-        )(*operands, inputs)
-        dk, dv = plgpu.kernel(dkv, out_type=[like(k), like(v)], **dkv_grid(streams), **params)(*operands, inputs)
-        return dq, dk, dv
-    count = _streams_at_a_time(spec, config)
-    num_columns = spec.q.shape[1] + -spec.q.shape[1] % _ROWS_PER_CONSUMER
-    ds = jax.new_ref(lax.empty((count * spec.group_size, k.shape[1], num_columns), q.dtype))
-    dq, dk, dv = (jax.new_ref(lax.empty(x.shape, x.dtype)) for x in (q, k, v))
-    product_params: dict[str, Any] = params | dict(num_threads=_PRODUCT_CONSUMERS + 1)
-    for first in range(0, streams, count):
-        now = min(count, streams - first)
-        plgpu.kernel(
-            functools.partial(dkv, first_stream=first), out_type=[], **dkv_grid(now), **params
-        )(*operands, inputs, ds, dk, dv)  # fmt: skip
-        plgpu.kernel(
-            functools.partial(_product_kernel, spec=spec, config=config, first_stream=first),
-            out_type=[],
-            grid=(
-                now * spec.group_size // min(now, k.shape[0]),
-                pl.cdiv(spec.q.shape[1], num_ctas * _PRODUCT_CONSUMERS * _ROWS_PER_CONSUMER),
-                min(now, k.shape[0]),
-            ),
-            grid_names=("outer", "q_block", "inner"),
-            **product_params,
-        )(k, inputs, ds, dq)
-    return dq[...], dk[...], dv[...]
+    (dq,) = plgpu.kernel(
+        functools.partial(_dq_kernel, spec=spec, config=config),
+        out_type=[like(q)],
+        grid=(q.shape[2], pl.cdiv(spec.q.shape[1], num_ctas * NUM_CONSUMERS * _ROWS_PER_CONSUMER), q.shape[0]),
+        grid_names=("head", "q_block", "batch"),
+        **params,
+    )(*operands, inputs)
+    dk, dv = plgpu.kernel(
+        functools.partial(_dkv_kernel, spec=spec, config=config),
+        out_type=[like(k), like(v)],
+        grid=(k.shape[2], pl.cdiv(spec.k.shape[1], num_ctas * _ROWS_PER_CONSUMER), k.shape[0]),
+        grid_names=("kv_head", "kv_block", "batch"),
+        **params,
+    )(*operands, inputs)
+    return dq, dk, dv
 
 
-def _inputs(spec: AttentionSpec, config: Any, extras: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _inputs(spec: AttentionSpec, config: Config, extras: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """What the kernels read beside the arrays of `gradients`, by name."""
     rows = _num_ctas(config) * _ROWS_PER_CONSUMER
     inputs = kernel_inputs(extras, NUM_CONSUMERS * rows, rows)
     if spec.segments:
-        inputs["key_blocks"] = segment_key_blocks(spec, NUM_CONSUMERS * rows, config.dq_block_kv, extras)
-        inputs["query_blocks"] = segment_query_blocks(spec, config.dkv_block_q, rows, extras)
+        inputs["key_blocks"] = segment_key_blocks(spec, NUM_CONSUMERS * rows, _BLOCK, extras)
+        inputs["query_blocks"] = segment_query_blocks(spec, _BLOCK, rows, extras)
     return inputs
-
-
-def _streams_at_a_time(spec: AttentionSpec, config: Any) -> int:
-    """For how many heads of keys, those of all batch elements counted, there is room for dS: at least for one.
-
-    A multiple of the batch, or a divisor of it.
-    """
-    batch, num_keys, num_kv_heads, _ = spec.k.shape
-    fit = config.workspace_bytes // (2 * spec.group_size * num_keys * spec.q.shape[1])
-    if fit >= batch:
-        return min(fit // batch, num_kv_heads) * batch
-    return next(n for n in range(max(fit, 1), 0, -1) if batch % n == 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,9 +299,9 @@ class _Range:
         return lax.cond((block >= self.clear[0]) & (block < self.clear[1]), lambda s: s, mask, s)
 
 
-def _queries_of_keys(spec: AttentionSpec, config: Any, inputs: dict[str, Any], batch: Any, start: Any) -> _Range:
+def _queries_of_keys(spec: AttentionSpec, config: Config, inputs: dict[str, Any], batch: Any, start: Any) -> _Range:
     """The blocks of queries for a CTA's keys, in the first kernel; the cluster's begin at `start`."""
-    block_q, rows = config.dkv_block_q, _num_ctas(config) * _ROWS_PER_CONSUMER
+    block_q, rows = _BLOCK, _num_ctas(config) * _ROWS_PER_CONSUMER
     num_blocks = pl.cdiv(spec.q.shape[1], block_q)
     offset = query_offset(inputs)
     if hides_by_causality_alone(spec):
@@ -283,10 +329,10 @@ def _queries_of_keys(spec: AttentionSpec, config: Any, inputs: dict[str, Any], b
 
 
 def _keys_of_queries(
-    spec: AttentionSpec, config: Any, inputs: dict[str, Any], batch: Any, start: Any, consumer: Any
+    spec: AttentionSpec, config: Config, inputs: dict[str, Any], batch: Any, start: Any, consumer: Any
 ) -> _Range:
     """The blocks of keys for a consumer's queries, in the second kernel; the cluster's begin at `start`."""
-    block_kv, rows = config.dq_block_kv, _num_ctas(config) * NUM_CONSUMERS * _ROWS_PER_CONSUMER
+    block_kv, rows = _BLOCK, _num_ctas(config) * NUM_CONSUMERS * _ROWS_PER_CONSUMER
     offset = query_offset(inputs)
     if hides_by_causality_alone(spec):
         return _Range(0, key_iters(spec, start + rows + offset, block_kv))
@@ -318,19 +364,13 @@ def _probabilities(
     return p, p * slope
 
 
-def _num_ctas(config: Any) -> int:
+def _num_ctas(config: Config) -> int:
     """CTAs of a cluster."""
     return 2 if config.multicast else 1
 
 
 def _following(slot: Any, num_slots: int) -> Any:
     return jnp.where(slot == num_slots - 1, 0, slot + 1)
-
-
-def _head_and_batch(spec: AttentionSpec, stream: Any) -> tuple[Any, Any]:
-    """Heads of keys are counted with those of all batch elements side by side."""
-    batch = jnp.int32(spec.k.shape[0])
-    return lax.div(stream, batch), lax.rem(stream, batch)
 
 
 def _turns(turn: Any, consumer: Any) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -377,7 +417,7 @@ def _tile(dtype: Any, *shape: int) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms_of(shape[-1]))
 
 
-def _shared(config: Any) -> tuple[str, ...] | None:
+def _shared(config: Config) -> tuple[str, ...] | None:
     """The axis along which CTAs load for each other."""
     return ("cluster",) if config.multicast else None
 
@@ -387,7 +427,7 @@ def _shared(config: Any) -> tuple[str, ...] | None:
 
 @dataclasses.dataclass(frozen=True)
 class _DkvSmem:
-    """Buffers and barriers of the first kernel. `ds_smem`, `turn` and `cluster_done` may be None."""
+    """Buffers and barriers of the first kernel. `turn` and `cluster_done` may be None."""
 
     k_smem: Any
     v_smem: Any
@@ -396,7 +436,6 @@ class _DkvSmem:
     lse_smem: Any
     delta_smem: Any
     p_smem: Any
-    ds_smem: Any
     k_full: Any
     v_full: Any
     q_full: Any
@@ -412,9 +451,8 @@ class _DkvSmem:
 
 @dataclasses.dataclass(frozen=True)
 class _DkvOutputs:
-    """Results of the first kernel in global memory; `ds` is None unless there is a workspace."""
+    """Results of the first kernel in global memory."""
 
-    ds: Any
     dk: Any
     dv: Any
 
@@ -424,19 +462,17 @@ class _DkvItem:
     """A CTA's work in the first kernel: the keys of one head from `kv_base` on, and the queries that see them.
 
     Attributes:
-      stream: number of the head of keys among those of this launch.
       visited: blocks of queries, of each head of the group.
       q_iters: their number.
       steps: their number in all heads of the group.
     """
 
     spec: AttentionSpec
-    config: Any
+    config: Config
     gmem: _Gmem
     outputs: _DkvOutputs
     smem: _DkvSmem
     turns: _Turns
-    stream: Any
     batch: Any
     kv_head: Any
     kv_base: Any
@@ -452,27 +488,26 @@ class _DkvItem:
     @property
     def logits(self) -> Any:
         """An accumulator of S^T or dP^T."""
-        return plgpu.ACC((_ROWS_PER_CONSUMER, self.config.dkv_block_q), jnp.float32)
+        return plgpu.ACC((_ROWS_PER_CONSUMER, _BLOCK), jnp.float32)
 
     def spread(self, x: jax.Array) -> jax.Array:
         """Broadcasts one value for each query."""
-        return lax.broadcast_in_dim(x, (_ROWS_PER_CONSUMER, self.config.dkv_block_q), [1])
+        return lax.broadcast_in_dim(x, (_ROWS_PER_CONSUMER, _BLOCK), [1])
 
     def queries(self, q_idx: Any) -> Any:
-        return pl.ds((self.visited.first + q_idx) * self.config.dkv_block_q, self.config.dkv_block_q)
+        return pl.ds((self.visited.first + q_idx) * _BLOCK, _BLOCK)
 
     def following(self, slot: Any) -> Any:
         return _following(slot, self.config.dkv_num_stages)
 
 
-def _dkv_kernel(*refs: Any, spec: AttentionSpec, config: Any, first_stream: int = 0) -> None:
-    """dK and dV of 64 keys. Consumer 0 computes dV, consumer 1 dK and, where there is a workspace, dS^T."""
-    gmem, (*ds_gmem, dk_gmem, dv_gmem) = _Gmem(*refs[:7]), refs[7:]
-    outputs = _DkvOutputs(ds_gmem[0] if config.workspace_bytes else None, dk_gmem, dv_gmem)
+def _dkv_kernel(*refs: Any, spec: AttentionSpec, config: Config) -> None:
+    """dK and dV of 64 keys. Consumer 0 computes dV, consumer 1 dK."""
+    gmem, outputs = _Gmem(*refs[:7]), _DkvOutputs(*refs[7:])
 
     def walk_queries(**smem: Any) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        item = _dkv_item(spec, config, gmem, outputs, _DkvSmem(**smem), warpgroup, first_stream)
+        item = _dkv_item(spec, config, gmem, outputs, _DkvSmem(**smem), warpgroup)
         pl.when(warpgroup == NUM_CONSUMERS)(lambda: _load_queries(item))
         pl.when(warpgroup == 0)(lambda: _compute_dv(item))
         pl.when(warpgroup == 1)(lambda: _compute_dk(item))
@@ -481,10 +516,10 @@ def _dkv_kernel(*refs: Any, spec: AttentionSpec, config: Any, first_stream: int 
     pl.run_scoped(walk_queries, **_dkv_allocations(spec, config, gmem), collective_axes="warpgroup")
 
 
-def _dkv_allocations(spec: AttentionSpec, config: Any, gmem: _Gmem) -> dict[str, Any]:
+def _dkv_allocations(spec: AttentionSpec, config: Config, gmem: _Gmem) -> dict[str, Any]:
     """The fields of `_DkvSmem`."""
     head_dim, value_dim = gmem.q.shape[3], gmem.v.shape[3]
-    block_q, block_kv, num_slots = config.dkv_block_q, _ROWS_PER_CONSUMER, config.dkv_num_stages
+    block_q, block_kv, num_slots = _BLOCK, _ROWS_PER_CONSUMER, config.dkv_num_stages
     tile = functools.partial(_tile, gmem.q.dtype)
     rows = plgpu.SMEM((num_slots, block_q), jnp.float32)
     return dict(
@@ -495,7 +530,6 @@ def _dkv_allocations(spec: AttentionSpec, config: Any, gmem: _Gmem) -> dict[str,
         lse_smem=rows,
         delta_smem=rows,
         p_smem=tile(_NUM_P_SLOTS, block_kv, block_q),
-        ds_smem=tile(block_kv, block_q) if config.workspace_bytes else None,
         k_full=plgpu.Barrier(),
         v_full=plgpu.Barrier(),
         # A slot of queries has their lse beside it, one of output gradients their delta.
@@ -513,18 +547,16 @@ def _dkv_allocations(spec: AttentionSpec, config: Any, gmem: _Gmem) -> dict[str,
 
 
 def _dkv_item(
-    spec: AttentionSpec, config: Any, gmem: _Gmem, outputs: _DkvOutputs, smem: _DkvSmem, warpgroup: Any,
-    first_stream: int,
-) -> _DkvItem:  # fmt: skip
-    stream = lax.axis_index("outer") * lax.axis_size("inner") + lax.axis_index("inner")
-    kv_head, batch = _head_and_batch(spec, first_stream + stream)
+    spec: AttentionSpec, config: Config, gmem: _Gmem, outputs: _DkvOutputs, smem: _DkvSmem, warpgroup: Any
+) -> _DkvItem:
+    kv_head, batch = lax.axis_index("kv_head"), lax.axis_index("batch")
     cluster_base = lax.axis_index("kv_block") * (_num_ctas(config) * _ROWS_PER_CONSUMER)
     kv_base = cluster_base + lax.axis_index("cluster") * _ROWS_PER_CONSUMER
     offset = query_offset(gmem.inputs)
     visited = _queries_of_keys(spec, config, gmem.inputs, batch, cluster_base)
     q_iters = visited.end - visited.first
     return _DkvItem(
-        spec, config, gmem, outputs, smem, _Turns(smem.turn, warpgroup), stream, batch, kv_head, kv_base, offset,
+        spec, config, gmem, outputs, smem, _Turns(smem.turn, warpgroup), batch, kv_head, kv_base, offset,
         visited, q_iters, spec.group_size * q_iters,
     )  # fmt: skip
 
@@ -640,7 +672,7 @@ def _hand_over_p(item: _DkvItem, s_ref: Any, slot: Any, q_idx: Any, p_slot: Any)
 
 def _hide_in_rows_of_keys(item: _DkvItem, s: jax.Array, block: Any) -> jax.Array:
     """Masks S^T of a block of queries."""
-    spec, block_q, inputs = item.spec, item.config.dkv_block_q, item.gmem.inputs
+    spec, block_q, inputs = item.spec, _BLOCK, item.gmem.inputs
     query_start = block * block_q + item.offset
     if item.visited.clear is None:
         return mask(s, spec, query_start, item.kv_base, keys_in_rows=True)
@@ -691,7 +723,7 @@ def _accumulate_dk(item: _DkvItem, dk_ref: Any) -> None:
 
     def step(_: Any, carry: Any) -> Any:
         """dS of this step, and dK with dS of the step before."""
-        ds, slot, p_slot, place = carry
+        ds, slot, p_slot = carry
         next_slot, p_slot = item.following(slot), _following(p_slot, _NUM_P_SLOTS)
 
         def next_ds(dp_ref: Any) -> jax.Array:
@@ -699,21 +731,19 @@ def _accumulate_dk(item: _DkvItem, dk_ref: Any) -> None:
             multiply(ds, slot)
             delta = multiply_values(dp_ref, next_slot)
             turns.pass_on()
-            _keep_ds(item, ds, place)
             plgpu.wgmma_wait(1)
             plgpu.barrier_arrive(smem.q_empty.at[slot])
             return _ds_of_keys(item, dp_ref, delta, next_slot, p_slot)
 
-        return pl.run_scoped(next_ds, item.logits), next_slot, p_slot, _following_place(item, place)
+        return pl.run_scoped(next_ds, item.logits), next_slot, p_slot
 
     plgpu.barrier_wait(smem.v_full)
-    carry = pl.run_scoped(first_step, item.logits), jnp.int32(0), jnp.int32(0), (jnp.int32(0), jnp.int32(0))
-    ds, slot, _, place = lax.fori_loop(1, item.steps, step, carry)
+    carry = pl.run_scoped(first_step, item.logits), jnp.int32(0), jnp.int32(0)
+    ds, slot, _ = lax.fori_loop(1, item.steps, step, carry)
     plgpu.barrier_arrive(smem.v_read)
     turns.wait()
     multiply(ds, slot)
     turns.pass_on()
-    _keep_ds(item, ds, place)
     dk = plgpu.wgmma_accumulator_load(dk_ref, wait_n=0)
     plgpu.barrier_arrive(smem.q_empty.at[slot])
     # Consumer 0 no longer reads the buffer of keys: it had its last logits before the last P.
@@ -726,31 +756,9 @@ def _ds_of_keys(item: _DkvItem, dp_ref: Any, delta: jax.Array, slot: Any, p_slot
     plgpu.barrier_wait(smem.p_full.at[p_slot])
     p = plgpu.load(smem.p_smem.at[p_slot], layout=TILE)
     plgpu.barrier_arrive(smem.p_empty.at[p_slot])
-    if item.outputs.ds is not None and spec.k.shape[1] % 8:
-        # Rows beyond the last key are not bounded. An infinity there, times a zero of K, would be NaN.
-        row = plgpu.broadcasted_iota(jnp.int32, p.shape, 0, layout=TILE)
-        p = jnp.where(row + item.kv_base < spec.k.shape[1], p, jnp.zeros_like(p))
     dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
     plgpu.barrier_arrive(smem.dout_empty.at[slot])
     return round_logit_gradients(p.astype(jnp.float32) * (dp - item.spread(delta)), spec)
-
-
-def _keep_ds(item: _DkvItem, ds: jax.Array, place: tuple[Any, Any]) -> None:
-    """Writes dS^T of a place, a head of the group and a block of queries, if there is a workspace."""
-    if item.outputs.ds is None:
-        return
-    (g, q_idx), staging = place, item.smem.ds_smem
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    staging[...] = ds
-    plgpu.commit_smem()
-    queries, keys = item.queries(q_idx), pl.ds(item.kv_base, _ROWS_PER_CONSUMER)
-    plgpu.copy_smem_to_gmem(staging, item.outputs.ds.at[item.stream * item.spec.group_size + g, keys, queries])
-
-
-def _following_place(item: _DkvItem, place: tuple[Any, Any]) -> tuple[Any, Any]:
-    g, q_idx = place
-    is_last = q_idx == item.q_iters - 1
-    return jnp.where(is_last, g + 1, g), jnp.where(is_last, 0, q_idx + 1)
 
 
 def _store_rows_of_keys(item: _DkvItem, acc: jax.Array, staging: Any, out_gmem: Any) -> None:
@@ -767,10 +775,10 @@ def _store_rows_of_keys(item: _DkvItem, acc: jax.Array, staging: Any, out_gmem: 
 
 def _dq_kernel(
     q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, lse_gmem: Any, delta_gmem: Any,
-    inputs: dict[str, Any], dq_gmem: Any, *, spec: AttentionSpec, config: Any,
+    inputs: dict[str, Any], dq_gmem: Any, *, spec: AttentionSpec, config: Config,
 ) -> None:  # fmt: skip
     dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
-    block_q, block_kv, num_slots = _ROWS_PER_CONSUMER, config.dq_block_kv, config.dq_num_stages
+    block_q, block_kv, num_slots = _ROWS_PER_CONSUMER, _BLOCK, config.dq_num_stages
     shared = ("cluster",) if config.multicast else None
     is_square = _is_square(spec)
     tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=transforms_of(shape[-1]))
@@ -925,107 +933,5 @@ def _dq_kernel(
                 plgpu.wait_smem_to_gmem(0)
 
             pl.run_scoped(accumulate, plgpu.ACC((block_q, head_dim), jnp.float32))
-
-        leave_cluster(cluster_done)
-
-
-def _product_kernel(
-    k_gmem: Any, inputs: dict[str, Any], ds_gmem: Any, dq_gmem: Any, *, spec: AttentionSpec, config: Any,
-    first_stream: int,
-) -> None:  # fmt: skip
-    """dQ = c dS K, of the heads whose dS^T is in memory. A consumer reads none that was not written: keys that none of
-    its queries sees."""
-    dtype, head_dim = k_gmem.dtype, k_gmem.shape[3]
-    block_q, block_kv, num_slots = _ROWS_PER_CONSUMER, _ROWS_PER_CONSUMER, _PRODUCT_STAGES
-    cta_rows = _PRODUCT_CONSUMERS * block_q
-    columns = head_dim if head_dim <= 192 else head_dim // 2
-    tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=transforms_of(shape[-1]))
-
-    @functools.partial(
-        pl.run_scoped,
-        # Each slot of keys becomes a consumer's staging buffer.
-        k_smem=tile(max(num_slots, _PRODUCT_CONSUMERS), block_kv, head_dim),
-        ds_smem=tile(num_slots, block_kv, cta_rows),
-        full=plgpu.Barrier(num_arrivals=2, num_barriers=num_slots),
-        empty=slot_releases(num_slots, _PRODUCT_CONSUMERS, multicast=config.multicast),
-        finished=plgpu.Barrier(num_arrivals=_PRODUCT_CONSUMERS),
-        cluster_done=cluster_end(_PRODUCT_CONSUMERS, multicast=config.multicast),
-        collective_axes="warpgroup",
-    )
-    def _walk_keys(k_smem: Any, ds_smem: Any, full: Any, empty: Any, finished: Any, cluster_done: Any) -> None:
-        warpgroup = lax.axis_index("warpgroup")
-        local_head = lax.axis_index("outer") * lax.axis_size("inner") + lax.axis_index("inner")
-        kv_head, batch = _head_and_batch(spec, first_stream + lax.div(local_head, jnp.int32(spec.group_size)))
-        head = kv_head * spec.group_size + lax.rem(local_head, jnp.int32(spec.group_size))
-        # The last block of queries sees the most keys: launch it first.
-        q_block = lax.axis_index("q_block")
-        q_block = lax.axis_size("q_block") - 1 - q_block if spec.causal else q_block
-        cluster_base = q_block * (_num_ctas(config) * cta_rows)
-        q_base = cluster_base + lax.axis_index("cluster") * cta_rows
-        offset = query_offset(inputs)
-        kv_iters = key_iters(spec, cluster_base + _num_ctas(config) * cta_rows + offset, block_kv)
-        following = functools.partial(_following, num_slots=num_slots)
-
-        @pl.when(warpgroup == _PRODUCT_CONSUMERS)
-        def _produce() -> None:
-            plgpu.set_max_registers(_PRODUCT_REGISTERS[0], action="decrease")
-            shared = ("cluster",) if config.multicast else None
-
-            def load(block: Any, slot: Any) -> Any:
-                keys = pl.ds(block * block_kv, block_kv)
-                plgpu.barrier_wait(empty.at[slot])
-                source = k_gmem.at[batch, keys, kv_head]
-                plgpu.copy_gmem_to_smem(source, k_smem.at[slot], full.at[slot], collective_axes=shared)
-                source = ds_gmem.at[local_head, keys, pl.ds(q_base, cta_rows)]
-                plgpu.copy_gmem_to_smem(source, ds_smem.at[slot], full.at[slot])
-                return following(slot)
-
-            lax.fori_loop(0, kv_iters, load, jnp.int32(0))
-
-        @pl.when(warpgroup < _PRODUCT_CONSUMERS)
-        def _consume() -> None:
-            plgpu.set_max_registers(_PRODUCT_REGISTERS[1], action="increase")
-            my_rows = pl.ds(warpgroup * block_q, block_q)
-            my_q = q_base + warpgroup * block_q
-            my_iters = jnp.minimum(key_iters(spec, my_q + block_q + offset, block_kv), kv_iters)
-            for slot in range(num_slots):
-                plgpu.barrier_arrive(empty.at[slot])
-
-            # ptxas refuses an instruction that needs more registers than threads are launched with: where there are 512
-            # of these, one of 256 columns.
-            pieces = [pl.ds(first, columns) for first in range(0, head_dim, columns)]
-
-            def accumulate(*dq_refs: Any) -> None:
-                def multiply(i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-                    """A slot is released a step later: one product is always under way."""
-                    slot, last = carry
-                    plgpu.barrier_wait(full.at[slot])
-                    for dq_ref, piece in zip(dq_refs, pieces):
-                        ds = ds_smem.at[slot, :, my_rows].transpose((1, 0))
-                        plgpu.wgmma(dq_ref, ds, k_smem.at[slot, :, piece])
-                    plgpu.wgmma_wait(len(pieces))
-                    pl.when(i > 0)(lambda: plgpu.barrier_arrive(empty.at[last]))
-                    return following(slot), slot
-
-                def skip(_: Any, slot: Any) -> Any:
-                    plgpu.barrier_wait(full.at[slot])
-                    plgpu.barrier_arrive(empty.at[slot])
-                    return following(slot)
-
-                slot, last = lax.fori_loop(0, my_iters, multiply, (jnp.int32(0), jnp.int32(0)))
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(empty.at[last])
-                lax.fori_loop(my_iters, kv_iters, skip, slot)
-                plgpu.barrier_arrive(finished)
-                plgpu.barrier_wait(finished)
-                staging = k_smem.at[warpgroup]
-                for dq_ref, piece in zip(dq_refs, pieces):
-                    dq = plgpu.wgmma_accumulator_load(dq_ref, wait_n=None)
-                    staging.at[:, piece][...] = (dq * gradient_scale(spec)).astype(dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(staging, dq_gmem.at[batch, pl.ds(my_q, block_q), head])
-                plgpu.wait_smem_to_gmem(0)
-
-            pl.run_scoped(accumulate, *[plgpu.ACC((block_q, columns), jnp.float32)] * len(pieces))
 
         leave_cluster(cluster_done)

@@ -19,22 +19,23 @@ from interpret import interpret as interpret_kernels
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from numerics import assert_accurate
 
-from jaxkernels.core import hardware
+from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention import reference_backward as xla_backward
 from jaxkernels.ops.attention import reference_forward as xla_forward
 from jaxkernels.ops.attention.spec import AttentionSpec
-from jaxkernels.pallas.attention import backward as attention_backward
+from jaxkernels.pallas.attention import backward_fused, backward_two_kernels, backward_wide
 from jaxkernels.pallas.attention import forward as attention_forward
 
 __all__ = [
-    "BACKWARD",
     "FORWARD",
     "FUSED",
     "LENGTHS",
     "SEGMENTS",
-    "SPLIT",
+    "TWO_KERNELS",
+    "WIDE",
     "WINDOWS",
+    "attention_backward",
     "check",
     "check_backward",
     "documents",
@@ -50,10 +51,10 @@ __all__ = [
 #: Blocks work on several items each.
 _SMALL_GPU = dataclasses.replace(hardware.lookup("NVIDIA H200"), num_sms=2)
 FORWARD = attention_forward.Config(block_kv=64)
-#: Two kernels; the two of wide heads; the fused one, by head dimension.
-BACKWARD = attention_backward.Config()
-SPLIT = attention_backward.Config(dq_num_stages=3, split_outputs=True)
-FUSED = {64: attention_backward.Config(dkv_block_q=128, fused=True), 128: attention_backward.Config(fused=True)}
+#: All designs of the backward pass.
+attention_backward = dispatch.load("attention_backward", "pallas")
+TWO_KERNELS, WIDE = backward_two_kernels.Config(), backward_wide.Config()
+FUSED = {64: backward_fused.Config(block_q=128), 128: backward_fused.Config()}
 WINDOWS = [(70, None), (None, 40), (70, 40), (0, 0), (3, 200)]
 LENGTHS = [0, 1, 64, 130, 200]
 
@@ -119,7 +120,7 @@ def random_cotangents(spec: AttentionSpec) -> list[np.ndarray]:
 def check(
     spec: AttentionSpec,
     forward: attention_forward.Config | None = FORWARD,
-    backward: attention_backward.Config | None = BACKWARD,
+    backward: Any = TWO_KERNELS,
     *,
     scale_queries: float = 1.0,
     growth: float = 0.0,
@@ -168,7 +169,7 @@ def check(
     assert_accurate(*({name: np.asarray(results[name]) for name in actual} for results in (actual, expected, exact)))
 
 
-def check_backward(spec: AttentionSpec, config: attention_backward.Config, **settings: Any) -> None:
+def check_backward(spec: AttentionSpec, config: Any, **settings: Any) -> None:
     check(spec, None, config, **settings)
 
 
@@ -194,7 +195,7 @@ SEGMENTS: dict[str, tuple[np.ndarray, np.ndarray]] = {
 }
 
 
-def run_backward(spec: AttentionSpec, config: attention_backward.Config, **settings: Any) -> None:
+def run_backward(spec: AttentionSpec, config: Any, **settings: Any) -> None:
     q, k, v = map(jnp.asarray, random_operands(spec))
     out, lse = jax.jit(functools.partial(xla_forward.run, spec, xla_forward.Config()))(q, k, v)
     with interpret(**settings):

@@ -60,7 +60,7 @@ class Case:
 
     @property
     def padded_dims(self) -> tuple[int, int]:
-        return attention_blocks.padded_head_dims(self.spec, self.config.head_multiple)
+        return attention_blocks.padded_head_dims(self.spec, getattr(self.config, "head_multiple", 64))
 
     def key_end(self, batch: int) -> int:
         num_keys = self.spec.k.shape[1]

@@ -39,7 +39,7 @@ class Simulation:
         spec, config = case.spec, case.config
         is_zeroed = self.fused.is_zeroed(spec, stores_first=config.stores_first)
         operands = operands_of(case, is_bounded=True)
-        settings = spec, config.dkv_block_q, config.dkv_num_stages, operands, case.integers
+        settings = spec, config, operands, case.integers
         zeros = Ref("dq", shape=operands[0].shape) if is_zeroed else None
         order: Order = "as added" if spec.deterministic else "any" if is_zeroed else "one stores first"
         (launch,) = launches_of(self.sources, self.fused.gradients, *settings, zeros, order=order)
@@ -119,7 +119,7 @@ class _Gradients:
     """Holds what is stored to what should be."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.spec, self.block_q = case, case.spec, case.config.dkv_block_q
+        self.case, self.spec, self.block_q = case, case.spec, case.config.block_q
         self.keys_per_cta = 2 * _ROWS
         #: Of dS and P that are found right: whose they are, how many pairs count, and they themselves.
         self.checked: dict[int, tuple[Any, int, Tile]] = {}

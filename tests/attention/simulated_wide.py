@@ -2,8 +2,8 @@
 
 Checked are, of each block of 64 keys, and of 64 queries: that dK and dV, and dQ, are stored once, and where; that they
 come from each block at most once; that the operands of each product are of the same keys, queries and heads; that of
-all pairs of a query and a key those that see each other count, and no others. Where dS is kept, that what is read of it
-has been written for just that. The two CTAs of a cluster are replayed together.
+all pairs of a query and a key those that see each other count, and no others. The two CTAs of a cluster are replayed
+together.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Simulation:
         (self.wide,) = self.sources.kernels
 
     def check(self, case: Case, rng: np.random.Generator) -> None:
-        arguments = case.spec, case.config, case.integers, *operands_of(case, is_bounded=False)
+        arguments = case.spec, case.config, operands_of(case, is_bounded=False), case.integers
         gradients = _Gradients(case)
         for launch in launches_of(self.sources, self.wide.gradients, *arguments):
             clusters = run(self.sources, launch)
@@ -51,13 +51,10 @@ class _Gradients:
         #: The ring that keys come through in the second kernel.
         self.keys = "v" if head_dim == value_dim else "k"
         self.places: collections.Counter[Block] = collections.Counter()
-        #: Where it is kept, whose dS it is: of the heads dealt with last.
-        self.kept: dict[Block, Place] = {}
 
     def check_places(self) -> None:
         """All gradients are stored once."""
-        spec, config = self.spec, self.case.config
-        rows = dict(dk=_ROWS, dv=_ROWS, dq=(3 if config.workspace_bytes else 2) * _ROWS)
+        spec, rows = self.spec, dict(dk=_ROWS, dv=_ROWS, dq=2 * _ROWS)
         expected: collections.Counter[Block] = collections.Counter()
         for name, x in (("dq", spec.q), ("dk", spec.k), ("dv", spec.k)):
             end = x.shape[1] + -x.shape[1] % (self.num_ctas * rows[name])
@@ -67,28 +64,19 @@ class _Gradients:
 
     def add(self, stores: list[Store]) -> None:
         """Checks what one kernel stores."""
-        kept = {store.to: only(store.staged.contents) for store in stores if store.to[0] == "workspace"}
-        num_kept = sum(store.to[0] == "workspace" for store in stores)
-        assert len(kept) == num_kept, f"of {num_kept} blocks of dS {len(kept)} are kept"
-        owners: dict[int, Place] = {}
         for store in stores:
             if store.to[0] in ("dk", "dv"):
                 assert store.warpgroup == ("dv", "dk").index(store.to[0]), f"{store.to} is of {store.warpgroup}"
-                self._check_keys(store, owners)
-            elif store.to[0] == "dq":
+                self._check_keys(store)
+            else:
                 self._check_queries(store)
-        self.places.update(store.to for store in stores if store.to[0] != "workspace")
-        if kept:
-            self.kept = {place: owners[id(tile)] for place, tile in kept.items()}
-            for (_, _, first_key, first_query), owner in self.kept.items():
-                assert owner[2:] == (first_query, first_key), f"dS of {owner} is kept at {first_query, first_key}"
+        self.places.update(store.to for store in stores)
 
-    def _check_keys(self, store: Store, owners: dict[int, Place]) -> None:
+    def _check_keys(self, store: Store) -> None:
         name, batch, first_key, kv_head = store.to
         products = only(store.staged.contents).origin("* dout" if name == "dv" else "* q")
 
         def count(product: Product, place: Place) -> int:
-            owners[id(product.lhs)] = place
             return self._check_p(product.lhs if name == "dv" else self._p_of(product.lhs, place), place)
 
         check_products_of_keys(self.case, name, products, batch, first_key, kv_head, count)
@@ -119,21 +107,14 @@ class _Gradients:
     def _check_queries(self, store: Store) -> None:
         _, batch, first_query, head = store.to
         tiles, kv_head = store.staged.contents, head // self.spec.group_size
-        kind, check = f"* {self.keys}", self._check_ds
-        if self.case.config.workspace_bytes:
-            kind, check = "ds k", self._check_kept
-            head_dim = self.case.padded_dims[0]
-            columns = head_dim if head_dim <= 192 else head_dim // 2
-            expected = {(None, (first, first + columns)) for first in range(0, head_dim, columns)}
-            assert set(tiles) == expected, f"pieces {set(tiles)}"
         for part, tile in tiles.items():
             num_pairs, visited = 0, []
-            for product in tile.origin(kind):
+            for product in tile.origin(f"* {self.keys}"):
                 array, of_batch, first_key, of_head = product.rhs.block
                 assert (array, of_batch, of_head) == ("k", batch, kv_head), f"{product.rhs.block} for {store.to}"
                 assert product.rhs.part == part, f"columns {product.rhs.part} for {part}"
                 visited.append(first_key)
-                num_pairs += check(product, (batch, head, first_query, first_key))
+                num_pairs += self._check_ds(product, (batch, head, first_query, first_key))
             assert num_pairs == self.case.num_visible(batch, first_query, _ROWS), f"pairs are left out: {store.to}"
             assert visited == sorted(set(visited)), f"{store.to} of keys {visited}"
 
@@ -148,12 +129,3 @@ class _Gradients:
             expected = (names[0], batch, first_query, head), (names[1], batch, first_key, kv_head)
             assert (of.lhs.block, of.rhs.block) == expected, f"{of.lhs.block, of.rhs.block} for {place}"
         return self.case.num_unmasked(logits, batch, first_query, _ROWS, slice(first_key, first_key + _ROWS))
-
-    def _check_kept(self, product: Product, place: Place) -> int:
-        """A consumer has 64 of the columns that are loaded. Beyond the last query nothing is kept: TMA reads zeros."""
-        batch, _, first_query, first_key = place
-        name, local_head, key, query = product.lhs.block
-        ((first, _),) = product.lhs.part[1:]
-        of = self.kept.get((name, local_head, key, query + first))
-        assert of == place or (of is None and first_query >= self.spec.q.shape[1]), f"dS of {of} for {place}"
-        return self.case.num_visible(batch, first_query, _ROWS, slice(first_key, first_key + _ROWS))

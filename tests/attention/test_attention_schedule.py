@@ -15,11 +15,11 @@ from interpreted_attention import make_spec
 from simulated import Case
 
 from jaxkernels.ops.attention.spec import AttentionSpec
-from jaxkernels.pallas.attention import backward as attention_backward
+from jaxkernels.pallas.attention import backward
 from jaxkernels.pallas.attention import backward_fused as attention_backward_fused
 from jaxkernels.pallas.attention import backward_wide as attention_backward_wide
 from jaxkernels.pallas.attention import forward as attention_forward
-from jaxkernels.pallas.attention.blocks import padded_head_dims
+from jaxkernels.pallas.attention.blocks import least_head_multiple, padded_head_dims
 
 
 def pick(rng: np.random.Generator, *values: Any) -> Any:
@@ -96,16 +96,15 @@ def random_backward(rng: np.random.Generator) -> Case:
     elif kind < 0.5:
         spec = dataclasses.replace(spec, segments=True, deterministic=True)
     num_parts = pick(rng, *(n for n in range(1, spec.group_size + 1) if spec.group_size % n == 0))
-    spec = dataclasses.replace(attention_backward._in_parts(spec, num_parts), soft_cap=pick(rng, None, 20.0))
-    multiple = pick(rng, 64, attention_backward.least_head_multiple(spec))
+    spec = dataclasses.replace(backward.in_parts(spec, num_parts), soft_cap=pick(rng, None, 20.0))
+    multiple = pick(rng, 64, least_head_multiple(spec))
     padded = padded_head_dims(spec, multiple)
     while True:
         block_q, num_stages = pick(rng, 64, 128), pick(rng, 2, 3, 4)
         if attention_backward_fused.smem_bytes(*padded, block_q, num_stages) <= spec.target.smem_bytes:
-            config = attention_backward.Config(
-                dkv_block_q=block_q,
-                dkv_num_stages=num_stages,
-                fused=True,
+            config = attention_backward_fused.Config(
+                block_q=block_q,
+                num_stages=num_stages,
                 head_multiple=multiple,
                 stores_first=attention_backward_fused.can_store_first(spec) and chance(rng, 0.7),
             )
@@ -113,24 +112,20 @@ def random_backward(rng: np.random.Generator) -> Case:
 
 
 def random_wide(rng: np.random.Generator) -> Case:
-    """dS is kept only where nothing but a causal mask hides keys."""
     length = lambda: int(pick(rng, rng.integers(1, 60), rng.integers(30, 200), rng.integers(100, 500), edge()))
     edge = lambda: max(1, near_a_block(rng, 400))
     dims = [(192, 192), (256, 256), (192, 128), (160, 256)]
     spec = random_spec(rng, [(1, 1), (2, 1), (3, 1), (4, 2)], dims, length)
-    keeps_ds = chance(rng, 0.4)
-    if keeps_ds:
+    if chance(rng, 0.4):
         rules = dict.fromkeys(("query_lengths", "key_lengths", "segments"), False)
         spec = dataclasses.replace(spec, window=None, **rules)
     spec = dataclasses.replace(spec, soft_cap=pick(rng, None, 20.0))
     dq_stages, dkv_stages = attention_backward_wide.num_stages(spec)
-    config = attention_backward.Config(
+    config = attention_backward_wide.Config(
         dq_num_stages=pick(rng, *dq_stages),
         dkv_num_stages=pick(rng, *dkv_stages),
-        split_outputs=True,
         multicast=chance(rng, 0.6),
         ping_pong=chance(rng, 0.5),
-        workspace_bytes=int(rng.integers(1, 2**20)) if keeps_ds else 0,
     )
     return Case(spec, config, random_integers(spec, rng))
 
@@ -314,19 +309,6 @@ BUGS = {
         "the first turn": ("pl.when(consumer == NUM_CONSUMERS - 1)(pass_turn)", "pass", "deadlock", (14, 16, 6)),
         "keys' product": ("plgpu.wgmma_wait(2)", "plgpu.wgmma_wait(3)", "race", (6, 3, 9)),
         "values' buffer": ("plgpu.barrier_wait(smem.v_read)", "pass", "race: .*'v'", (5, 2, 1)),
-        "the next head": (
-            "return jnp.where(is_last, g + 1, g),",
-            "return g,",
-            "blocks of dS|dS of .* for",
-            (5, 20, 32),
-        ),
-        "dS not written": (
-            "jnp.minimum(key_iters(spec, my_q + block_q + offset, block_kv), kv_iters)",
-            "kv_iters",
-            "dS of None",
-            (66, 46, 101),
-        ),
-        "keys' buffer": ("plgpu.barrier_wait(finished)", "pass", "race: .*'k'", (5, 2, 20)),
         "gone too soon": (
             "leave_cluster(item.smem.cluster_done)\n\n    pl.run_scoped(walk_queries",
             "\n    pl.run_scoped(walk_queries",

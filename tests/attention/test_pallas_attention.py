@@ -18,13 +18,14 @@ import pytest
 import sanitizer
 from interpret import RaceError
 from interpreted_attention import (
-    BACKWARD,
     FORWARD,
     FUSED,
     LENGTHS,
     SEGMENTS,
-    SPLIT,
+    TWO_KERNELS,
+    WIDE,
     WINDOWS,
+    attention_backward,
     check,
     check_backward,
     documents,
@@ -46,8 +47,10 @@ from jaxkernels.ops.attention import reference_backward as xla_backward
 from jaxkernels.ops.attention import reference_forward as xla_forward
 from jaxkernels.ops.attention.reference import Extras, visibility
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
-from jaxkernels.pallas.attention import backward as attention_backward
+from jaxkernels.pallas.attention import backward
 from jaxkernels.pallas.attention import backward_fused as attention_backward_fused
+from jaxkernels.pallas.attention import backward_two_kernels as attention_backward_two_kernels
+from jaxkernels.pallas.attention import backward_wide as attention_backward_wide
 from jaxkernels.pallas.attention import blocks as attention_blocks
 from jaxkernels.pallas.attention import forward as attention_forward
 from jaxkernels.pallas.attention import mean as attention_mean
@@ -86,10 +89,10 @@ def test_defaults_pad_head_dimensions_to_multiples_of_32_where_that_is_less(dete
     multiples = {}
     for dims in [(96, 96), (80, 80), (96, 128), (24, 24), (40, 40), (128, 128), (192, 128), (160, 160)]:
         spec = make_spec(72, 136, dims=dims, causal=True, deterministic=deterministic)
-        configs = attention_forward.shortlist(spec)[0], attention_backward.shortlist(spec)[0]
+        configs = attention_forward.shortlist(spec)[0], *attention_backward.shortlist(spec)
         for op, config in zip(("attention_forward", "attention_backward"), configs):
             assert dispatch.default_config(op, "pallas", spec) == config
-        assert configs[0].head_multiple == configs[1].head_multiple
+        assert getattr(configs[1], "head_multiple", 64) == configs[0].head_multiple
         multiples[dims] = configs[0].head_multiple
     assert {dims for dims, multiple in multiples.items() if multiple == 32} == {(96, 96), (80, 80), (96, 128), (24, 24)}
     assert set(multiples.values()) == {32, 64}
@@ -108,7 +111,7 @@ def test_logits_that_grow_from_block_to_block(growth: float, causal: bool) -> No
 @pytest.mark.parametrize("dims", [(96, 96), (80, 80), (96, 128), (64, 96), (24, 24)], ids=str)
 def test_head_dimensions_padded_to_multiples_of_32(dims: tuple[int, int]) -> None:
     spec = make_spec(72, 136, dims=dims, causal=True)
-    check(spec, dataclasses.replace(FORWARD, head_multiple=32), dataclasses.replace(BACKWARD, head_multiple=32))
+    check(spec, dataclasses.replace(FORWARD, head_multiple=32), dataclasses.replace(TWO_KERNELS, head_multiple=32))
 
 
 @_feature
@@ -116,7 +119,7 @@ def test_head_dimensions_padded_to_multiples_of_32(dims: tuple[int, int]) -> Non
 def test_wide_heads_split_the_outputs_between_the_consumers(dims: tuple[int, int]) -> None:
     spec = make_spec(136, 72, dims=dims, causal=True)
     config = dispatch.default_config("attention_backward", "pallas", spec)
-    assert config.split_outputs
+    assert isinstance(config, attention_backward_wide.Config)
     check(spec, backward=config)
 
 
@@ -173,14 +176,14 @@ def test_pairs_of_ctas_need_full_attention() -> None:
 @pytest.mark.parametrize(
     "backward",
     [
-        attention_backward.Config(dq_block_kv=128, dq_num_stages=1, dkv_block_q=128, dkv_num_stages=1),
-        attention_backward.Config(dq_num_stages=3, dkv_num_stages=3),
-        attention_backward.Config(dq_num_stages=3, split_outputs=True),
+        attention_backward_two_kernels.Config(dq_block_kv=128, dq_num_stages=1, dkv_block_q=128, dkv_num_stages=1),
+        attention_backward_two_kernels.Config(dq_num_stages=3, dkv_num_stages=3),
+        WIDE,
     ],
     ids=["one stage", "three stages", "split"],
 )
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_backward_schedules(backward: attention_backward.Config, causal: bool) -> None:
+def test_backward_schedules(backward: Any, causal: bool) -> None:
     check_backward(make_spec(200, 264, causal=causal), backward)
 
 
@@ -204,7 +207,7 @@ def test_same_inputs_give_the_same_bits() -> None:
     for _ in range(2):
         with interpret():
             out, lse = attention_forward.run(spec, FORWARD, q, k, v)
-            grads = attention_backward.run(spec, BACKWARD, q, k, v, out, lse, out, lse)
+            grads = attention_backward.run(spec, TWO_KERNELS, q, k, v, out, lse, out, lse)
         bits.add(b"".join(np.asarray(x).tobytes() for x in (out, lse, *grads)))
     assert len(bits) == 1
 
@@ -420,12 +423,12 @@ _OF_ITSELF = ["packed", "one", "alternating", "extreme"]
 @pytest.mark.parametrize("name", _OF_ITSELF)
 def test_segments_of_one_sequence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each query sees itself: nothing is computed for those that see no key."""
-    monkeypatch.setattr(attention_backward, "_mean_gradient", None)
+    monkeypatch.setattr(backward, "_mean_gradient", None)
     ids, _ = SEGMENTS[name]
     rules = dict(causal=True) if name == "packed" else dict(window=(40, 0)) if name == "extreme" else {}
     spec = make_spec(264, 264, batch=2, segments=True, self_segments=True, **rules)
     check(spec, backward=FUSED[64], query_segments=ids, key_segments=ids)
-    check_backward(spec, SPLIT, query_segments=ids, key_segments=ids)
+    check_backward(spec, WIDE, query_segments=ids, key_segments=ids)
 
 
 def test_segments_of_one_sequence_are_no_promise_beside_other_reasons_to_see_nothing() -> None:
@@ -859,16 +862,14 @@ def test_a_missing_fence_of_the_forward_kernel_is_noticed(missing: str, monkeypa
     [
         ("commit_smem", FUSED[64]),
         ("wait_smem_to_gmem", FUSED[64]),
-        ("commit_smem", BACKWARD),
-        ("commit_smem", SPLIT),
-        ("commit_smem", dataclasses.replace(SPLIT, workspace_bytes=10**9)),
-        ("wait_smem_to_gmem", dataclasses.replace(SPLIT, workspace_bytes=10**9)),
-        ("wait_smem_to_gmem", BACKWARD),
+        ("commit_smem", TWO_KERNELS),
+        ("commit_smem", WIDE),
+        ("wait_smem_to_gmem", TWO_KERNELS),
     ],
-    ids=["commit, fused", "wait, fused", "commit", "commit, split", "commit, kept", "wait, kept", "final wait"],
+    ids=["commit, fused", "wait, fused", "commit", "commit, split", "final wait"],
 )
 def test_a_missing_fence_of_the_backward_kernels_is_noticed(
-    missing: str, config: attention_backward.Config, monkeypatch: pytest.MonkeyPatch
+    missing: str, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = make_spec(264, 264, causal=True)
     monkeypatch.setattr(plgpu, missing, lambda *args, **kwargs: None)
@@ -909,29 +910,43 @@ def test_refusals(rules: dict[str, Any], reason: str) -> None:
 @pytest.mark.one_version
 def test_the_two_kernels_refuse_features() -> None:
     spec = make_spec(8, 8, window=(3, 0), segments=True)
-    asked = "a local window, segment ids"
-    message = f"attention_backward[pallas]: {asked}: needs fused or split_outputs; got {BACKWARD}."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        attention_backward.run(spec, BACKWARD, *[jnp.zeros((1, 8, 2, 64))] * 9)
+    message = "attention_backward[pallas]: backward_two_kernels does not handle a local window, segment ids."
+    with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
+        attention_backward.run(spec, TWO_KERNELS, *[jnp.zeros((1, 8, 2, 64))] * 9)
     for deterministic in (False, True):
         wider = make_spec(8, 8, dims=(128, 128), window=(3, 0), deterministic=deterministic)
-        assert all(config.fused for config in attention_backward.shortlist(wider))
-        assert all(config.fused for config in attention_backward.search_space(wider))
+        for configs in (attention_backward.shortlist(wider), attention_backward.search_space(wider)):
+            assert {type(config) for config in configs} == {attention_backward_fused.Config}
+
+
+@pytest.mark.one_version
+def test_designs_have_limits_of_their_own() -> None:
+    reasons = lambda dims: [design.unsupported(make_spec(8, 8, dims=dims)) for design in attention_backward.designs]
+    assert reasons((128, 128)) == [None, None, None]
+    assert reasons((192, 64)) == ["has registers for head dimensions up to 128, got 192 and 64", None, None]
+    assert reasons((200, 128)) == [
+        "has registers for head dimensions up to 128, got 200 and 128",
+        "has registers for head dimensions that sum up to 256, got 256 and 128 with padding",
+        None,
+    ]
+    too_wide = ["handles head dimensions up to 256, got 288 and 64"] * 3
+    assert reasons((288, 64)) == too_wide
+    assert attention_backward.unsupported(make_spec(8, 8, dims=(288, 64))) == too_wide[0]
 
 
 @pytest.mark.sampled(one_in=3)
-@pytest.mark.parametrize("backward", [BACKWARD, SPLIT, FUSED[64]], ids=["two kernels", "split", "fused"])
+@pytest.mark.parametrize("backward", [TWO_KERNELS, WIDE, FUSED[64]], ids=["two kernels", "split", "fused"])
 @pytest.mark.parametrize("num_parts", [2, 4])
-def test_groups_in_parts(num_parts: int, backward: attention_backward.Config) -> None:
+def test_groups_in_parts(num_parts: int, backward: Any) -> None:
     spec = make_spec(72, 136, heads=(8, 2), batch=2, causal=True)
     check_backward(spec, dataclasses.replace(backward, group_parts=num_parts))
 
 
 @pytest.mark.one_version
 def test_groups_in_parts_of_equal_size() -> None:
-    spec, config = make_spec(8, 8, heads=(6, 2)), dataclasses.replace(BACKWARD, group_parts=2)
+    spec, config = make_spec(8, 8, heads=(6, 2)), dataclasses.replace(TWO_KERNELS, group_parts=2)
     message = "attention_backward[pallas]: group_parts must divide the 3 query heads of a key head; got "
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}{re.escape(str(config))}\\.$"):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}2\\.$"):
         attention_backward.run(spec, config, *[jnp.zeros((1, 8, 6, 64))] * 7)
 
 
@@ -941,7 +956,7 @@ def test_all_sms_have_something_to_do_in_the_backward_pass(dim: int) -> None:
     def num_parts(batch: int, length: int, heads: tuple[int, int], causal: bool) -> int:
         spec = _planned_spec(heads, length=length, dim=dim, batch=batch, causal=causal)
         assert {config.group_parts for config in attention_backward.search_space(spec)} <= {1, 2, 4, 8}
-        (config,) = attention_backward.shortlist(spec)
+        (config,) = list(attention_backward.shortlist(spec))
         return config.group_parts
 
     assert num_parts(1, 2048, (8, 1), True) == 8
@@ -998,60 +1013,29 @@ def test_refuses_what_has_no_kernel_shape() -> None:
             "bridge=True, num_consumers=4, head_multiple=64, multicast=False, lazy_rescale=True).",
         ),
         (
-            lambda: attention_backward.Config(dq_num_stages=0),
-            "attention_backward[pallas]: block sizes must be positive multiples of 64 and stages at least 1; got "
-            "Config(dq_block_kv=64, dq_num_stages=0, dkv_block_q=64, dkv_num_stages=2, split_outputs=False, "
-            "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=1, "
+            lambda: attention_backward_two_kernels.Config(dq_num_stages=0),
+            "attention_backward[pallas]: block sizes must be positive multiples of 64, stages and group_parts at least "
+            "1; got Config(dq_block_kv=64, dq_num_stages=0, dkv_block_q=64, dkv_num_stages=2, head_multiple=64, "
+            "group_parts=1).",
+        ),
+        (
+            lambda: attention_backward_fused.Config(num_stages=1),
+            "attention_backward[pallas]: block_q must be a positive multiple of 64, num_stages at least 2 and "
+            "group_parts at least 1; got Config(block_q=64, num_stages=1, head_multiple=64, group_parts=1, "
             "stores_first=False).",
         ),
         (
-            lambda: attention_backward.Config(dkv_num_stages=1, fused=True),
-            "attention_backward[pallas]: fused needs dkv_num_stages of at least 2 and excludes split_outputs; got "
-            "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=64, dkv_num_stages=1, split_outputs=False, "
-            "fused=True, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=1, "
-            "stores_first=False).",
+            lambda: attention_backward_fused.Config(head_multiple=16),
+            "attention_backward[pallas]: head_multiple must be 64 or 32; got Config(block_q=64, num_stages=2, "
+            "head_multiple=16, group_parts=1, stores_first=False).",
         ),
         (
-            lambda: attention_backward.Config(split_outputs=True, head_multiple=32),
-            "attention_backward[pallas]: head_multiple must be 64 or, without split_outputs, 32; got "
-            "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=64, dkv_num_stages=2, split_outputs=True, "
-            "fused=False, multicast=True, ping_pong=True, head_multiple=32, workspace_bytes=0, group_parts=1, "
-            "stores_first=False).",
-        ),
-        (
-            lambda: attention_backward.Config(split_outputs=True, dkv_block_q=128),
-            "attention_backward[pallas]: split_outputs needs blocks of 64 and stages of at least 2; got "
-            "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=128, dkv_num_stages=2, split_outputs=True, "
-            "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=1, "
-            "stores_first=False).",
-        ),
-        (
-            lambda: attention_backward.Config(group_parts=0),
-            "attention_backward[pallas]: group_parts must be at least 1; got "
-            "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=64, dkv_num_stages=2, split_outputs=False, "
-            "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=0, "
-            "stores_first=False).",
-        ),
-        (
-            lambda: attention_backward.Config(stores_first=True),
-            "attention_backward[pallas]: stores_first needs fused; got "
-            "Config(dq_block_kv=64, dq_num_stages=2, dkv_block_q=64, dkv_num_stages=2, split_outputs=False, "
-            "fused=False, multicast=True, ping_pong=True, head_multiple=64, workspace_bytes=0, group_parts=1, "
-            "stores_first=True).",
+            lambda: attention_backward_wide.Config(group_parts=0),
+            "attention_backward[pallas]: dq_num_stages and dkv_num_stages must be at least 2 and group_parts at least "
+            "1; got Config(dq_num_stages=3, dkv_num_stages=2, multicast=True, ping_pong=True, group_parts=0).",
         ),
     ],
-    ids=[
-        "block",
-        "no queries",
-        "one slot",
-        "consumers",
-        "backward",
-        "fused",
-        "split",
-        "blocks of the split",
-        "parts",
-        "first",
-    ],
+    ids=["block", "no queries", "one slot", "consumers", "two kernels", "fused, one stage", "fused, padding", "wide"],
 )
 def test_configs_refuse_what_cannot_run(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
@@ -1062,10 +1046,10 @@ def test_configs_refuse_what_cannot_run(make: Any, message: str) -> None:
 @pytest.mark.one_version
 @pytest.mark.parametrize(
     ("dim", "config"),
-    [(64, BACKWARD), (64, FUSED[64]), (128, FUSED[128]), (256, SPLIT)],
+    [(64, TWO_KERNELS), (64, FUSED[64]), (128, FUSED[128]), (256, WIDE)],
     ids=["two kernels", "fused", "fused 128", "split"],
 )
-def test_float16_gradients_overflow_no_earlier_than_the_reference(dim: int, config: attention_backward.Config) -> None:
+def test_float16_gradients_overflow_no_earlier_than_the_reference(dim: int, config: Any) -> None:
     """As losses that are scaled for float16 have them; dS itself is beyond 65504."""
     spec = make_spec(72, 72, dims=(dim, dim), dtype="float16", causal=True)
     q, k, v = map(jnp.asarray, random_operands(spec))
@@ -1082,9 +1066,9 @@ def test_float16_gradients_overflow_no_earlier_than_the_reference(dim: int, conf
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("design", [attention_backward_fused, attention_backward_two_kernels], ids=dispatch.name_of)
 @pytest.mark.parametrize("dims", [(96, 96), (80, 80), (96, 128), (64, 96), (24, 24)], ids=str)
-def test_head_dimensions_padded_to_multiples_of_32_on_the_chip(dims: tuple[int, int], fused: bool) -> None:
+def test_head_dimensions_padded_to_multiples_of_32_on_the_chip(dims: tuple[int, int], design: Any) -> None:
     """Zeros that are not there change nothing: the results have the same bits.
 
     Also of delta, which XLA sums up in an order of its choice: of multiples of 1/256 that needs no rounding.
@@ -1095,12 +1079,12 @@ def test_head_dimensions_padded_to_multiples_of_32_on_the_chip(dims: tuple[int, 
 
     def results(multiple: int) -> list[np.ndarray]:
         forward = attention_forward.Config(head_multiple=multiple)
-        backward = attention_backward.Config(fused=fused, head_multiple=multiple)
+        backward = design.Config(head_multiple=multiple)
 
         def run(q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> Any:
             out, lse = attention_forward.run(spec, forward, q, k, v)
             rounded = [(jnp.round(x.astype(jnp.float32) * 16) / 16).astype(x.dtype) for x in (out, dout)]
-            grads = attention_backward.run(spec, backward, q, k, v, rounded[0], lse, rounded[1], dlse)
+            grads = design.run(spec, backward, q, k, v, rounded[0], lse, rounded[1], dlse)
             return out, lse, *grads
 
         return [np.asarray(x) for x in jax.jit(run)(*operands, *cotangents)]
@@ -1122,7 +1106,7 @@ def test_the_first_block_of_keys_stores_on_the_chip(
     """200 runs: no block of dQ's sum is added to before it is stored, whichever values were there."""
     spec = make_spec(*lengths, heads=(8, 8), dims=(dim, dim), batch=batch, causal=causal)
     spec = dataclasses.replace(spec, target=hardware.chip_of(jax.devices()[0]))
-    config = dataclasses.replace(attention_backward.shortlist(spec)[0], fused=True)
+    (config,) = attention_backward_fused.shortlist(spec)
     q, k, v = random_operands(spec)
     out, lse = jax.jit(functools.partial(attention_forward.run, spec, attention_forward.Config()))(q, k, v)
     operands = (q, k, v, out, lse, *random_cotangents(spec))
@@ -1144,16 +1128,19 @@ def test_the_first_block_of_keys_stores_on_the_chip(
 _SANITIZED = """
 import dataclasses, functools
 from interpreted_attention import make_spec
-from jaxkernels.pallas.attention import backward as attention_backward
+from jaxkernels.core import dispatch
+from jaxkernels.pallas.attention import backward_fused, backward_two_kernels
 from jaxkernels.pallas.attention import forward as attention_forward
+
+attention_backward = dispatch.load("attention_backward", "pallas")
 
 def operands(dim, heads=(4, 2), **rules):
     spec = make_spec(200, 136, heads=heads, dims=(dim, dim), batch=2, causal=True, **rules)
     return spec, *(jnp.ones(x.shape, x.dtype) for x in (spec.q, spec.k, spec.v))
 
-def compiled(kernel, spec, **changes):
+def compiled(kernel, spec, config=None):
     # One by one, the operations of XLA beside the kernel would be more modules to patch.
-    config = dataclasses.replace(kernel.shortlist(spec)[0], **changes)
+    config = config or next(iter(kernel.shortlist(spec)))
     return jax.jit(functools.partial(kernel.run, spec, config))
 
 def forward(dim):
@@ -1172,22 +1159,25 @@ def backward_documents(dim):
     return backward(dim, extras, **rules)
 
 def first_stores(dim):
-    return backward(dim, changes=dict(fused=True, stores_first=True), heads=(2, 2))
+    return backward(dim, config=fused(dim, stores_first=True), heads=(2, 2))
 
 # Above head dimension 128 everything is.
 def in_order(dim):
-    return backward(dim, changes=dict(fused=True), deterministic=True)
+    return backward(dim, config=fused(dim), deterministic=True)
 
 def in_order_documents(dim):
     return backward(dim, extras, deterministic=True, **rules)
 
 def two_kernels(dim):
-    return backward(dim, changes=dict(fused=False), deterministic=True)
+    return backward(dim, config=backward_two_kernels.Config(), deterministic=True)
 
-def backward(dim, extras=(), changes={}, **rules):
+def fused(dim, **changes):
+    return backward_fused.Config(block_q=128 if dim == 64 else 64, **changes)
+
+def backward(dim, extras=(), config=None, **rules):
     spec, q, k, v = operands(dim, **rules)
     lse = jnp.ones((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
-    return compiled(attention_backward, spec, **changes)(q, k, v, *extras, q, lse, q, lse)
+    return compiled(attention_backward, spec, config)(q, k, v, *extras, q, lse, q, lse)
 
 runs = (forward, documents, backward, backward_documents, first_stores, in_order, in_order_documents, two_kernels)
 steps = {f"{run.__name__} {dim}": functools.partial(run, dim) for run in runs for dim in (64, 128, 256)}

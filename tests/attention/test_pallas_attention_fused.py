@@ -17,6 +17,7 @@ from interpreted_attention import (
     FUSED,
     LENGTHS,
     SEGMENTS,
+    attention_backward,
     check_backward,
     documents,
     make_spec,
@@ -31,7 +32,6 @@ from numerics import exact_attention_gradients
 from jaxkernels.ops.attention import reference_backward as xla_backward
 from jaxkernels.ops.attention import reference_forward as xla_forward
 from jaxkernels.ops.attention.spec import AttentionSpec
-from jaxkernels.pallas.attention import backward as attention_backward
 from jaxkernels.pallas.attention import backward_fused as attention_backward_fused
 from jaxkernels.pallas.attention import delta as attention_delta
 
@@ -68,7 +68,7 @@ def test_the_first_block_of_keys_stores_only_where_all_queries_begin_with_it(rul
     message = "attention_backward[pallas]: stores_first takes no windows, lengths or segments, and with a causal mask "
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         attention_backward.run(spec, config, *operands)
-    assert not any(config.stores_first for config in attention_backward.search_space(spec))
+    assert not any(config.stores_first for config in attention_backward_fused.search_space(spec))
 
 
 @_feature
@@ -85,7 +85,7 @@ def test_fused_head_dimensions(dims: tuple[int, int], deterministic: bool) -> No
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
 def test_fused_head_dimensions_padded_to_multiples_of_32(dims: tuple[int, int], deterministic: bool) -> None:
     spec = make_spec(200, 136, dims=dims, causal=True, deterministic=deterministic)
-    check_backward(spec, attention_backward.Config(fused=True, head_multiple=32))
+    check_backward(spec, attention_backward_fused.Config(head_multiple=32))
 
 
 @_feature
@@ -152,7 +152,7 @@ def test_fused_on_a_shard_of_the_queries(offset: int) -> None:
 @pytest.mark.one_version
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_fused_with_three_slots(causal: bool) -> None:
-    check_backward(make_spec(264, 200, causal=causal), attention_backward.Config(dkv_num_stages=3, fused=True))
+    check_backward(make_spec(264, 200, causal=causal), attention_backward_fused.Config(num_stages=3))
 
 
 @pytest.mark.one_version
@@ -181,7 +181,7 @@ _FUSED_WAITS += ["keys", "queries", "output gradients", "dS free"]
 def test_a_missing_wait_of_the_fused_kernel_is_noticed(missing: int) -> None:
     spec = make_spec(392, 264, causal=True)
     with missing_wait(missing, _FUSED_WAITS):
-        run_backward(spec, attention_backward.Config(fused=True), deadlock_after=3.0)
+        run_backward(spec, attention_backward_fused.Config(), deadlock_after=3.0)
 
 
 @pytest.mark.one_version
@@ -190,7 +190,7 @@ def test_queries_freed_before_their_product_are_noticed(monkeypatch: pytest.Monk
     wait = plgpu.wgmma_wait
     monkeypatch.setattr(plgpu, "wgmma_wait", lambda n: wait(n) if n == 0 else None)
     with pytest.raises(RaceError, match="is not ordered"):
-        run_backward(spec, attention_backward.Config(fused=True))
+        run_backward(spec, attention_backward_fused.Config())
 
 
 @pytest.mark.one_version

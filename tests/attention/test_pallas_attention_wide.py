@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from interpret import RaceError, interpret
 from interpreted_attention import (
     LENGTHS,
     SEGMENTS,
-    SPLIT,
+    WIDE,
     WINDOWS,
     check_backward,
     documents,
@@ -28,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkernels.core import dispatch
 from jaxkernels.ops.attention.spec import AttentionSpec
-from jaxkernels.pallas.attention import backward as attention_backward
+from jaxkernels.pallas.attention import backward
 from jaxkernels.pallas.attention import backward_wide as attention_backward_wide
 
 _feature = pytest.mark.sampled(one_in=11, of="features of the split kernels")
@@ -39,7 +38,7 @@ _feature = pytest.mark.sampled(one_in=11, of="features of the split kernels")
 @pytest.mark.parametrize(("multicast", "causal"), [(True, False), (False, True)], ids=["pairs, full", "alone, causal"])
 def test_split_lengths(lengths: tuple[int, int], multicast: bool, causal: bool) -> None:
     """Clusters of which one CTA has no keys or no queries, and keys that no query sees."""
-    check_backward(make_spec(*lengths, causal=causal), dataclasses.replace(SPLIT, multicast=multicast))
+    check_backward(make_spec(*lengths, causal=causal), dataclasses.replace(WIDE, multicast=multicast))
 
 
 @pytest.mark.sampled
@@ -55,7 +54,7 @@ def test_split_lengths(lengths: tuple[int, int], multicast: bool, causal: bool) 
 )
 @pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64)], ids=str)
 def test_split_schedules(schedule: dict[str, Any], dims: tuple[int, int]) -> None:
-    check_backward(make_spec(264, 264, dims=dims, causal=True), dataclasses.replace(SPLIT, **schedule))
+    check_backward(make_spec(264, 264, dims=dims, causal=True), dataclasses.replace(WIDE, **schedule))
 
 
 @_feature
@@ -63,31 +62,29 @@ def test_split_schedules(schedule: dict[str, Any], dims: tuple[int, int]) -> Non
 @pytest.mark.parametrize("heads", [(2, 2), (3, 1), (4, 2)], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_split_with_grouped_heads(heads: tuple[int, int], dtype: str) -> None:
-    check_backward(make_spec(200, 200, heads=heads, batch=2, dtype=dtype, causal=True), SPLIT)
+    check_backward(make_spec(200, 200, heads=heads, batch=2, dtype=dtype, causal=True), WIDE)
 
 
 @_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("offset", [0, 70, 300])
 def test_split_with_a_shard_of_the_queries(offset: int) -> None:
-    check_backward(make_spec(72, 400, causal=True, query_offset=True), SPLIT, query_offset=offset)
+    check_backward(make_spec(72, 400, causal=True, query_offset=True), WIDE, query_offset=offset)
 
 
 @pytest.mark.one_version
 def test_split_with_large_logits() -> None:
-    check_backward(make_spec(72, 136, causal=True), SPLIT, scale_queries=200.0)
+    check_backward(make_spec(72, 136, causal=True), WIDE, scale_queries=200.0)
 
 
-_ALONE = dataclasses.replace(SPLIT, multicast=False)
+_ALONE = dataclasses.replace(WIDE, multicast=False)
 
 
 @_feature
 @pytest.mark.one_version
-@pytest.mark.parametrize(("config", "lengths"), [(_ALONE, (136, 328)), (SPLIT, (328, 136))], ids=["alone", "pairs"])
+@pytest.mark.parametrize(("config", "lengths"), [(_ALONE, (136, 328)), (WIDE, (328, 136))], ids=["alone", "pairs"])
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_split_windows(
-    window: tuple[int | None, int | None], lengths: tuple[int, int], config: attention_backward.Config
-) -> None:
+def test_split_windows(window: tuple[int | None, int | None], lengths: tuple[int, int], config: Any) -> None:
     """Keys and queries that nobody sees, or that see none; CTAs of a pair that see different blocks."""
     check_backward(make_spec(*lengths, window=window), config)
 
@@ -96,14 +93,14 @@ def test_split_windows(
 @pytest.mark.one_version
 @pytest.mark.parametrize("window", [(70, None), (0, 0)], ids=str)
 def test_split_causal_windows(window: tuple[int, int | None]) -> None:
-    check_backward(make_spec(264, 264, heads=(3, 1), window=window, causal=True), SPLIT)
+    check_backward(make_spec(264, 264, heads=(3, 1), window=window, causal=True), WIDE)
 
 
 @_feature
 @pytest.mark.one_version
 @pytest.mark.parametrize("offset", [0, 70, 300])
 def test_split_with_a_shard_of_the_queries_in_the_window(offset: int) -> None:
-    check_backward(make_spec(136, 264, window=(70, 40), query_offset=True), SPLIT, query_offset=offset)
+    check_backward(make_spec(136, 264, window=(70, 40), query_offset=True), WIDE, query_offset=offset)
 
 
 @_feature
@@ -112,7 +109,7 @@ def test_split_with_a_shard_of_the_queries_in_the_window(offset: int) -> None:
 @pytest.mark.parametrize("given", [("query",), ("key",), ("query", "key")], ids="+".join)
 def test_split_with_sequence_lengths(given: tuple[str, ...], rules: dict[str, Any]) -> None:
     spec = make_spec(200, 200, batch=5, **{f"{name}_lengths": True for name in given}, **rules)
-    check_backward(spec, SPLIT, query_lengths=LENGTHS[::-1], key_lengths=LENGTHS)
+    check_backward(spec, WIDE, query_lengths=LENGTHS[::-1], key_lengths=LENGTHS)
 
 
 @_feature
@@ -121,7 +118,7 @@ def test_split_with_sequence_lengths(given: tuple[str, ...], rules: dict[str, An
 def test_split_with_segments(name: str) -> None:
     query_ids, key_ids = SEGMENTS[name]
     spec = make_spec(query_ids.shape[1], key_ids.shape[1], batch=2, segments=True, causal=True)
-    check_backward(spec, SPLIT, query_segments=query_ids, key_segments=key_ids)
+    check_backward(spec, WIDE, query_segments=query_ids, key_segments=key_ids)
 
 
 @_feature
@@ -129,12 +126,7 @@ def test_split_with_segments(name: str) -> None:
 @pytest.mark.parametrize("cap", [0.5, 30.0])
 @pytest.mark.parametrize("scale_queries", [1.0, 100.0])
 def test_split_with_a_soft_cap(cap: float, scale_queries: float) -> None:
-    check_backward(make_spec(72, 136, causal=True, soft_cap=cap), SPLIT, scale_queries=scale_queries)
-
-
-@pytest.mark.one_version
-def test_split_with_capped_dlogits_in_memory() -> None:
-    check_backward(make_spec(136, 200, causal=True, soft_cap=3.0), dataclasses.replace(SPLIT, workspace_bytes=1))
+    check_backward(make_spec(72, 136, causal=True, soft_cap=cap), WIDE, scale_queries=scale_queries)
 
 
 @pytest.mark.sampled
@@ -154,7 +146,7 @@ def test_wide_heads_with_everything_at_once(dims: tuple[int, int], causal: bool)
 
 
 def split_gradients(
-    spec: AttentionSpec, config: attention_backward.Config, poisoned: dict[str, slice], **integers: Any
+    spec: AttentionSpec, config: Any, poisoned: dict[str, slice], **integers: Any
 ) -> dict[str, np.ndarray]:
     """What the two kernels make of NaN in some rows of the values or of the output gradients."""
     q, k, v = random_operands(spec)
@@ -164,7 +156,9 @@ def split_gradients(
     rows = np.zeros((*spec.q.shape[:1], *spec.q.shape[2:0:-1]), np.float32)
     extras = {name: jnp.asarray(integers[name], jnp.int32) for name in spec.extra_names}
     with interpret():
-        grads = attention_backward_wide.gradients(spec, config, extras, *operands.values(), rows + 5, rows)
+        grads = attention_backward_wide.gradients(
+            spec, config, backward.Operands(*operands.values(), rows + 5, rows), extras
+        )
     return {name: np.asarray(x).astype(np.float32) for name, x in zip(("dq", "dk", "dv"), grads)}
 
 
@@ -216,7 +210,7 @@ def test_padding_visits_one_block() -> None:
         inputs = dict.fromkeys(spec.extra_names, jnp.int32([length]))
 
         def ends(_: jax.Array) -> tuple[jax.Array, jax.Array]:
-            visited = range_of(spec, SPLIT, inputs, 0, *map(jnp.int32, place))
+            visited = range_of(spec, WIDE, inputs, 0, *map(jnp.int32, place))
             return visited.first, visited.end
 
         return [int(x) for x in jax.vmap(ends, axis_name="cluster", out_axes=None)(jnp.arange(2))]
@@ -234,7 +228,7 @@ def test_split_kernels_mask_edges_only(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(attention_backward_wide, name, lambda s, *_, **__: jnp.full_like(s, jnp.nan))
     spec = make_spec(256, 264, key_lengths=True, segments=True)
     ids = dict(query_segments=np.ones((1, 256)), key_segments=np.ones((1, 264)))
-    grads = split_gradients(spec, SPLIT, {}, key_lengths=[256], **ids)
+    grads = split_gradients(spec, WIDE, {}, key_lengths=[256], **ids)
     assert all(np.isfinite(x).all() for x in grads.values())
     assert not grads["dk"][:, 256:].any()
     assert grads["dk"][:, :256].any(axis=(2, 3)).all()
@@ -246,7 +240,7 @@ def test_split_kernels_mask_edges_only(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_edges_that_the_split_kernels_mask_matter(taken_for_clear: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_backward_wide, taken_for_clear, lambda spec, *_: (0, 264))
     with pytest.raises(AssertionError, match="from the reference"):
-        check_backward(make_spec(264, 264, window=(90, 20)), SPLIT)
+        check_backward(make_spec(264, 264, window=(90, 20)), WIDE)
 
 
 @pytest.mark.one_version
@@ -258,18 +252,7 @@ def test_a_pair_that_walks_different_blocks_is_noticed(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(attention_backward_wide, "_queries_of_keys", apart)
     with pytest.raises((RaceError, TimeoutError, ValueError)):
-        run_backward(make_spec(264, 264, window=(70, 0)), SPLIT, deadlock_after=3.0)
-
-
-@pytest.mark.one_version
-def test_dlogits_are_not_kept_where_blocks_are_skipped() -> None:
-    config = dataclasses.replace(SPLIT, workspace_bytes=1)
-    message = (
-        "attention_backward[pallas]: workspace_bytes must be 0 with a window, lengths or segments, as of dS only what "
-        f"some query sees is written; got {config}."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        check_backward(make_spec(72, 72, window=(3, 0)), config)
+        run_backward(make_spec(264, 264, window=(70, 0)), WIDE, deadlock_after=3.0)
 
 
 #: Every wait of the two kernels, in the order in which they are traced; turns are no condition, and nothing else
@@ -292,7 +275,7 @@ def test_a_missing_wait_of_the_split_kernels_is_noticed(missing: str, monkeypatc
     monkeypatch.setattr(
         plgpu, "barrier_wait", lambda barrier: None if _SPLIT_WAITS[next(waits)] == missing else wait(barrier)
     )
-    config = dataclasses.replace(SPLIT, ping_pong=False, multicast=False)
+    config = dataclasses.replace(WIDE, ping_pong=False, multicast=False)
     with pytest.raises((RaceError, TimeoutError, ValueError)):
         run_backward(make_spec(264, 264), config, deadlock_after=3.0)
 
@@ -302,7 +285,7 @@ def test_the_waits_of_the_split_kernels_are_all_named(monkeypatch: pytest.Monkey
     waits = []
     wait = plgpu.barrier_wait
     monkeypatch.setattr(plgpu, "barrier_wait", lambda barrier: waits.append(wait(barrier)))
-    run_backward(make_spec(72, 72), dataclasses.replace(SPLIT, ping_pong=False, multicast=False))
+    run_backward(make_spec(72, 72), dataclasses.replace(WIDE, ping_pong=False, multicast=False))
     assert len(waits) == len(_SPLIT_WAITS)
 
 
@@ -313,7 +296,7 @@ def test_slots_that_a_neighbour_does_not_release_are_noticed(monkeypatch: pytest
     )
     monkeypatch.setattr(attention_backward_wide, "slot_releases", alone)
     with pytest.raises((RaceError, TimeoutError, ValueError)):
-        run_backward(make_spec(264, 264), SPLIT, deadlock_after=3.0)
+        run_backward(make_spec(264, 264), WIDE, deadlock_after=3.0)
 
 
 @pytest.mark.one_version
@@ -323,58 +306,4 @@ def test_gradients_read_too_early_are_noticed(monkeypatch: pytest.MonkeyPatch) -
         plgpu, "wgmma_accumulator_load", lambda ref, *, wait_n: load(ref, wait_n=1 if wait_n == 0 else wait_n)
     )
     with pytest.raises(ValueError, match="an accumulator is read while a wgmma that adds to it is in flight"):
-        run_backward(make_spec(136, 136), SPLIT)
-
-
-#: Room for dS of one head of keys at a time, and for that of all heads.
-_KEPT = [dataclasses.replace(SPLIT, workspace_bytes=n) for n in (1, 10**9)]
-
-
-@_feature
-@pytest.mark.one_version
-@pytest.mark.parametrize("lengths", [(128, 128), (200, 264), (1, 130), (63, 301)], ids=str)
-@pytest.mark.parametrize(("config", "causal"), [(_KEPT[0], True), (_KEPT[1], False)], ids=["one head", "all heads"])
-def test_split_with_dlogits_in_memory(
-    lengths: tuple[int, int], config: attention_backward.Config, causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What nothing is written to holds NaN, and no gradient sees it."""
-    monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
-    check_backward(make_spec(*lengths, heads=(4, 2), batch=2, causal=causal), config)
-
-
-@_feature
-@pytest.mark.one_version
-@pytest.mark.parametrize("dims", [(64, 128), (192, 128), (256, 256)], ids=str)
-def test_split_with_wide_dlogits_in_memory(dims: tuple[int, int]) -> None:
-    check_backward(make_spec(136, 72, dims=dims, causal=True), _KEPT[1])
-
-
-@pytest.mark.one_version
-def test_split_with_dlogits_of_a_shard_of_the_queries_in_memory() -> None:
-    check_backward(make_spec(72, 400, causal=True, query_offset=True), _KEPT[1], query_offset=70)
-
-
-@pytest.mark.one_version
-@pytest.mark.parametrize(
-    ("fit", "count"), [(0, 1), (1, 1), (3, 2), (4, 4), (5, 4), (9, 8), (99, 8)], ids=lambda n: f"{n}"
-)
-def test_dlogits_of_whole_batches_or_parts_of_one_are_in_memory_together(fit: int, count: int) -> None:
-    spec = make_spec(128, 256, heads=(4, 2), batch=4)
-    config = dataclasses.replace(SPLIT, workspace_bytes=fit * 2 * 2 * 128 * 256)
-    assert attention_backward_wide._streams_at_a_time(spec, config) == count
-
-
-#: The waits of the kernel that multiplies dS by K.
-_PRODUCT_WAITS = ["slots free", "dS and keys", "finished"]
-
-
-@pytest.mark.sampled(one_in=3)
-@pytest.mark.one_version
-@pytest.mark.parametrize("missing", _PRODUCT_WAITS)
-def test_a_missing_wait_of_the_product_is_noticed(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = iter([*_SPLIT_WAITS[7:], "slots free", "dS and keys", "dS and keys, not used", "finished"])
-    wait = plgpu.barrier_wait
-    monkeypatch.setattr(plgpu, "barrier_wait", lambda barrier: None if next(waits) == missing else wait(barrier))
-    config = dataclasses.replace(_KEPT[1], ping_pong=False, multicast=False)
-    with pytest.raises((RaceError, TimeoutError, ValueError)):
-        run_backward(make_spec(328, 328, causal=True), config, deadlock_after=3.0)
+        run_backward(make_spec(136, 136), WIDE)

@@ -63,7 +63,7 @@ def make_spec(
 
 def shipped_winners(backend: str) -> list[tuple[MatmulSpec, Any]]:
     """A product and its configuration for each that the tables hold of a backend, in each pair of layouts."""
-    config = dispatch.load("matmul", backend).Config
+    decode = dispatch.load("matmul", backend).decode
     found = {}
     for path in (pathlib.Path(winners.__file__).parent / "tables").glob("*.json"):
         for entry in json.loads(path.read_text()):
@@ -74,7 +74,7 @@ def shipped_winners(backend: str) -> list[tuple[MatmulSpec, Any]]:
             (lhs_k,), (rhs_k,) = key["spec"]["dimension_numbers"][0]
             layouts = f"{('km', 'mk')[lhs_k]}.{('kn', 'nk')[rhs_k]}"
             spec = make_spec(lhs[1 - lhs_k], rhs[1 - rhs_k], lhs[lhs_k], layouts=layouts)
-            found.setdefault((layouts, config(**entry["winner"])), spec)
+            found.setdefault((layouts, decode(entry["winner"])), spec)
     return [(spec, config) for (_, config), spec in found.items()]
 
 
