@@ -51,17 +51,17 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     # Masks of the reference.
     "causal mask without the diagonal": Mutation(
-        "jaxkernels/ops/attention/reference.py", "(j <= i)", "(j < i)", _FOLLOWS_JAX_NN
+        "jaxkernels/ops/attention/terms.py", "(key <= query)", "(key < query)", _FOLLOWS_JAX_NN
     ),
     "window one key short on the left": Mutation(
-        "jaxkernels/ops/attention/reference.py", "(i <= j + left)", "(i < j + left)", _FOLLOWS_JAX_NN
+        "jaxkernels/ops/attention/terms.py", "query <= key + self.left", "query < key + self.left", _FOLLOWS_JAX_NN
     ),
     "window one key short on the right": Mutation(
-        "jaxkernels/ops/attention/reference.py", "(i >= j - right)", "(i > j - right)", _FOLLOWS_JAX_NN
+        "jaxkernels/ops/attention/terms.py", "query >= key - self.right", "query > key - self.right", _FOLLOWS_JAX_NN
     ),
     "one key of padding seen": Mutation(
-        "jaxkernels/ops/attention/reference.py",
-        "(j < extras.key_lengths[", "(j <= extras.key_lengths[", _FOLLOWS_JAX_NN
+        "jaxkernels/ops/attention/terms.py",
+        "(places.key < places.extras", "(places.key <= places.extras", _FOLLOWS_JAX_NN
     ),
     "one query of padding alive": Mutation(
         "jaxkernels/ops/attention/reference.py",
@@ -69,34 +69,40 @@ MUTATIONS: dict[str, Mutation] = {
         "tests/attention/test_attention.py::test_padded_queries_give_zero_and_take_no_gradient",
     ),
     "earlier segments seen": Mutation(
-        "jaxkernels/ops/attention/reference.py",
-        "[:, :, None] == extras.key_segments", "[:, :, None] >= extras.key_segments",
+        "jaxkernels/ops/attention/terms.py",
+        "[:, :, None] == key_ids", "[:, :, None] >= key_ids",
         "tests/attention/test_attention.py::test_segment_ids_without_batch",
     ),
     # Planning of the attention kernels, and a kernel itself.
     # Ends for every query taken for those of any, and the other way round.
     "window's first keys not visited": Mutation(
-        "pallas/attention/blocks.py", "_largest(query_start - left, 0)", "_largest(query_end - 1 - left, 0)",
+        "jaxkernels/ops/attention/terms.py",
+        "largest(query_start - self.left, 0)",
+        "largest(query_end - 1 - self.left, 0)",
         f"{_SCHEDULE}[forward-0]",
     ),
     "keys after the diagonal unmasked": Mutation(
-        "pallas/attention/blocks.py", "_least(query_start + right + 1, key_end)",
-        "_least(query_end + right, key_end)", f"{_SCHEDULE}[forward-0]",
+        "jaxkernels/ops/attention/terms.py",
+        "least(query_start + self.right + 1, key_end)",
+        "least(query_end + self.right, key_end)", f"{_SCHEDULE}[forward-0]",
     ),
     "window's last queries not visited": Mutation(
-        "pallas/attention/blocks.py", "_least(key_end + left, query_end)", "_least(key_start + left + 1, query_end)",
+        "jaxkernels/ops/attention/terms.py",
+        "least(key_end + self.left, query_end)",
+        "least(key_start + self.left + 1, query_end)",
         f"{_SCHEDULE}[backward-0]",
     ),
     "queries before the diagonal unmasked": Mutation(
-        "pallas/attention/blocks.py", "_largest(key_end - 1 - right, query_start)",
-        "_largest(key_start - right, query_start)", f"{_SCHEDULE}[backward-0]",
+        "jaxkernels/ops/attention/terms.py",
+        "largest(key_end - 1 - self.right, query_start)",
+        "largest(key_start - self.right, query_start)", f"{_SCHEDULE}[backward-0]",
     ),
     "last block left out where it is a part": Mutation(
-        "pallas/attention/blocks.py", "_quotient(end + block - 1, block)", "_quotient(end, block)",
+        "pallas/attention/visibility.py", "_quotient(end + block - 1, block)", "_quotient(end, block)",
         f"{_SCHEDULE}[wide backward-0]",
     ),
     "exponentials to base 2 of natural logits": Mutation(
-        "pallas/attention/forward.py", "c = spec.scale * LOG2E if", "c = spec.scale if",
+        "pallas/attention/forward.py", "else spec.scale * LOG2E", "else spec.scale",
         "tests/attention/test_pallas_attention.py::test_one_key_and_one_query",
     ),
     # Sharding.

@@ -71,39 +71,34 @@ from jax import lax
 
 from jaxkernels.core.arguments import check_fields
 from jaxkernels.ops.attention.spec import AttentionSpec
-from jaxkernels.pallas.attention import backward, blocks
-from jaxkernels.pallas.attention.blocks import (
-    COLUMNS,
+from jaxkernels.pallas.attention import backward, limits
+from jaxkernels.pallas.attention.delta import row_sums
+from jaxkernels.pallas.attention.layouts import COLUMNS, TRANSFORMS_FLOAT32, swizzle_span, transforms_of
+from jaxkernels.pallas.attention.limits import features, least_head_multiple, pad_heads, padded_head_dims
+from jaxkernels.pallas.attention.logits import (
     LOG2E,
-    RING_BARRIER_BYTES,
-    TRANSFORMS_FLOAT32,
-    balanced_plan,
-    blocks_of,
-    blocks_within,
-    cap_and_slope,
-    ends_of,
-    features,
+    change_and_slope,
     gradient_scale,
     hide_other_segments,
     hide_unseen,
+    round_logit_gradients,
+)
+from jaxkernels.pallas.attention.planning import balanced_plan, num_even_ctas, planned_offset
+from jaxkernels.pallas.attention.rings import RING_BARRIER_BYTES
+from jaxkernels.pallas.attention.visibility import (
+    blocks_of,
+    blocks_within,
+    ends_of,
     hides_by_causality_alone,
     is_known_at_run_time,
     kernel_inputs,
     keys_seen_by_any,
-    least_head_multiple,
-    num_even_ctas,
-    pad_heads,
-    padded_head_dims,
-    planned_offset,
+    looks_back,
     queries_that_see_all,
     queries_that_see_any,
     query_offset,
-    round_logit_gradients,
     segment_query_blocks,
-    swizzle_span,
-    transforms_of,
 )
-from jaxkernels.pallas.attention.delta import row_sums
 
 __all__ = [
     "VERSION", "Config", "can_store_first", "estimate", "gradients", "is_zeroed", "run", "search_space", "shortlist",
@@ -177,7 +172,7 @@ class Config:
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
-    if (reason := blocks.unsupported(spec)) is not None:
+    if (reason := limits.unsupported(spec)) is not None:
         return reason
     if max(dims := (spec.q.shape[3], spec.v.shape[3])) > 128:
         return f"has registers for head dimensions up to 128, got {dims[0]} and {dims[1]}"
@@ -513,7 +508,6 @@ def _kernel(
     num_store_slots = _num_store_slots(spec.target.smem_bytes, head_dim, value_dim, block_q, num_stages)
     num_q_blocks, num_kv_blocks = pl.cdiv(spec.q.shape[1], block_q), pl.cdiv(num_keys, _KEYS)
     offset = query_offset(inputs)
-    looks_back = spec.window is not None and spec.window[0] is not None
     is_cut = spec.key_lengths or num_keys % _KEYS != 0
     cta = lax.axis_index("cta")
 
@@ -528,7 +522,7 @@ def _kernel(
         first_block, end_block = blocks_of(seeing[0] - offset, seeing[1] - offset, block_q)
         seeing = queries_that_see_all(spec, kv_base, kv_base + _KEYS, offset, num_q_blocks * block_q + offset)
         first_whole, end_whole = blocks_within(seeing[0] - offset, seeing[1] - offset, block_q)
-        if not (looks_back or spec.query_lengths):
+        if not (looks_back(spec) or spec.query_lengths):
             end_block = end_whole = num_q_blocks
         if spec.segments:
             first, end, first_of_one, end_of_one = (inputs["segment_blocks"][batch, kv_block, i] for i in range(4))
@@ -542,7 +536,7 @@ def _kernel(
             end_unmasked = jnp.where(kv_base + _KEYS > key_end, 0, end_unmasked)
         return _Item(batch, kv_head, kv_block, end_block, num_blocks, first_unmasked, end_unmasked, key_end, is_upward)
 
-    masks_places = spec.causal or spec.window is not None or is_cut
+    masks_places = bool(spec.index_terms) or is_cut
     added: Any = None
     others_wait = not (spec.deterministic or is_zeroed or num_kv_blocks == 1)
     if spec.deterministic or others_wait:
@@ -751,13 +745,14 @@ def _kernel(
                     last = visited.key_end if is_cut else None
                     return hide_unseen(s, spec, q_start + offset, key_start, keys_in_rows=True, key_end=last)
 
-                def probabilities(s: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-                    """P, and what dP - delta is multiplied by: P, times the slope of the cap."""
-                    if spec.soft_cap is None:
+                def probabilities(s: jax.Array, lse: jax.Array, step: Any) -> tuple[jax.Array, jax.Array]:
+                    """P, and what dP - delta is multiplied by: P, times the slope of the score terms."""
+                    if not spec.score_terms:
                         p = lax.optimization_barrier(jnp.exp2(s * (spec.scale * LOG2E) - spread(lse)).astype(dtype))
                         return p, p
-                    capped, slope = cap_and_slope(s, spec)
-                    p = jnp.exp2(capped - spread(lse))
+                    starts = lambda: (queries_of(visited, step)[1] * block_q + offset, key_start)
+                    logits, slope = change_and_slope(s, spec, starts, keys_in_rows=True)
+                    p = jnp.exp2(logits - spread(lse))
                     if masks_places or spec.segments:
                         p = jnp.where(s == -math.inf, 0.0, p)
                     return lax.optimization_barrier((p.astype(dtype), (p * slope).astype(dtype)))
@@ -771,10 +766,10 @@ def _kernel(
                     if masks_places or spec.segments:
                         _, i = place_of(visited, step)
                         is_masked = i >= visited.end_unmasked
-                        if looks_back or spec.segments:
+                        if looks_back(spec) or spec.segments:
                             is_masked |= i < visited.first_unmasked
                         s = lax.cond(is_masked, lambda s: hide(s, i), lambda s: s, s)
-                    p, weights = probabilities(s, plgpu.load(lse_smem.at[slot], layout=COLUMNS))
+                    p, weights = probabilities(s, plgpu.load(lse_smem.at[slot], layout=COLUMNS), step)
                     plgpu.wgmma(dv_ref, p, dout_smem.at[slot])
                     # The sum begins with -delta, which then has no registers of its own: 1 %. Of 128 queries a thread
                     # would have 64 to set: -4 %.

@@ -28,26 +28,12 @@ from jax import lax
 
 from jaxkernels.core.arguments import check_fields
 from jaxkernels.ops.attention.spec import AttentionSpec
-from jaxkernels.pallas.attention import backward, blocks
-from jaxkernels.pallas.attention.blocks import (
-    BARRIER_BYTES,
-    COLUMNS,
-    LOG2E,
-    NUM_CONSUMERS,
-    PRODUCER_REGISTERS,
-    ROWS,
-    TILE,
-    features,
-    gradient_scale,
-    kernel_inputs,
-    key_iters,
-    least_head_multiple,
-    mask,
-    padded_head_dims,
-    query_offset,
-    round_logit_gradients,
-    transforms_of,
-)
+from jaxkernels.pallas.attention import backward, limits
+from jaxkernels.pallas.attention.layouts import COLUMNS, ROWS, TILE, transforms_of
+from jaxkernels.pallas.attention.limits import features, least_head_multiple, padded_head_dims
+from jaxkernels.pallas.attention.logits import LOG2E, gradient_scale, mask, round_logit_gradients
+from jaxkernels.pallas.attention.rings import BARRIER_BYTES, NUM_CONSUMERS, PRODUCER_REGISTERS
+from jaxkernels.pallas.attention.visibility import kernel_inputs, key_iters, query_offset
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
@@ -98,7 +84,7 @@ class Config:
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
-    if (reason := blocks.unsupported(spec)) is not None:
+    if (reason := limits.unsupported(spec)) is not None:
         return reason
     if asked := features(spec):
         return f"does not handle {', '.join(asked)}"

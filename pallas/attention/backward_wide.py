@@ -55,39 +55,40 @@ from jax import lax
 from jaxkernels.core.arguments import check_fields
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.pallas.attention import backward
-from jaxkernels.pallas.attention.blocks import (
-    COLUMNS,
+from jaxkernels.pallas.attention.layouts import COLUMNS, ROWS, TILE, transforms_of
+from jaxkernels.pallas.attention.limits import padded_head_dims, unsupported
+from jaxkernels.pallas.attention.logits import (
     LOG2E,
-    NUM_CONSUMERS,
-    PRODUCER_REGISTERS,
-    RING_BARRIER_BYTES,
-    ROWS,
-    TILE,
-    blocks_of,
-    blocks_within,
-    cap_and_slope,
-    cluster_end,
-    ends_of,
+    Starts,
+    change_and_slope,
     gradient_scale,
     hide_other_segments,
     hide_unseen,
+    mask,
+    round_logit_gradients,
+)
+from jaxkernels.pallas.attention.rings import (
+    NUM_CONSUMERS,
+    PRODUCER_REGISTERS,
+    RING_BARRIER_BYTES,
+    cluster_end,
+    leave_cluster,
+    slot_releases,
+)
+from jaxkernels.pallas.attention.visibility import (
+    blocks_of,
+    blocks_within,
+    ends_of,
     hides_by_causality_alone,
     kernel_inputs,
     key_iters,
     keys_seen_by_all,
     keys_seen_by_any,
-    leave_cluster,
-    mask,
-    padded_head_dims,
     queries_that_see_all,
     queries_that_see_any,
     query_offset,
-    round_logit_gradients,
     segment_key_blocks,
     segment_query_blocks,
-    slot_releases,
-    transforms_of,
-    unsupported,
 )
 
 __all__ = [
@@ -353,14 +354,20 @@ def _keys_of_queries(
 
 
 def _probabilities(
-    s: jax.Array, lse: jax.Array, spec: AttentionSpec, spread: Callable[[jax.Array], jax.Array]
+    s: jax.Array,
+    lse: jax.Array,
+    spec: AttentionSpec,
+    spread: Callable[[jax.Array], jax.Array],
+    starts: Starts,
+    *,
+    keys_in_rows: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """P, and what dP - delta is multiplied by: P, with a soft cap times its slope."""
-    if spec.soft_cap is None:
+    """P, and what dP - delta is multiplied by: P, with score terms times their slope."""
+    if not spec.score_terms:
         p = jnp.exp2(s * (spec.scale * LOG2E) - spread(lse))
         return p, p
-    capped, slope = cap_and_slope(s, spec)
-    p = jnp.where(s == -math.inf, 0.0, jnp.exp2(capped - spread(lse)))
+    logits, slope = change_and_slope(s, spec, starts, keys_in_rows=keys_in_rows)
+    p = jnp.where(s == -math.inf, 0.0, jnp.exp2(logits - spread(lse)))
     return p, p * slope
 
 
@@ -661,8 +668,10 @@ def _hand_over_p(item: _DkvItem, s_ref: Any, slot: Any, q_idx: Any, p_slot: Any)
     smem, dtype = item.smem, item.gmem.q.dtype
     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
     lse = plgpu.load(smem.lse_smem.at[slot], layout=COLUMNS)
-    s = _hide_in_rows_of_keys(item, s, item.visited.first + q_idx)
-    p, weights = _probabilities(s, lse, item.spec, item.spread)
+    block = item.visited.first + q_idx
+    s = _hide_in_rows_of_keys(item, s, block)
+    starts = lambda: (block * _BLOCK + item.offset, item.kv_base)
+    p, weights = _probabilities(s, lse, item.spec, item.spread, starts, keys_in_rows=True)
     p, weights = p.astype(dtype), weights.astype(dtype)
     plgpu.barrier_wait(smem.p_empty.at[p_slot])
     smem.p_smem.at[p_slot][...] = weights
@@ -894,7 +903,14 @@ def _dq_kernel(
                 plgpu.barrier_arrive(v_empty.at[v_slot])
                 s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
                 dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=None)
-                _, weights = _probabilities(hide(s, block), lse, spec, spread)
+                _, weights = _probabilities(
+                    hide(s, block),
+                    lse,
+                    spec,
+                    spread,
+                    lambda: (my_q + offset, block * block_kv),
+                    keys_in_rows=False,
+                )
                 return round_logit_gradients(weights * (dp - spread(delta)), spec)
 
             def accumulate(dq_ref: Any) -> None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from jaxkernels.pallas.attention.blocks import ROWS, TILE, TRANSFORMS_FLOAT32, swizzle_span, transforms_of
+from jaxkernels.pallas.attention.layouts import ROWS, TILE, TRANSFORMS_FLOAT32, swizzle_span, transforms_of
 
 __all__ = ["row_sums"]
 

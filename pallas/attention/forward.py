@@ -57,44 +57,27 @@ from jax import lax
 
 from jaxkernels.core.arguments import check_fields
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
-from jaxkernels.pallas.attention.blocks import (
-    FLOPS_PER_SM,
-    LAUNCH_SECONDS,
-    LOG2E,
-    RING_BARRIER_BYTES,
-    ROWS,
-    TILE,
-    balanced_plan,
+from jaxkernels.pallas.attention.layouts import ROWS, TILE, scale_rows, swizzle_span, transforms_of
+from jaxkernels.pallas.attention.limits import features, least_head_multiple, pad_heads, padded_head_dims, unsupported
+from jaxkernels.pallas.attention.logits import LOG2E, change, hide_other_segments, hide_unseen
+from jaxkernels.pallas.attention.mean import fill_in_means
+from jaxkernels.pallas.attention.planning import FLOPS_PER_SM, LAUNCH_SECONDS, balanced_plan, count_up, planned_offset
+from jaxkernels.pallas.attention.rings import RING_BARRIER_BYTES, cluster_end, leave_cluster, slot_releases
+from jaxkernels.pallas.attention.visibility import (
     blocks_of,
     blocks_within,
-    cap,
-    cluster_end,
-    count_up,
     ends_of,
-    features,
-    hide_other_segments,
-    hide_unseen,
     hides_by_causality_alone,
     is_known_at_run_time,
     kernel_inputs,
     key_iters,
     keys_seen_by_all,
     keys_seen_by_any,
-    least_head_multiple,
-    leave_cluster,
+    looks_back,
     may_see_nothing,
-    pad_heads,
-    padded_head_dims,
-    planned_offset,
     query_offset,
-    scale_rows,
     segment_key_blocks,
-    slot_releases,
-    swizzle_span,
-    transforms_of,
-    unsupported,
 )
-from jaxkernels.pallas.attention.mean import fill_in_means
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
@@ -399,14 +382,13 @@ def _kernel(
     tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=transforms_of(shape[-1]))
     # Without these an item's blocks are all those up to its last one.
     is_plain = hides_by_causality_alone(spec)
-    look_back = None if spec.window is None else spec.window[0]
     shared = ("cluster",) if config.multicast else None
     # Only arrays tell how long items take: the first is the worker's own, the others come in the order in which workers
     # ask for them.
     is_dealt = is_known_at_run_time(spec)
     # Whether a consumer passes over blocks at either end of an item's that only other consumers' queries see. A bridge
     # leads from an item's very last block to the first of the next.
-    skips_blocks = not config.bridge and (spec.causal or spec.window is not None)
+    skips_blocks = not config.bridge and bool(spec.index_terms)
 
     def _attend(
         q_smem: Any,
@@ -557,7 +539,7 @@ def _kernel(
         def _consume() -> None:
             plgpu.set_max_registers(_REGISTERS[num_consumers][1], action="increase")
             consumer = warpgroup
-            c = spec.scale * LOG2E if spec.soft_cap is None else 1.0
+            c = 1.0 if spec.score_terms else spec.scale * LOG2E
             spread = lambda x, shape: lax.broadcast_in_dim(x, shape, [0])
             # A thread has two of eight columns. What it adds up of these alone waits for the other threads of its row
             # until the item's end: 4 shuffles less a step, between its exponentials and the next product: 1.3 % at head
@@ -595,9 +577,10 @@ def _kernel(
                 return p, functools.reduce(jnp.add, eighths), new_max
 
             def hide(s: jax.Array, item: _Item, block: Any, *, maybe: bool) -> jax.Array:
-                """The logits of a block: capped, and masked where the mask may touch it."""
-                if spec.soft_cap is not None:
-                    s = cap(s, spec)
+                """The logits of a block: changed by score terms, and masked where the mask may touch it."""
+                first_query = lambda: item.q_base + consumer * block_q + offset
+                if spec.score_terms:
+                    s = change(s, spec, lambda: (first_query(), block * block_kv))
                 if not maybe:
                     return s
                 if item.same_segment is not None:
@@ -605,8 +588,7 @@ def _kernel(
                 if not masks_places:
                     return s
                 key_end = item.key_end if spec.key_lengths else None
-                first_query = item.q_base + consumer * block_q + offset
-                return hide_unseen(s, spec, first_query, block * block_kv, key_end=key_end)
+                return hide_unseen(s, spec, first_query(), block * block_kv, key_end=key_end)
 
             def hide_segments(s: jax.Array, item: _Item, block: Any) -> jax.Array:
                 assert item.same_segment is not None
@@ -618,7 +600,7 @@ def _kernel(
 
             # The last block is masked whenever it may have to be, the others behind a test.
             is_ragged = spec.k.shape[1] % block_kv != 0
-            masks_places = spec.causal or spec.window is not None or spec.key_lengths or is_ragged
+            masks_places = bool(spec.index_terms) or spec.key_lengths or is_ragged
             last_is_masked = masks_places or spec.segments
             # Finite: a row that sees nothing of its last blocks has no maximum yet, and -inf - -inf is no number.
             no_max = plgpu.layout_cast(jnp.full((block_q,), jnp.finfo(jnp.float32).min, jnp.float32), ROWS)
@@ -724,11 +706,14 @@ def _kernel(
                     def masked_step(i: Any, carry: Any) -> Any:
                         return step(nth, again(), True, i, carry)
 
-                    # Which blocks these are does not matter where none is masked, only how many.
-                    unmasked_step = functools.partial(step, nth, _Item(None, None, None, num_blocks), False)
+                    def unmasked_step(i: Any, carry: Any) -> Any:
+                        # Which blocks these are matters to terms only. Otherwise it is how many.
+                        item = again() if spec.terms else _Item(None, None, None, num_blocks)
+                        return step(nth, item, False, i, carry)
+
                     carry = lax.fori_loop(1, first_unmasked, masked_step, carry)
                     carry = lax.fori_loop(first_unmasked, end_unmasked, unmasked_step, carry)
-                    if spec.segments or look_back is not None:
+                    if spec.segments or looks_back(spec):
                         carry = lax.fori_loop(end_unmasked, num_blocks, masked_step, carry)
                     return carry
 
@@ -833,7 +818,7 @@ def _kernel(
                     if config.bridge:
                         return next_number, bridge(nth, number, next_number, carry)
                     slot = end(number, carry)
-                    if skips_blocks and look_back is not None:
+                    if skips_blocks and looks_back(spec):
                         again = lambda *args: item_of(lax.optimization_barrier(number), *args)
                         slot = skip(again(consumer).first_block - again().first_block, slot)
                     return next_number, slot

@@ -17,15 +17,13 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
-from jaxkernels.pallas.attention.blocks import (
-    ROWS,
-    TILE,
+from jaxkernels.pallas.attention.layouts import ROWS, TILE, swizzle_span, transforms_of
+from jaxkernels.pallas.attention.visibility import (
+    blind_are_scattered,
     ends_of,
     first_blind,
     queries_inside,
     query_offset,
-    swizzle_span,
-    transforms_of,
 )
 
 __all__ = ["fill_in_means"]
@@ -49,7 +47,7 @@ def fill_in_means(
       inputs: the optional operands as kernels read them.
     """
     batch, _, num_heads, columns = out.shape
-    if spec.segments:  # All heads see the same.
+    if blind_are_scattered(spec):  # All heads see the same.
         is_blind = (lse[:, 0, : spec.q.shape[1]] <= MASKED_LOGIT / 2) & queries_inside(spec, inputs)
         inputs = inputs | {"blind": is_blind.any(axis=1).astype(jnp.int32)}
     ref = jax.new_ref(out)
@@ -68,7 +66,8 @@ def _kernel(out_gmem: Any, lse_gmem: Any, v_gmem: Any, inputs: dict[str, Any], *
     columns = pl.ds(part * span, span)
     offset = query_offset(inputs)
     query_end, key_end = ends_of(spec, inputs, batch, offset)
-    first = jnp.where(inputs["blind"][batch] != 0, 0, query_end) if spec.segments else first_blind(spec, key_end)
+    is_scattered = blind_are_scattered(spec)
+    first = jnp.where(inputs["blind"][batch] != 0, 0, query_end) if is_scattered else first_blind(spec, key_end)
     # From here on queries are those of the array.
     first, end = jnp.maximum(first - offset, 0), query_end - offset
     # JAX refuses slices that it sees end beyond the array, as the last block may: hide where they start.
@@ -94,7 +93,7 @@ def _kernel(out_gmem: Any, lse_gmem: Any, v_gmem: Any, inputs: dict[str, Any], *
 
         def fill(block: Any, _: Any) -> None:
             to = out_gmem.at[batch, rows_of(block), head, columns]
-            is_mixed = (block * _ROWS < first) | ((block + 1) * _ROWS > end) | spec.segments
+            is_mixed = (block * _ROWS < first) | ((block + 1) * _ROWS > end) | is_scattered
 
             @pl.when(is_mixed)
             def _fill_some_rows() -> None:

@@ -25,7 +25,7 @@ import numpy as np
 from simulated_replay import Block, Part, Read, Write
 
 from jaxkernels.ops.attention.spec import AttentionSpec
-from jaxkernels.pallas.attention import blocks as attention_blocks
+from jaxkernels.pallas.attention import layouts, limits, logits, planning, rings, visibility
 
 __all__ = [
     "Case",
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def padded_dims(self) -> tuple[int, int]:
-        return attention_blocks.padded_head_dims(self.spec, getattr(self.config, "head_multiple", 64))
+        return limits.padded_head_dims(self.spec, getattr(self.config, "head_multiple", 64))
 
     def key_end(self, batch: int) -> int:
         num_keys = self.spec.k.shape[1]
@@ -115,7 +115,7 @@ class Case:
             *places, end = logits.mask
             assert places == [first + self.offset, keys.start], f"masked at {places}"
             assert end in (None, self.key_end(batch)), f"keys end at {end}, not at {self.key_end(batch)}"
-            left &= _in_window(query, key, *attention_blocks._window(self.spec))
+            left &= _in_window(query, key, self.spec.band.left, self.spec.band.right)
             if end is not None:
                 left &= key < end
         if logits.segments is not None:
@@ -592,26 +592,26 @@ def _masked(s: Tile, **masks: Any) -> Tile:
 
 
 class Sources:
-    """Copies of `attention_blocks` and of modules that import from it, on stand-ins.
+    """Copies of kernels' modules, and of what these share, on stand-ins.
 
     Args:
       edit: a text that is in the sources once, and what to put there.
     """
 
     def __init__(self, *modules: ModuleType, edit: tuple[str, str] | None = None) -> None:
-        originals = (attention_blocks, *modules)
+        shared = (layouts, limits, planning, visibility, logits, rings)
+        originals = (*shared, *modules)
         sources = [Path(str(module.__file__)).read_text() for module in originals]
         if edit is not None:
             if (count := sum(source.count(edit[0]) for source in sources)) != 1:
                 raise ValueError(f"is {count} times in the source, not once: {edit[0]}")
             sources = [source.replace(*edit) for source in sources]
-        self.blocks, *self.kernels = self.modules = [_copied(*of) for of in zip(originals, sources)]
+        self.modules = [_copied(*of) for of in zip(originals, sources)]
+        self.kernels = self.modules[len(shared) :]
         stand_ins = dict(pl=_PL, jnp=_Numpy(), lax=SimpleNamespace(**_LAX), scale_rows=Tile.combined)
         self.bind(hide_unseen=_hide_unseen, hide_other_segments=_hide_other_segments, **stand_ins)
-        for kernel in self.kernels:
-            vars(kernel).update(
-                {name: getattr(self.blocks, name) for name in self.blocks.__all__ if name in vars(kernel)}
-            )
+        for module in self.modules[: len(shared)]:
+            self.bind(**{name: getattr(module, name) for name in module.__all__})
 
     def bind(self, **names: Any) -> None:
         for module in self.modules:

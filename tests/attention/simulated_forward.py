@@ -14,8 +14,8 @@ import numpy as np
 from simulated import Case, Cta, Launch, Product, Ref, Sources, Store, Tile, Warpgroup, only, run
 from simulated_replay import Block, Read, replay
 
-from jaxkernels.pallas.attention import blocks as attention_blocks
 from jaxkernels.pallas.attention import forward as attention_forward
+from jaxkernels.pallas.attention import layouts, visibility
 
 __all__ = ["Simulation"]
 
@@ -43,12 +43,11 @@ class Simulation:
     def __init__(self, edit: tuple[str, str] | None = None) -> None:
         self.sources = Sources(attention_forward, edit=edit)
         (self.forward,) = self.sources.kernels
-        self.blocks = self.sources.blocks
 
     def check(self, case: Case, rng: np.random.Generator) -> None:
         """Runs all workers, each of which takes random items where arrays tell how long these are."""
         spec, num_items = case.spec, self.forward._num_items(case.spec, case.config)
-        if self.blocks.is_known_at_run_time(spec):
+        if visibility.is_known_at_run_time(spec):
             items = [[worker] for worker in range(min(spec.target.num_sms, num_items))]
             for number in range(len(items), num_items):
                 items[rng.integers(len(items))].append(number)
@@ -99,13 +98,13 @@ def _check_stores(case: Case, consumer: int, numbers: list[int], stores: list[St
     spec, config = case.spec, case.config
     num_q_blocks = -(-spec.q.shape[1] // attention_forward._rows(config))
     value_dim = case.padded_dims[1]
-    span = attention_blocks.swizzle_span(value_dim)
+    span = layouts.swizzle_span(value_dim)
     columns = range(0, value_dim, span)
     outs, lses = ([store for store in stores if store.to[0] == name] for name in ("out", "lse"))
     assert (len(outs), len(lses)) == (len(columns) * len(numbers), len(numbers)), "some results are not stored once"
     for nth, number in enumerate(numbers):
         item, q_block = divmod(number, num_q_blocks)
-        if spec.causal and attention_blocks.is_known_at_run_time(spec):
+        if spec.causal and visibility.is_known_at_run_time(spec):
             q_block = num_q_blocks - 1 - q_block
         (batch, head), first = divmod(item, spec.q.shape[2]), attention_forward._rows(config) * q_block
         first += consumer * config.block_q

@@ -19,7 +19,7 @@ from jaxkernels.pallas.attention import backward
 from jaxkernels.pallas.attention import backward_fused as attention_backward_fused
 from jaxkernels.pallas.attention import backward_wide as attention_backward_wide
 from jaxkernels.pallas.attention import forward as attention_forward
-from jaxkernels.pallas.attention.blocks import least_head_multiple, padded_head_dims
+from jaxkernels.pallas.attention.limits import least_head_multiple, padded_head_dims
 
 
 def pick(rng: np.random.Generator, *values: Any) -> Any:
@@ -203,11 +203,16 @@ BUGS = {
             (192, 155, 178),
         ),
         "queries' release": ("when(block == item.first_block)", "when(block == 0)", "deadlock", (37, 42, 183)),
-        "no skip at the end": ("if skips_blocks and look_back is not None:", "if False:", "left over", (115, 62, 183)),
+        "no skip at the end": ("if skips_blocks and looks_back(spec):", "if False:", "left over", (115, 62, 183)),
         "unmasked too soon": ("(item.end_block - end, 1,", "(item.end_block - end - 1, 1,", "wrong pairs", (231, 71)),
         "unmasked too long": ("(item.end_block - first,", "(item.end_block - first + 1,", "wrong pairs", (99, 61)),
         "edge block": ("lax.div(item.key_end,", "lax.div(item.key_end - 1,", "the edge's values", (108, 147, 242)),
-        "a key too few": ("(query_end + right, key_end)", "(query_end + right - 1, key_end)", "left out", (117, 99)),
+        "a key too few": (
+            "_seen_by_any(query_start, query_end, key_end) for",
+            "_seen_by_any(query_start, query_end - 1, key_end) for",
+            "left out",
+            (117, 99),
+        ),
         "one CTA's queries": ('lax.axis_index("cluster") * _cta_rows(config)', "0", "stored at", (94, 11)),
     },
     "backward": {

@@ -45,13 +45,12 @@ from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention import reference_backward as xla_backward
 from jaxkernels.ops.attention import reference_forward as xla_forward
-from jaxkernels.ops.attention.reference import Extras, visibility
-from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
-from jaxkernels.pallas.attention import backward
+from jaxkernels.ops.attention.reference import visibility as visible_pairs
+from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec, Extras
+from jaxkernels.pallas.attention import backward, planning, visibility
 from jaxkernels.pallas.attention import backward_fused as attention_backward_fused
 from jaxkernels.pallas.attention import backward_two_kernels as attention_backward_two_kernels
 from jaxkernels.pallas.attention import backward_wide as attention_backward_wide
-from jaxkernels.pallas.attention import blocks as attention_blocks
 from jaxkernels.pallas.attention import forward as attention_forward
 from jaxkernels.pallas.attention import mean as attention_mean
 
@@ -356,10 +355,10 @@ def test_nobody_waits_long_for_the_first_block_of_keys(options: dict[str, Any], 
     ("num_items", "num_ctas"), [(2048, 128), (2752, 132), (2112, 132), (200, 100), (132, 132), (70, 70)]
 )
 def test_items_as_long_as_each_other_are_for_as_few_ctas_as_end_in_that_time(num_items: int, num_ctas: int) -> None:
-    plan, end = attention_blocks.balanced_plan([(number, 2.5) for number in range(num_items)], 132)
+    plan, end = planning.balanced_plan([(number, 2.5) for number in range(num_items)], 132)
     assert len(plan) == num_ctas
     assert end == 2.5 * pl.cdiv(num_items, 132)
-    uneven, _ = attention_blocks.balanced_plan([(number, 2.5 + (number == 0)) for number in range(num_items)], 132)
+    uneven, _ = planning.balanced_plan([(number, 2.5 + (number == 0)) for number in range(num_items)], 132)
     assert len(uneven) == min(num_items, 132)
 
 
@@ -432,7 +431,7 @@ def test_segments_of_one_sequence(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_segments_of_one_sequence_are_no_promise_beside_other_reasons_to_see_nothing() -> None:
-    may = lambda *lengths, **rules: attention_blocks.may_see_nothing(
+    may = lambda *lengths, **rules: visibility.may_see_nothing(
         make_spec(*lengths, segments=True, self_segments=True, **rules)
     )
     assert not may(264, 264)
@@ -581,15 +580,15 @@ def filled_in(
     v = jnp.asarray(random_operands(spec)[2] if v is None else v)
     batch, num_queries, num_heads, _ = spec.q.shape
     extras = {name: jnp.asarray(x, jnp.int32) for name, x in extras.items()}
-    visible = visibility(spec, Extras(**extras))
+    visible = visible_pairs(spec, Extras(**extras))
     is_blind = ~np.broadcast_to(visible, (batch, 1, num_queries, spec.k.shape[1])).any(3)[:, 0]
-    is_blind &= np.asarray(attention_blocks.queries_inside(spec, extras))
+    is_blind &= np.asarray(visibility.queries_inside(spec, extras))
     lse = np.where(is_blind[:, None], MASKED_LOGIT, 1.0) * np.ones((1, num_heads, 1))
     out = np.random.default_rng(1).normal(size=(*spec.q.shape[:3], spec.v.shape[3]))
     out = jnp.asarray(out, spec.v.dtype)
     with interpret():
         padded = jnp.pad(jnp.float32(lse), ((0, 0), (0, 0), (0, -num_queries % 64)), constant_values=MASKED_LOGIT)
-        inputs = attention_blocks.kernel_inputs(extras, 64, 64)
+        inputs = visibility.kernel_inputs(extras, 64, 64)
         actual = attention_mean.fill_in_means(spec, out, padded, v, inputs)
         return np.float32(out), np.float32(actual), is_blind
 
@@ -739,20 +738,20 @@ def test_ranges_are_what_the_masks_say(window: tuple[int | None, int | None] | N
         for start in range(0, num_queries, block_q):
             rows = sees[start : start + block_q]
             ends = number(start), number(min(start + block_q, num_queries))
-            seen = attention_blocks.keys_seen_by_any(spec, *ends, number(num_keys))
+            seen = visibility.keys_seen_by_any(spec, *ends, number(num_keys))
             np.testing.assert_array_equal(inside(keys, seen), rows.any(0))
-            seen = attention_blocks.keys_seen_by_all(spec, *ends, number(num_keys))
+            seen = visibility.keys_seen_by_all(spec, *ends, number(num_keys))
             np.testing.assert_array_equal(inside(keys, seen), rows.all(0))
         for start in range(0, num_keys, block_kv):
             columns = sees[:, start : start + block_kv]
             ends = number(start), number(min(start + block_kv, num_keys))
             of_queries = number(0), number(num_queries)
-            seeing = attention_blocks.queries_that_see_any(spec, *ends, *of_queries)
+            seeing = visibility.queries_that_see_any(spec, *ends, *of_queries)
             np.testing.assert_array_equal(inside(queries, seeing), columns.any(1))
-            seeing = attention_blocks.queries_that_see_all(spec, *ends, *of_queries)
+            seeing = visibility.queries_that_see_all(spec, *ends, *of_queries)
             np.testing.assert_array_equal(inside(queries, seeing), columns.all(1))
-        assert attention_blocks.blocks_of(number(17), number(33), 16) == (1, 3)
-        assert attention_blocks.blocks_within(number(17), number(63), 16) == (2, 3)
+        assert visibility.blocks_of(number(17), number(33), 16) == (1, 3)
+        assert visibility.blocks_within(number(17), number(63), 16) == (2, 3)
 
 
 @pytest.mark.sampled
@@ -763,7 +762,7 @@ def test_segment_blocks_leave_no_key_out(name: str) -> None:
     (batch, num_queries), num_keys = query_ids.shape, key_ids.shape[1]
     spec = make_spec(num_queries, num_keys, batch=batch, segments=True)
     extras = dict(query_segments=jnp.asarray(query_ids), key_segments=jnp.asarray(key_ids))
-    table = np.asarray(attention_blocks.segment_key_blocks(spec, 128, 64, extras))
+    table = np.asarray(visibility.segment_key_blocks(spec, 128, 64, extras))
     same = query_ids[:, :, None] == key_ids[:, None]
     for b, q in np.ndindex(table.shape[:2]):
         first, end, first_of_one, end_of_one = table[b, q]

@@ -27,8 +27,8 @@ from jaxkernels.core.kernel_op import KernelOp, usual_promotion
 from jaxkernels.core.sharding import Assignment, Factors
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention import reference
-from jaxkernels.ops.attention.reference import Extras
-from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.ops.attention.spec import AttentionSpec, Extras
+from jaxkernels.ops.attention.terms import MaskTerm, ScoreTerm
 
 __all__ = ["dot_product_attention"]
 
@@ -50,11 +50,12 @@ class Attention:
     query_offset: bool = False
     bias_gradient: bool = False
     deterministic: bool = False
+    terms: tuple[MaskTerm | ScoreTerm, ...] = ()
 
     @property
     def depends_on_query_index(self) -> bool:
         """Whether a shard must know where in the sequence its queries lie."""
-        return self.causal or self.window is not None or self.query_lengths
+        return self.causal or self.window is not None or self.query_lengths or bool(self.terms)
 
 
 class _AttentionOp(KernelOp):
@@ -80,6 +81,7 @@ class _AttentionOp(KernelOp):
             query_offset=static.query_offset,
             bias_gradient=static.bias_gradient,
             deterministic=static.deterministic,
+            terms=static.terms,
         )
 
     def out_and_lse(self, operands: Sequence[ArrayType]) -> list[ArrayType]:

@@ -8,6 +8,7 @@ N query heads, K key/value heads, G = N/K, H head dimension, D value head dimens
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
+from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec, Extras
+from jaxkernels.ops.attention.terms import Places, group_heads
 
-__all__ = ["Config", "Extras", "attend", "backward", "search_space", "tangent", "visibility"]
+__all__ = ["Config", "attend", "backward", "search_space", "tangent", "visibility"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,39 +29,6 @@ class Config:
 
 def search_space(spec: AttentionSpec) -> tuple[Config, ...]:
     return (Config(),)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Extras:
-    """The optional operands, by name.
-
-    Attributes:
-      bias: (B|1, N|1, T|1, S|1) floating.
-      mask: (B|1, N|1, T|1, S|1) bool, True where a query sees a key.
-      query_lengths, key_lengths: (B,) int32.
-      query_segments, key_segments: (B, T) and (B, S) int32.
-      query_offset: () int32.
-    """
-
-    bias: jax.Array | None = None
-    mask: jax.Array | None = None
-    query_lengths: jax.Array | None = None
-    key_lengths: jax.Array | None = None
-    query_segments: jax.Array | None = None
-    key_segments: jax.Array | None = None
-    query_offset: jax.Array | None = None
-
-    @classmethod
-    def unpack(cls, spec: AttentionSpec, operands: Sequence[jax.Array]) -> tuple[Extras, tuple[jax.Array, ...]]:
-        """Names the optional operands that `spec` announces; returns them and the operands after them."""
-        names = spec.extra_names
-        return cls(**dict(zip(names, operands))), tuple(operands[len(names) :])
-
-    def pack(self) -> tuple[jax.Array, ...]:
-        """The operands that are given, in the order of the primitives."""
-        values = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return tuple(value for value in values if value is not None)
 
 
 def attend(
@@ -121,7 +90,7 @@ def tangent(
     wide = _wide(q)
     raw_dot = (_products(q_dot, k) + _products(q, k_dot)) * spec.scale
     if extras.bias is not None:
-        raw_dot = raw_dot + _group_heads(tangents[3], k.shape[2]).astype(raw_dot.dtype)
+        raw_dot = raw_dot + group_heads(tangents[3], k.shape[2]).astype(raw_dot.dtype)
     logits_dot = logits.chain(raw_dot).astype(jnp.float32)
     p, _ = logits.softmax()
     lse_dot = jnp.sum(p * logits_dot, axis=-1, keepdims=True)
@@ -137,10 +106,10 @@ class _Logits:
     """The logits of all queries and keys, and what their derivatives need.
 
     Attributes:
-      masked: (B, K, G, T, S), float32: the logits after the soft cap, over `unit`; MASKED_LOGIT where they are masked.
+      masked: (B, K, G, T, S), float32: the logits after the score terms, over `unit`; MASKED_LOGIT where masked.
       unit: the scale or the soft cap, or 1; not negative.
       visible: which of them are not masked; None if all are visible.
-      slope: the derivative of the soft cap; None without one.
+      slope: the derivative of the score terms; None where it is 1.
     """
 
     masked: jax.Array
@@ -153,15 +122,10 @@ class _Logits:
         logits, unit, slope = _products(q, k), spec.scale, None
         visible = visibility(spec, extras)
         if visible is not None:
-            visible = _group_heads(visible, k.shape[2])
-        if extras.bias is not None:
-            logits = (logits * unit + _group_heads(extras.bias, k.shape[2])).astype(logits.dtype)
-            unit = 1.0
-        if spec.soft_cap is not None:
-            if visible is not None:  # A masked bias may be NaN, and then so would be the slope.
-                logits = jnp.where(visible, logits, 0)
-            t = jnp.tanh(logits * (unit / spec.soft_cap))
-            logits, unit, slope = t, spec.soft_cap, 1 - t**2
+            visible = group_heads(visible, k.shape[2])
+        for term in spec.score_terms:
+            logits, unit, factor = term.apply(logits, unit, visible, _places(spec, extras))
+            slope = factor if slope is None else slope if factor is None else slope * factor
         if unit < 0:
             logits, unit = -logits, -unit
         if visible is not None:
@@ -183,7 +147,7 @@ class _Logits:
         return p / total, lse[..., 0]
 
     def chain(self, x: jax.Array) -> jax.Array:
-        """Takes tangents of the logits from before the soft cap to after the masks; cotangents the other way."""
+        """Takes tangents of the logits from before the score terms to after the masks; cotangents the other way."""
         if self.slope is not None:
             x = x * self.slope
         return x if self.visible is None else jnp.where(self.visible, x, 0)
@@ -246,35 +210,14 @@ def _without_padded_queries(extras: Extras, x: Float[Array, "B T N H"]) -> Float
 
 def visibility(spec: AttentionSpec, extras: Extras) -> jax.Array | None:
     """Which query sees which key: bool, broadcastable to (B, N, T, S); None where all see all."""
-    num_queries, num_keys = spec.q.shape[1], spec.k.shape[1]
+    parts = [term.visible_pairs(_places(spec, extras)) for term in spec.mask_terms]
+    return functools.reduce(jnp.logical_and, parts) if parts else None
+
+
+def _places(spec: AttentionSpec, extras: Extras) -> Places:
     offset = 0 if extras.query_offset is None else extras.query_offset
-    i = (jnp.arange(num_queries) + offset)[:, None]
-    j = jnp.arange(num_keys)[None, :]
-    parts: list[jax.Array] = []
-    if extras.mask is not None:
-        parts.append(extras.mask)
-    if spec.causal:
-        parts.append((j <= i)[None, None])
-    if spec.window is not None:
-        left, right = spec.window
-        if left is not None:
-            parts.append((i <= j + left)[None, None])
-        if right is not None:
-            parts.append((i >= j - right)[None, None])
-    if extras.query_lengths is not None:
-        parts.append(_live_queries(num_queries, extras)[:, None, :, None])
-    if extras.key_lengths is not None:
-        parts.append((j < extras.key_lengths[:, None])[:, None, None, :])
-    if extras.query_segments is not None:
-        assert extras.key_segments is not None  # They are given together.
-        same = extras.query_segments[:, :, None] == extras.key_segments[:, None, :]
-        parts.append(same[:, None])
-    if not parts:
-        return None
-    visible = parts[0]
-    for part in parts[1:]:
-        visible = jnp.logical_and(visible, part)
-    return visible
+    query = (jnp.arange(spec.q.shape[1]) + offset)[:, None]
+    return Places(query, jnp.arange(spec.k.shape[1])[None, :], spec.k.shape[2], extras)
 
 
 def _live_queries(num_queries: int, extras: Extras) -> jax.Array:
@@ -282,10 +225,3 @@ def _live_queries(num_queries: int, extras: Extras) -> jax.Array:
     assert extras.query_lengths is not None
     offset = 0 if extras.query_offset is None else extras.query_offset
     return (jnp.arange(num_queries) + offset)[None, :] < extras.query_lengths[:, None]
-
-
-def _group_heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
-    """(B|1, N|1, T|1, S|1) -> (B|1, K|1, G|1, T|1, S|1)."""
-    if x.shape[1] == 1:
-        return x[:, :, None]
-    return x.reshape(x.shape[0], num_kv_heads, x.shape[1] // num_kv_heads, *x.shape[2:])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 
 from jaxkernels.ops.attention import reference
-from jaxkernels.ops.attention.reference import Config, Extras, search_space
-from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.ops.attention.reference import Config, search_space
+from jaxkernels.ops.attention.spec import AttentionSpec, Extras
 
 __all__ = ["VERSION", "Config", "run", "search_space", "unsupported"]
 

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from jaxkernels.core.hardware import Chip
 from jaxkernels.core.types import ArrayType
+from jaxkernels.ops.attention.terms import (
+    Band,
+    Bias,
+    DenseMask,
+    Lengths,
+    MaskTerm,
+    ScoreTerm,
+    Segments,
+    SoftCap,
+)
 
-__all__ = ["MASKED_LOGIT", "AttentionSpec"]
+__all__ = ["MASKED_LOGIT", "AttentionSpec", "Extras"]
 
 #: What a masked logit of an attention counts as, jax.nn's choice: finite, so that a query that sees no key averages all
 #: values, and no row of probabilities is NaN. To rounding it is the logsumexp of such a query, too.
@@ -35,6 +47,7 @@ class AttentionSpec:
         and taken off the query lengths (the shard's place in the sequence, under a mesh).
       bias_gradient: the backward pass returns the bias's gradient.
       deterministic: equal operands must give equal bits in every run.
+      terms: mask terms and score terms beside those that the fields above stand for, in the order in which they apply.
       target: the chip.
     """
 
@@ -55,6 +68,41 @@ class AttentionSpec:
     query_offset: bool = False
     bias_gradient: bool = False
     deterministic: bool = False
+    terms: tuple[MaskTerm | ScoreTerm, ...] = ()
+
+    @property
+    def band(self) -> Band:
+        """The causal mask and the window; open on both sides without them."""
+        left, right = self.window or (None, None)
+        return Band(left, 0 if self.causal else right)
+
+    @property
+    def own_masks(self) -> tuple[MaskTerm, ...]:
+        """The mask terms of `terms`."""
+        return tuple(term for term in self.terms if isinstance(term, MaskTerm))
+
+    @property
+    def index_terms(self) -> tuple[MaskTerm, ...]:
+        """The mask terms that read no operand."""
+        band = () if self.band == Band(None, None) else (self.band,)
+        return band + self.own_masks
+
+    @property
+    def mask_terms(self) -> tuple[MaskTerm, ...]:
+        """All that hides logits."""
+        terms: list[MaskTerm] = [DenseMask()] if self.mask is not None else []
+        terms += self.index_terms
+        if self.query_lengths or self.key_lengths:
+            terms.append(Lengths(self.query_lengths, self.key_lengths))
+        return (*terms, Segments()) if self.segments else tuple(terms)
+
+    @property
+    def score_terms(self) -> tuple[ScoreTerm, ...]:
+        """All that changes logits, in order; masks come after it."""
+        terms: list[ScoreTerm] = [] if self.bias is None else [Bias()]
+        if self.soft_cap is not None:
+            terms.append(SoftCap(self.soft_cap))
+        return (*terms, *(term for term in self.terms if isinstance(term, ScoreTerm)))
 
     @property
     def group_size(self) -> int:
@@ -89,5 +137,39 @@ class AttentionSpec:
             "self_segments": self.self_segments,
             "query_offset": self.query_offset,
             "deterministic": self.deterministic,
+            f"terms={self.terms}": bool(self.terms),
         }
         return " ".join([text, *(name for name, given in flags.items() if given)])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Extras:
+    """The optional operands, by name.
+
+    Attributes:
+      bias: (B|1, N|1, T|1, S|1) floating.
+      mask: (B|1, N|1, T|1, S|1) bool, True where a query sees a key.
+      query_lengths, key_lengths: (B,) int32.
+      query_segments, key_segments: (B, T) and (B, S) int32.
+      query_offset: () int32.
+    """
+
+    bias: jax.Array | None = None
+    mask: jax.Array | None = None
+    query_lengths: jax.Array | None = None
+    key_lengths: jax.Array | None = None
+    query_segments: jax.Array | None = None
+    key_segments: jax.Array | None = None
+    query_offset: jax.Array | None = None
+
+    @classmethod
+    def unpack(cls, spec: AttentionSpec, operands: Sequence[jax.Array]) -> tuple[Extras, tuple[jax.Array, ...]]:
+        """Names the optional operands that `spec` announces; returns them and the operands after them."""
+        names = spec.extra_names
+        return cls(**dict(zip(names, operands))), tuple(operands[len(names) :])
+
+    def pack(self) -> tuple[jax.Array, ...]:
+        """The operands that are given, in the order of the primitives."""
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return tuple(value for value in values if value is not None)

@@ -1,0 +1,106 @@
+"""Which CTA does which work item, and the figures of the cost models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import numpy as np
+from jax.experimental.mosaic.gpu.utils import memref_ptr
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, memref
+
+from jaxkernels.ops.attention.spec import AttentionSpec
+
+__all__ = [
+    "FLOPS_PER_SM",
+    "LAUNCH_SECONDS",
+    "balanced_plan",
+    "count_up",
+    "num_even_ctas",
+    "planned_offset",
+    "visible_pairs",
+]
+
+# Rough figures of an H200 for the cost models: bf16 FLOP/s that one SM can reach, and what it takes to begin and to
+# end one CTA's work.
+FLOPS_PER_SM = 6.2e12
+LAUNCH_SECONDS = 2.0e-6
+
+
+def visible_pairs(spec: AttentionSpec) -> float:
+    """The share of (query, key) pairs that a kernel visits: with a causal mask about half of a square."""
+    num_queries, num_keys = spec.q.shape[1], spec.k.shape[1]
+    if not spec.causal:
+        return 1.0
+    seen = num_queries * (num_queries + 1) / 2
+    if num_queries > num_keys:
+        seen -= (num_queries - num_keys) * (num_queries - num_keys + 1) / 2
+    return seen / (num_queries * num_keys)
+
+
+def num_even_ctas(durations: Collection[float], num_ctas: int) -> int:
+    """As many CTAs, at most, as have a use: of items of equal duration as few as end at the same time.
+
+    Of 2048 for 132 CTAs 16 each for 128, which then begin the same sets of heads together, and find each other's blocks
+    in L2.
+    """
+    num_ctas = min(len(durations), num_ctas)
+    if len(set(durations)) == 1:
+        num_ctas = pl.cdiv(len(durations), pl.cdiv(len(durations), num_ctas))
+    return num_ctas
+
+
+def balanced_plan(
+    items: Sequence[tuple[int, float]], num_ctas: int, ctas: Callable[[int], range] | None = None
+) -> tuple[np.ndarray, float]:
+    """A row for each CTA of a grid: how many items it has, their numbers, and one that stands for none; and how long
+    the last CTA takes.
+
+    Each item goes to the CTA that has least to do so far.
+
+    Args:
+      items: numbers and durations, in the order in which they are begun.
+      num_ctas: how many there are at most (`num_even_ctas`).
+      ctas: which of these an item's number may have; what may have one only counts from the beginning.
+    """
+    num_ctas = num_even_ctas([duration for _, duration in items], num_ctas)
+    loads, taken = np.zeros(num_ctas), [list[int]() for _ in range(num_ctas)]
+    choices = [ctas(number) if ctas else range(num_ctas) for number, _ in items]
+    for (_, duration), choice in zip(items, choices):
+        if len(choice) == 1:
+            loads[choice[0]] += duration
+    for (number, duration), choice in zip(items, choices):
+        cta = choice[int(np.argmin(loads[choice.start : choice.stop]))]
+        if len(choice) > 1:
+            loads[cta] += duration
+        taken[cta].append(number)
+    plan = np.zeros((num_ctas, 2 + max(map(len, taken))), np.int32)
+    for row, numbers in zip(plan, taken):
+        row[: 1 + len(numbers)] = len(numbers), *numbers
+    return plan, float(loads.max())
+
+
+def planned_offset(spec: AttentionSpec) -> int:
+    """The first query's place in plans and models: where queries are a part of the sequence, one in the middle."""
+    return max(0, spec.k.shape[1] - spec.q.shape[1]) // 2 if spec.query_offset else 0
+
+
+def count_up(counter: Any, before: Any) -> None:
+    """Adds 1 to a counter in global memory; writes to shared memory what it was."""
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    inline(_count_up)(counter, before)
+
+
+def _count_up(ctx: Any, counter: Any, before: Any) -> None:
+    """`count_up` in MLIR: one thread counts, and the warpgroup waits for it."""
+    del ctx
+    one = mgpu.c(1, ir.IntegerType.get_signless(32))
+    with mgpu.single_thread(mgpu.ThreadSubset.WARPGROUP):
+        # Nothing else is told by it: no order with other accesses.
+        relaxed: Any = dict(ordering=llvm.AtomicOrdering.monotonic, syncscope="device")
+        memref.store(llvm.atomicrmw(llvm.AtomicBinOp.add, memref_ptr(counter), one, **relaxed), before, [])
+    mgpu.warpgroup_barrier()
