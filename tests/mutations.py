@@ -102,7 +102,7 @@ MUTATIONS: dict[str, Mutation] = {
         f"{_SCHEDULE}[wide backward-0]",
     ),
     "exponentials to base 2 of natural logits": Mutation(
-        "pallas/attention/forward.py", "else spec.scale * LOG2E", "else spec.scale",
+        "pallas/attention/forward.py", "else consumer.spec.scale * LOG2E", "else consumer.spec.scale",
         "tests/attention/test_pallas_attention.py::test_one_key_and_one_query",
     ),
     # Sharding.

@@ -497,22 +497,154 @@ class _Item:
         return self.kv_block == 0
 
 
-def _kernel(
-    q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, statistics_gmem: Any, plan_gmem: Any,
-    inputs: dict[str, Any], dq_gmem: Any, dk_gmem: Any, dv_gmem: Any,
-    *, spec: AttentionSpec, block_q: int, num_stages: int, is_zeroed: bool,
-) -> None:  # fmt: skip
-    dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
-    num_keys, num_heads, group = spec.k.shape[1], spec.q.shape[2], spec.group_size
-    span = swizzle_span(head_dim, value_dim)
-    num_store_slots = _num_store_slots(spec.target.smem_bytes, head_dim, value_dim, block_q, num_stages)
-    num_q_blocks, num_kv_blocks = pl.cdiv(spec.q.shape[1], block_q), pl.cdiv(num_keys, _KEYS)
-    offset = query_offset(inputs)
-    is_cut = spec.key_lengths or num_keys % _KEYS != 0
-    cta = lax.axis_index("cta")
+@dataclasses.dataclass(frozen=True)
+class _Gmem:
+    """Operands and results in global memory.
 
-    def item_of(nth: Any) -> _Item:
-        entry = plan_gmem[cta, nth + 1]
+    Attributes:
+      statistics: lse and -delta.
+      plan: the items of each CTA (`_plan`).
+      inputs: those of `_inputs`.
+      dq: the sum, in float32.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    statistics: Any
+    plan: Any
+    inputs: dict[str, Any]
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Smem:
+    """Buffers and barriers of a CTA."""
+
+    k_smem: Any
+    v_smem: Any
+    q_smem: Any
+    dout_smem: Any
+    lse_smem: Any
+    minus_delta_smem: Any
+    ds_smem: Any
+    dq_smem: Any
+    out_smem: Any
+    kv_full: Any
+    kv_empty: Any
+    q_full: Any
+    dout_full: Any
+    q_empty: Any
+    dout_empty: Any
+    ds_full: Any
+    ds_empty: Any
+    dq_full: Any
+    dq_empty: Any
+
+
+def _allocations(spec: AttentionSpec, gmem: _Gmem, block_q: int, num_stages: int) -> _Smem:
+    head_dim, value_dim = gmem.q.shape[3], gmem.v.shape[3]
+    num_store_slots = _num_store_slots(spec.target.smem_bytes, head_dim, value_dim, block_q, num_stages)
+    tile = lambda *shape: plgpu.SMEM(shape, gmem.q.dtype, transforms=transforms_of(shape[-1]))
+    rows = plgpu.SMEM((num_stages, block_q), jnp.float32)
+    ring = lambda num_arrivals: plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_stages)
+    ds_transforms = transforms_of(block_q, head_dim)
+    return _Smem(
+        k_smem=tile(_KEYS, head_dim),
+        v_smem=tile(_KEYS, value_dim),
+        q_smem=tile(num_stages, block_q, head_dim),
+        dout_smem=tile(num_stages, block_q, value_dim),
+        lse_smem=rows,
+        minus_delta_smem=rows,
+        ds_smem=plgpu.SMEM((num_stages, _KEYS, block_q), gmem.q.dtype, transforms=ds_transforms),
+        dq_smem=plgpu.SMEM((block_q, head_dim), jnp.float32, transforms=TRANSFORMS_FLOAT32),
+        out_smem=tile(_NUM_CONSUMERS * num_store_slots, _KEYS_PER_CONSUMER, swizzle_span(head_dim, value_dim)),
+        kv_full=plgpu.Barrier(num_arrivals=2),
+        kv_empty=plgpu.Barrier(num_arrivals=_NUM_CONSUMERS),
+        # A slot of queries has their lse beside it, one of output gradients their delta.
+        q_full=ring(2),
+        dout_full=ring(2),
+        q_empty=ring(_NUM_CONSUMERS),
+        dout_empty=ring(_NUM_CONSUMERS),
+        ds_full=ring(_NUM_CONSUMERS),
+        ds_empty=ring(1),
+        dq_full=plgpu.Barrier(),
+        dq_empty=plgpu.Barrier(),
+    )
+
+
+def _kernel(*refs: Any, spec: AttentionSpec, block_q: int, num_stages: int, is_zeroed: bool) -> None:
+    gmem = _Gmem(*refs)
+    offset, index = query_offset(gmem.inputs), lax.axis_index("cta")
+    (batch, num_queries, num_heads, _), num_kv_blocks = spec.q.shape, pl.cdiv(spec.k.shape[1], _KEYS)
+    others_wait = not (spec.deterministic or is_zeroed or num_kv_blocks == 1)
+    added: Any = None
+    if spec.deterministic or others_wait:
+        num_counters = batch * num_heads * pl.cdiv(num_queries, block_q)
+        added = pl.get_global(plgpu.SemaphoreType.REGULAR((num_counters,)))
+
+    def work(smem: _Smem) -> None:
+        cta = _Cta(spec, block_q, num_stages, is_zeroed, others_wait, gmem, smem, added, offset, index)
+        warpgroup = lax.axis_index("warpgroup")
+        pl.when(warpgroup == _PRODUCER_WARPGROUP)(lambda: _produce(cta))
+        pl.when(warpgroup == _DQ_WARPGROUP)(lambda: _sum_queries(cta))
+        pl.when(warpgroup < _NUM_CONSUMERS)(lambda: _consume(cta, warpgroup))
+
+    pl.run_scoped(work, _allocations(spec, gmem, block_q, num_stages), collective_axes="warpgroup")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cta:
+    """A CTA, and the items that its warpgroups walk.
+
+    Attributes:
+      is_zeroed: whether dQ's sum begins with zeros.
+      others_wait: whether other blocks of keys wait until the first one has stored.
+      added: a semaphore for each block of queries, that counts what has been added; None where nothing waits.
+      offset: the first query's place in the sequence.
+      index: the CTA's number.
+    """
+
+    spec: AttentionSpec
+    block_q: int
+    num_stages: int
+    is_zeroed: bool
+    others_wait: bool
+    gmem: _Gmem
+    smem: _Smem
+    added: Any
+    offset: Any
+    index: Any
+
+    @property
+    def num_q_blocks(self) -> int:
+        return pl.cdiv(self.spec.q.shape[1], self.block_q)
+
+    @property
+    def cuts_keys(self) -> bool:
+        """Whether the last block of keys may have some beyond their end."""
+        return self.spec.key_lengths or self.spec.k.shape[1] % _KEYS != 0
+
+    @property
+    def masks_places(self) -> bool:
+        return bool(self.spec.index_terms) or self.cuts_keys
+
+    def following(self, slot: Any) -> Any:
+        return jnp.where(slot == self.num_stages - 1, 0, slot + 1)
+
+    def for_each_item(self, run: Callable[[Any, Any], Any], carry: Any) -> Any:
+        if _has_one_item_each(self.spec, self.block_q):
+            return run(0, carry)
+        return lax.fori_loop(0, self.gmem.plan[self.index, 0], run, carry)
+
+    def item(self, nth: Any) -> _Item:
+        spec, block_q, offset, inputs = self.spec, self.block_q, self.offset, self.gmem.inputs
+        num_q_blocks, num_kv_blocks = self.num_q_blocks, pl.cdiv(spec.k.shape[1], _KEYS)
+        entry = self.gmem.plan[self.index, nth + 1]
         number, is_upward = lax.div(entry, jnp.int32(2)), lax.rem(entry, jnp.int32(2)) != 0
         stream, kv_block = lax.div(number, jnp.int32(num_kv_blocks)), lax.rem(number, jnp.int32(num_kv_blocks))
         batch, kv_head = lax.div(stream, jnp.int32(spec.k.shape[2])), lax.rem(stream, jnp.int32(spec.k.shape[2]))
@@ -532,319 +664,320 @@ def _kernel(
         if spec.key_lengths:
             num_blocks = jnp.where(kv_base < key_end, num_blocks, 0)
         first_unmasked, end_unmasked = end_block - end_whole, end_block - first_whole
-        if is_cut:
+        if self.cuts_keys:
             end_unmasked = jnp.where(kv_base + _KEYS > key_end, 0, end_unmasked)
         return _Item(batch, kv_head, kv_block, end_block, num_blocks, first_unmasked, end_unmasked, key_end, is_upward)
 
-    masks_places = bool(spec.index_terms) or is_cut
-    added: Any = None
-    others_wait = not (spec.deterministic or is_zeroed or num_kv_blocks == 1)
-    if spec.deterministic or others_wait:
-        added = pl.get_global(plgpu.SemaphoreType.REGULAR((spec.q.shape[0] * num_heads * num_q_blocks,)))
-    following = lambda slot: jnp.where(slot == num_stages - 1, 0, slot + 1)
-
-    def place_of(item: _Item, step: Any) -> tuple[Any, Any]:
+    def place(self, item: _Item, step: Any) -> tuple[Any, Any]:
         """Which head of the group a step is of, and which of its blocks of queries, counted from the last."""
+        group = self.spec.group_size
         if group == 1:
             head, i = 0, step
-        elif spec.window is None:
+        elif self.spec.window is None:
             head, i = lax.rem(step, jnp.int32(group)), lax.div(step, jnp.int32(group))
         else:
             head, i = lax.div(step, item.num_blocks), lax.rem(step, item.num_blocks)
-        if _alternates(spec):
+        if _alternates(self.spec):
             i = jnp.where(item.is_upward, item.num_blocks - 1 - i, i)
         return head, i
 
-    def queries_of(item: _Item, step: Any) -> tuple[Any, Any]:
-        """The head, and the block of its queries."""
-        head, i = place_of(item, step)
-        return item.kv_head * group + head, item.end_block - 1 - i
+    def queries(self, item: _Item, step: Any) -> tuple[Any, Any]:
+        """The head of a step, and the block of its queries."""
+        head, i = self.place(item, step)
+        return item.kv_head * self.spec.group_size + head, item.end_block - 1 - i
 
-    def counter_of(item: _Item, step: Any) -> Any:
-        """The semaphore that counts what has been added to a block of dQ."""
-        head, q_block = queries_of(item, step)
-        return (item.batch * num_heads + head) * num_q_blocks + q_block
+    def counter(self, item: _Item, step: Any) -> Any:
+        """The semaphore that counts what has been added to a step's block of dQ."""
+        head, q_block = self.queries(item, step)
+        return self.added.at[(item.batch * self.spec.q.shape[2] + head) * self.num_q_blocks + q_block]
 
-    has_one_item = _has_one_item_each(spec, block_q)
-
-    def for_each_item(run: Callable[[Any, Any], Any], carry: Any) -> Any:
-        if has_one_item:
-            return run(0, carry)
-        return lax.fori_loop(0, plan_gmem[cta, 0], run, carry)
-
-    def rank_of(item: _Item, step: Any) -> Any:
+    def rank(self, item: _Item, step: Any) -> Any:
         """How many blocks of keys add to a block of dQ before this one."""
-        if hides_by_causality_alone(spec):
+        if hides_by_causality_alone(self.spec):
             return item.kv_block
-        _, q_block = queries_of(item, step)
-        query = q_block * block_q + offset
-        first, _ = blocks_of(*keys_seen_by_any(spec, query, query + block_q, num_keys), _KEYS)
-        if spec.segments:
-            first = jnp.maximum(first, inputs["first_kv_block"][item.batch, q_block])
+        _, q_block = self.queries(item, step)
+        query = q_block * self.block_q + self.offset
+        first, _ = blocks_of(*keys_seen_by_any(self.spec, query, query + self.block_q, self.spec.k.shape[1]), _KEYS)
+        if self.spec.segments:
+            first = jnp.maximum(first, self.gmem.inputs["first_kv_block"][item.batch, q_block])
         return item.kv_block - first
 
-    def scope(
-        k_smem: Any,
-        v_smem: Any,
-        q_smem: Any,
-        dout_smem: Any,
-        lse_smem: Any,
-        minus_delta_smem: Any,
-        ds_smem: Any,
-        dq_smem: Any,
-        out_smem: Any,
-        kv_full: Any,
-        kv_empty: Any,
-        q_full: Any,
-        dout_full: Any,
-        q_empty: Any,
-        dout_empty: Any,
-        ds_full: Any,
-        ds_empty: Any,
-        dq_full: Any,
-        dq_empty: Any,
-    ) -> None:
-        warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup == _PRODUCER_WARPGROUP)
-        def _copy() -> None:
-            plgpu.set_max_registers(_REGISTERS[2], action="decrease")
-            plgpu.barrier_arrive(dq_empty)
+# The producer: loads, and has TMA add dQ to its sum.
 
-            def load(item: _Item, step: Any, slot: Any) -> None:
-                head, q_block = queries_of(item, step)
-                batch, rows = item.batch, pl.ds(q_block * block_q, block_q)
-                plgpu.barrier_wait(q_empty.at[slot])
-                plgpu.copy_gmem_to_smem(q_gmem.at[batch, rows, head], q_smem.at[slot], q_full.at[slot])
-                plgpu.copy_gmem_to_smem(statistics_gmem.at[0, batch, head, rows], lse_smem.at[slot], q_full.at[slot])
-                plgpu.barrier_wait(dout_empty.at[slot])
-                plgpu.copy_gmem_to_smem(dout_gmem.at[batch, rows, head], dout_smem.at[slot], dout_full.at[slot])
-                plgpu.copy_gmem_to_smem(
-                    statistics_gmem.at[1, batch, head, rows], minus_delta_smem.at[slot], dout_full.at[slot]
-                )
 
-            def add(item: _Item, step: Any) -> None:
-                """Adds a step's dQ to the sum."""
-                head, q_block = queries_of(item, step)
-                to = dq_gmem.at[item.batch, pl.ds(q_block * block_q, block_q), head]
-                if others_wait:
-                    stored = added.at[counter_of(item, step)]
-                    pl.when(~item.is_first)(
-                        lambda: plgpu.semaphore_wait(stored, 1, decrement=False, memory_scope="gpu")
-                    )
-                plgpu.barrier_wait(dq_full)
-                if is_zeroed:
-                    plgpu.copy_smem_to_gmem(dq_smem, to, reduction_op="add")
-                else:
-                    pl.when(item.is_first)(lambda: plgpu.copy_smem_to_gmem(dq_smem, to))
-                    pl.when(~item.is_first)(lambda: plgpu.copy_smem_to_gmem(dq_smem, to, reduction_op="add"))
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(dq_empty)
+def _produce(cta: _Cta) -> None:
+    plgpu.set_max_registers(_REGISTERS[2], action="decrease")
+    plgpu.barrier_arrive(cta.smem.dq_empty)
+    cta.for_each_item(functools.partial(_copy_item, cta), jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
 
-            def announce(item: _Item, step: Any) -> None:
-                """Tells the next block of keys, or all others, that a step's dQ is in the sum."""
-                plgpu.semaphore_signal(added.at[counter_of(item, step)], memory_scope="gpu")
 
-            def announce_when_added(item: _Item, step: Any, num_pending: int) -> None:
-                plgpu.wait_smem_to_gmem(num_pending)
-                announce(item, step)
+def _copy_item(cta: _Cta, nth: Any, slot: Any) -> Any:
+    gmem, smem, is_deterministic = cta.gmem, cta.smem, cta.spec.deterministic
+    item = cta.item(nth)
+    num_steps = cta.spec.group_size * item.num_blocks
+    plgpu.barrier_wait(smem.kv_empty)
+    keys = (item.batch, pl.ds(item.kv_base, _KEYS), item.kv_head)
+    plgpu.copy_gmem_to_smem(gmem.k.at[keys], smem.k_smem, smem.kv_full)
+    plgpu.copy_gmem_to_smem(gmem.v.at[keys], smem.v_smem, smem.kv_full)
 
-            def copy_item(nth: Any, slot: Any) -> Any:
-                item = item_of(nth)
-                num_steps = group * item.num_blocks
-                plgpu.barrier_wait(kv_empty)
-                keys = (item.batch, pl.ds(item.kv_base, _KEYS), item.kv_head)
-                plgpu.copy_gmem_to_smem(k_gmem.at[keys], k_smem, kv_full)
-                plgpu.copy_gmem_to_smem(v_gmem.at[keys], v_smem, kv_full)
+    def load_and_add(step: Any, slot: Any) -> Any:
+        adding = step - cta.num_stages
+        pl.when(step < num_steps)(lambda: _load(cta, item, step, slot))
+        pl.when(adding >= 0)(lambda: _add(cta, item, adding))
+        if is_deterministic:
+            plgpu.wait_smem_to_gmem(1)
+            pl.when(adding > 0)(lambda: _announce(cta, item, adding - 1))
+        elif cta.others_wait:
+            is_awaited = item.is_first & (adding > 0)
+            pl.when(is_awaited)(lambda: _announce_when_added(cta, item, adding - 1, 1))
+        return cta.following(slot)
 
-                def load_and_add(step: Any, slot: Any) -> Any:
-                    adding = step - num_stages
-                    pl.when(step < num_steps)(lambda: load(item, step, slot))
-                    pl.when(adding >= 0)(lambda: add(item, adding))
-                    if spec.deterministic:
-                        plgpu.wait_smem_to_gmem(1)
-                        pl.when(adding > 0)(lambda: announce(item, adding - 1))
-                    elif others_wait:
-                        is_awaited = item.is_first & (adding > 0)
-                        pl.when(is_awaited)(lambda: announce_when_added(item, adding - 1, 1))
-                    return following(slot)
+    # The steps beyond the last come round to the same slot.
+    slot = lax.fori_loop(0, num_steps + cta.num_stages, load_and_add, slot)
+    if is_deterministic:
+        plgpu.wait_smem_to_gmem(0)
+        pl.when(num_steps > 0)(lambda: _announce(cta, item, num_steps - 1))
+    elif cta.others_wait:
+        pl.when(item.is_first)(lambda: _announce_when_added(cta, item, num_steps - 1, 0))
+    return slot
 
-                # The steps beyond the last come round to the same slot.
-                slot = lax.fori_loop(0, num_steps + num_stages, load_and_add, slot)
-                if spec.deterministic:
-                    plgpu.wait_smem_to_gmem(0)
-                    pl.when(num_steps > 0)(lambda: announce(item, num_steps - 1))
-                elif others_wait:
-                    pl.when(item.is_first)(lambda: announce_when_added(item, num_steps - 1, 0))
-                return slot
 
-            for_each_item(copy_item, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0)
+def _load(cta: _Cta, item: _Item, step: Any, slot: Any) -> None:
+    """Loads a step's queries and output gradients, with lse and delta."""
+    gmem, smem = cta.gmem, cta.smem
+    head, q_block = cta.queries(item, step)
+    batch, rows = item.batch, pl.ds(q_block * cta.block_q, cta.block_q)
+    plgpu.barrier_wait(smem.q_empty.at[slot])
+    plgpu.copy_gmem_to_smem(gmem.q.at[batch, rows, head], smem.q_smem.at[slot], smem.q_full.at[slot])
+    lse, minus_delta = (gmem.statistics.at[i, batch, head, rows] for i in range(2))
+    plgpu.copy_gmem_to_smem(lse, smem.lse_smem.at[slot], smem.q_full.at[slot])
+    plgpu.barrier_wait(smem.dout_empty.at[slot])
+    plgpu.copy_gmem_to_smem(gmem.dout.at[batch, rows, head], smem.dout_smem.at[slot], smem.dout_full.at[slot])
+    plgpu.copy_gmem_to_smem(minus_delta, smem.minus_delta_smem.at[slot], smem.dout_full.at[slot])
 
-        @pl.when(warpgroup == _DQ_WARPGROUP)
-        def _sum_queries() -> None:
-            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-            for slot in range(num_stages):
-                plgpu.barrier_arrive(ds_empty.at[slot])
 
-            item: Any = item_of(0) if spec.deterministic else None  # In order there are no others.
+def _add(cta: _Cta, item: _Item, step: Any) -> None:
+    """Adds a step's dQ to the sum."""
+    smem = cta.smem
+    head, q_block = cta.queries(item, step)
+    to = cta.gmem.dq.at[item.batch, pl.ds(q_block * cta.block_q, cta.block_q), head]
+    if cta.others_wait:
+        stored = cta.counter(item, step)
+        pl.when(~item.is_first)(lambda: plgpu.semaphore_wait(stored, 1, decrement=False, memory_scope="gpu"))
+    plgpu.barrier_wait(smem.dq_full)
+    if cta.is_zeroed:
+        plgpu.copy_smem_to_gmem(smem.dq_smem, to, reduction_op="add")
+    else:
+        pl.when(item.is_first)(lambda: plgpu.copy_smem_to_gmem(smem.dq_smem, to))
+        pl.when(~item.is_first)(lambda: plgpu.copy_smem_to_gmem(smem.dq_smem, to, reduction_op="add"))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(smem.dq_empty)
 
-            def multiply(step: Any, slot: Any) -> Any:
-                plgpu.barrier_wait(ds_full.at[slot])
-                plgpu.barrier_wait(dq_empty)
-                width = swizzle_span(head_dim)
-                for row, column in itertools.product(range(0, block_q, _DQ_ROWS), range(0, head_dim, width)):
-                    rows, columns = pl.ds(row, _DQ_ROWS), pl.ds(column, width)
-                    ds = ds_smem.at[slot, :, rows].transpose((1, 0))
-                    dq_smem.at[rows, columns][...] = _product((_DQ_ROWS, width), ds, k_smem.at[:, columns])
-                plgpu.barrier_arrive(ds_empty.at[slot])
-                if spec.deterministic:
-                    # Here, not before the copy: the producer has its loads to issue.
-                    turn, rank = added.at[counter_of(item, step)], rank_of(item, step)
-                    plgpu.semaphore_wait(turn, rank, decrement=False, memory_scope="gpu")
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(dq_full)
-                return following(slot)
 
-            num_blocks = for_each_item(lambda nth, n: n + item_of(nth).num_blocks, jnp.int32(0))
-            lax.fori_loop(0, group * num_blocks, multiply, jnp.int32(0))
+def _announce(cta: _Cta, item: _Item, step: Any) -> None:
+    """Tells the next block of keys, or all others, that a step's dQ is in the sum."""
+    plgpu.semaphore_signal(cta.counter(item, step), memory_scope="gpu")
 
-        @pl.when(warpgroup < _NUM_CONSUMERS)
-        def _consume() -> None:
-            plgpu.set_max_registers(_REGISTERS[0], action="increase")
-            consumer = warpgroup
-            my_keys = pl.ds(consumer * _KEYS_PER_CONSUMER, _KEYS_PER_CONSUMER)
-            my_k, my_v = k_smem.at[my_keys], v_smem.at[my_keys]
-            plgpu.barrier_arrive(kv_empty)
-            # All slots are free but the last one of queries, which the first step frees.
-            for slot in range(num_stages):
-                if slot < num_stages - 1:
-                    plgpu.barrier_arrive(q_empty.at[slot])
-                plgpu.barrier_arrive(dout_empty.at[slot])
 
-            def free_queries_before(slot: Any) -> None:
-                """Of the step before, whose dK is the product behind the one just issued."""
-                plgpu.wgmma_wait(1)
-                plgpu.barrier_arrive(q_empty.at[jnp.where(slot == 0, num_stages - 1, slot - 1)])
+def _announce_when_added(cta: _Cta, item: _Item, step: Any, num_pending: int) -> None:
+    plgpu.wait_smem_to_gmem(num_pending)
+    _announce(cta, item, step)
 
-            def accumulate(nth: Any, slot: Any, dk_ref: Any, dv_ref: Any) -> Any:
-                visited = item_of(nth)
-                key_start = visited.kv_base + consumer * _KEYS_PER_CONSUMER
-                plgpu.barrier_wait(kv_full)
-                shape = (_KEYS_PER_CONSUMER, block_q)
-                spread = lambda row: lax.broadcast_in_dim(row, shape, [1])
 
-                def hide(s: jax.Array, i: Any) -> jax.Array:
-                    q_start = (visited.end_block - 1 - i) * block_q
-                    if spec.segments:
-                        key_ids = inputs["key_segments"].at[visited.batch, pl.ds(key_start, _KEYS_PER_CONSUMER)]
-                        query_ids = inputs["query_segments"].at[visited.batch, pl.ds(q_start, block_q)]
-                        s = hide_other_segments(s, key_ids, query_ids)
-                    if not masks_places:
-                        return s
-                    last = visited.key_end if is_cut else None
-                    return hide_unseen(s, spec, q_start + offset, key_start, keys_in_rows=True, key_end=last)
+# The warpgroup of dQ.
 
-                def probabilities(s: jax.Array, lse: jax.Array, step: Any) -> tuple[jax.Array, jax.Array]:
-                    """P, and what dP - delta is multiplied by: P, times the slope of the score terms."""
-                    if not spec.score_terms:
-                        p = lax.optimization_barrier(jnp.exp2(s * (spec.scale * LOG2E) - spread(lse)).astype(dtype))
-                        return p, p
-                    starts = lambda: (queries_of(visited, step)[1] * block_q + offset, key_start)
-                    logits, slope = change_and_slope(s, spec, starts, keys_in_rows=True)
-                    p = jnp.exp2(logits - spread(lse))
-                    if masks_places or spec.segments:
-                        p = jnp.where(s == -math.inf, 0.0, p)
-                    return lax.optimization_barrier((p.astype(dtype), (p * slope).astype(dtype)))
 
-                def multiply_add(step: Any, slot: Any) -> Any:
-                    plgpu.barrier_wait(q_full.at[slot])
-                    meanwhile = functools.partial(free_queries_before, slot)
-                    s = _product(shape, my_k, q_smem.at[slot].transpose((1, 0)), meanwhile)
-                    # To wait for a barrier ends a block of instructions: what comes after is not loaded before.
-                    plgpu.barrier_wait(dout_full.at[slot])
-                    if masks_places or spec.segments:
-                        _, i = place_of(visited, step)
-                        is_masked = i >= visited.end_unmasked
-                        if looks_back(spec) or spec.segments:
-                            is_masked |= i < visited.first_unmasked
-                        s = lax.cond(is_masked, lambda s: hide(s, i), lambda s: s, s)
-                    p, weights = probabilities(s, plgpu.load(lse_smem.at[slot], layout=COLUMNS), step)
-                    plgpu.wgmma(dv_ref, p, dout_smem.at[slot])
-                    # The sum begins with -delta, which then has no registers of its own: 1 %. Of 128 queries a thread
-                    # would have 64 to set: -4 %.
-                    minus_delta = lambda: spread(plgpu.load(minus_delta_smem.at[slot], layout=COLUMNS))
-                    begins_with_delta = block_q == 64
-                    initial = minus_delta() if begins_with_delta else None
-                    dp = _product(shape, my_v, dout_smem.at[slot].transpose((1, 0)), initial=initial)
-                    plgpu.barrier_wait(ds_empty.at[slot])
-                    if not begins_with_delta:
-                        dp = dp + minus_delta()
-                    ds = round_logit_gradients(weights.astype(jnp.float32) * dp, spec)
-                    plgpu.barrier_arrive(dout_empty.at[slot])
-                    ds_smem.at[slot, my_keys][...] = ds
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(ds_full.at[slot])
-                    plgpu.wgmma(dk_ref, ds, q_smem.at[slot])
-                    return following(slot)
+def _sum_queries(cta: _Cta) -> None:
+    """dQ of each step, from dS of both consumers."""
+    plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+    smem, block_q, head_dim = cta.smem, cta.block_q, cta.gmem.q.shape[3]
+    for slot in range(cta.num_stages):
+        plgpu.barrier_arrive(smem.ds_empty.at[slot])
 
-                slot = lax.fori_loop(0, group * visited.num_blocks, multiply_add, slot)
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(kv_empty)
-                # Computed anew: no register holds it all the while.
-                item = item_of(lax.optimization_barrier(nth))
-                keys = pl.ds(item.kv_base + consumer * _KEYS_PER_CONSUMER, _KEYS_PER_CONSUMER)
-                outputs = (dv_ref[...], dv_gmem), (dk_ref[...] * gradient_scale(spec), dk_gmem)
-                pieces = [
-                    (acc[:, first : first + span], out_gmem.at[item.batch, keys, item.kv_head, pl.ds(first, span)])
-                    for acc, out_gmem in outputs
-                    for first in range(0, acc.shape[1], span)
-                ]
-                for some in itertools.batched(pieces, num_store_slots):
-                    staging = [out_smem.at[consumer * num_store_slots + i] for i in range(len(some))]
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    for smem, (piece, _) in zip(staging, some):
-                        smem[...] = piece.astype(dtype)
-                    plgpu.commit_smem()
-                    for smem, (_, to) in zip(staging, some):
-                        plgpu.copy_smem_to_gmem(smem, to)
-                return slot
+    item: Any = cta.item(0) if cta.spec.deterministic else None  # In order there are no others.
 
-            accumulator = lambda columns: plgpu.ACC((_KEYS_PER_CONSUMER, columns), jnp.float32)
+    def multiply(step: Any, slot: Any) -> Any:
+        plgpu.barrier_wait(smem.ds_full.at[slot])
+        plgpu.barrier_wait(smem.dq_empty)
+        width = swizzle_span(head_dim)
+        for row, column in itertools.product(range(0, block_q, _DQ_ROWS), range(0, head_dim, width)):
+            rows, columns = pl.ds(row, _DQ_ROWS), pl.ds(column, width)
+            ds = smem.ds_smem.at[slot, :, rows].transpose((1, 0))
+            smem.dq_smem.at[rows, columns][...] = _product((_DQ_ROWS, width), ds, smem.k_smem.at[:, columns])
+        plgpu.barrier_arrive(smem.ds_empty.at[slot])
+        if cta.spec.deterministic:
+            # Here, not before the copy: the producer has its loads to issue.
+            turn, rank = cta.counter(item, step), cta.rank(item, step)
+            plgpu.semaphore_wait(turn, rank, decrement=False, memory_scope="gpu")
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem.dq_full)
+        return cta.following(slot)
 
-            def consume_item(nth: Any, slot: Any) -> Any:
-                run = functools.partial(accumulate, nth, slot)
-                return pl.run_scoped(run, accumulator(head_dim), accumulator(value_dim))
+    num_blocks = cta.for_each_item(lambda nth, n: n + cta.item(nth).num_blocks, jnp.int32(0))
+    lax.fori_loop(0, cta.spec.group_size * num_blocks, multiply, jnp.int32(0))
 
-            for_each_item(consume_item, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0)
 
-    tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=transforms_of(shape[-1]))
-    rows = plgpu.SMEM((num_stages, block_q), jnp.float32)
-    ring = lambda num_arrivals: plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_stages)
-    pl.run_scoped(
-        scope,
-        tile(_KEYS, head_dim),
-        tile(_KEYS, value_dim),
-        tile(num_stages, block_q, head_dim),
-        tile(num_stages, block_q, value_dim),
-        rows,
-        rows,
-        plgpu.SMEM((num_stages, _KEYS, block_q), dtype, transforms=transforms_of(block_q, head_dim)),
-        plgpu.SMEM((block_q, head_dim), jnp.float32, transforms=TRANSFORMS_FLOAT32),
-        tile(_NUM_CONSUMERS * num_store_slots, _KEYS_PER_CONSUMER, span),
-        plgpu.Barrier(num_arrivals=2),
-        plgpu.Barrier(num_arrivals=_NUM_CONSUMERS),
-        ring(2),
-        ring(2),
-        ring(_NUM_CONSUMERS),
-        ring(_NUM_CONSUMERS),
-        ring(_NUM_CONSUMERS),
-        ring(1),
-        plgpu.Barrier(),
-        plgpu.Barrier(),
-        collective_axes="warpgroup",
-    )
+# The consumers: dK and dV of 64 keys each.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """A consumer's share of an item.
+
+    Attributes:
+      consumer: its number.
+      keys: its keys among those of the CTA.
+      dk_ref, dv_ref: accumulators.
+    """
+
+    cta: _Cta
+    consumer: Any
+    keys: Any
+    item: _Item
+    key_start: Any
+    dk_ref: Any
+    dv_ref: Any
+
+    def spread(self, row: jax.Array) -> jax.Array:
+        """Broadcasts one value for each query."""
+        return lax.broadcast_in_dim(row, (_KEYS_PER_CONSUMER, self.cta.block_q), [1])
+
+
+def _consume(cta: _Cta, consumer: Any) -> None:
+    smem = cta.smem
+    plgpu.set_max_registers(_REGISTERS[0], action="increase")
+    keys = pl.ds(consumer * _KEYS_PER_CONSUMER, _KEYS_PER_CONSUMER)
+    plgpu.barrier_arrive(smem.kv_empty)
+    # All slots are free but the last one of queries, which the first step frees.
+    for slot in range(cta.num_stages):
+        if slot < cta.num_stages - 1:
+            plgpu.barrier_arrive(smem.q_empty.at[slot])
+        plgpu.barrier_arrive(smem.dout_empty.at[slot])
+
+    accumulator = lambda columns: plgpu.ACC((_KEYS_PER_CONSUMER, columns), jnp.float32)
+    head_dim, value_dim = cta.gmem.q.shape[3], cta.gmem.v.shape[3]
+
+    def consume_item(nth: Any, slot: Any) -> Any:
+        run = functools.partial(_accumulate, cta, consumer, keys, nth, slot)
+        return pl.run_scoped(run, accumulator(head_dim), accumulator(value_dim))
+
+    cta.for_each_item(consume_item, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _accumulate(cta: _Cta, consumer: Any, keys: Any, nth: Any, slot: Any, dk_ref: Any, dv_ref: Any) -> Any:
+    """An item of a consumer."""
+    item = cta.item(nth)
+    work = _Work(cta, consumer, keys, item, item.kv_base + consumer * _KEYS_PER_CONSUMER, dk_ref, dv_ref)
+    plgpu.barrier_wait(cta.smem.kv_full)
+    slot = lax.fori_loop(0, cta.spec.group_size * item.num_blocks, functools.partial(_multiply_add, work), slot)
+    plgpu.wgmma_wait(0)
+    plgpu.barrier_arrive(cta.smem.kv_empty)
+    # Computed anew: no register holds it all the while.
+    _store(work, cta.item(lax.optimization_barrier(nth)))
+    return slot
+
+
+def _multiply_add(work: _Work, step: Any, slot: Any) -> Any:
+    """A step: S, P, dP and dS, and what they add to dV and dK."""
+    cta, smem = work.cta, work.cta.smem
+    my_k, my_v = smem.k_smem.at[work.keys], smem.v_smem.at[work.keys]
+    shape = (_KEYS_PER_CONSUMER, cta.block_q)
+    plgpu.barrier_wait(smem.q_full.at[slot])
+    meanwhile = functools.partial(_free_queries_before, cta, slot)
+    s = _product(shape, my_k, smem.q_smem.at[slot].transpose((1, 0)), meanwhile)
+    # To wait for a barrier ends a block of instructions: what comes after is not loaded before.
+    plgpu.barrier_wait(smem.dout_full.at[slot])
+    s = _hide_edges(work, s, step)
+    p, weights = _probabilities(work, s, plgpu.load(smem.lse_smem.at[slot], layout=COLUMNS), step)
+    plgpu.wgmma(work.dv_ref, p, smem.dout_smem.at[slot])
+    # The sum begins with -delta, which then has no registers of its own: 1 %. Of 128 queries a thread would have 64 to
+    # set: -4 %.
+    minus_delta = lambda: work.spread(plgpu.load(smem.minus_delta_smem.at[slot], layout=COLUMNS))
+    begins_with_delta = cta.block_q == 64
+    initial = minus_delta() if begins_with_delta else None
+    dp = _product(shape, my_v, smem.dout_smem.at[slot].transpose((1, 0)), initial=initial)
+    plgpu.barrier_wait(smem.ds_empty.at[slot])
+    if not begins_with_delta:
+        dp = dp + minus_delta()
+    ds = round_logit_gradients(weights.astype(jnp.float32) * dp, cta.spec)
+    plgpu.barrier_arrive(smem.dout_empty.at[slot])
+    smem.ds_smem.at[slot, work.keys][...] = ds
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(smem.ds_full.at[slot])
+    plgpu.wgmma(work.dk_ref, ds, smem.q_smem.at[slot])
+    return cta.following(slot)
+
+
+def _free_queries_before(cta: _Cta, slot: Any) -> None:
+    """Releases the queries of the step before, whose dK is the product behind the one just issued."""
+    plgpu.wgmma_wait(1)
+    plgpu.barrier_arrive(cta.smem.q_empty.at[jnp.where(slot == 0, cta.num_stages - 1, slot - 1)])
+
+
+def _hide_edges(work: _Work, s: jax.Array, step: Any) -> jax.Array:
+    """Masks S^T of a step that an edge of what is visible touches."""
+    cta, item, spec = work.cta, work.item, work.cta.spec
+    if not (cta.masks_places or spec.segments):
+        return s
+    _, i = cta.place(item, step)
+    is_masked = i >= item.end_unmasked
+    if looks_back(spec) or spec.segments:
+        is_masked |= i < item.first_unmasked
+    return lax.cond(is_masked, lambda s: _hide(work, s, i), lambda s: s, s)
+
+
+def _hide(work: _Work, s: jax.Array, i: Any) -> jax.Array:
+    cta, item, inputs = work.cta, work.item, work.cta.gmem.inputs
+    q_start = (item.end_block - 1 - i) * cta.block_q
+    if cta.spec.segments:
+        key_ids = inputs["key_segments"].at[item.batch, pl.ds(work.key_start, _KEYS_PER_CONSUMER)]
+        query_ids = inputs["query_segments"].at[item.batch, pl.ds(q_start, cta.block_q)]
+        s = hide_other_segments(s, key_ids, query_ids)
+    if not cta.masks_places:
+        return s
+    last = item.key_end if cta.cuts_keys else None
+    return hide_unseen(s, cta.spec, q_start + cta.offset, work.key_start, keys_in_rows=True, key_end=last)
+
+
+def _probabilities(work: _Work, s: jax.Array, lse: jax.Array, step: Any) -> tuple[jax.Array, jax.Array]:
+    """P, and what dP - delta is multiplied by: P, times the slope of the score terms."""
+    cta, spec, dtype = work.cta, work.cta.spec, work.cta.gmem.q.dtype
+    if not spec.score_terms:
+        scaled = s * (spec.scale * LOG2E)
+        p = lax.optimization_barrier(jnp.exp2(scaled - work.spread(lse)).astype(dtype))
+        return p, p
+    starts = lambda: (cta.queries(work.item, step)[1] * cta.block_q + cta.offset, work.key_start)
+    logits, slope = change_and_slope(s, spec, starts, keys_in_rows=True)
+    p = jnp.exp2(logits - work.spread(lse))
+    if cta.masks_places or spec.segments:
+        p = jnp.where(s == -math.inf, 0.0, p)
+    return lax.optimization_barrier((p.astype(dtype), (p * slope).astype(dtype)))
+
+
+def _store(work: _Work, item: _Item) -> None:
+    """Sends dV and dK on their way, through staging buffers of one swizzle span each."""
+    cta, consumer, spec = work.cta, work.consumer, work.cta.spec
+    head_dim, value_dim = cta.gmem.q.shape[3], cta.gmem.v.shape[3]
+    span = swizzle_span(head_dim, value_dim)
+    num_slots = _num_store_slots(spec.target.smem_bytes, head_dim, value_dim, cta.block_q, cta.num_stages)
+    keys = pl.ds(item.kv_base + consumer * _KEYS_PER_CONSUMER, _KEYS_PER_CONSUMER)
+    outputs = (work.dv_ref[...], cta.gmem.dv), (work.dk_ref[...] * gradient_scale(spec), cta.gmem.dk)
+    pieces = [
+        (acc[:, first : first + span], out_gmem.at[item.batch, keys, item.kv_head, pl.ds(first, span)])
+        for acc, out_gmem in outputs
+        for first in range(0, acc.shape[1], span)
+    ]
+    for some in itertools.batched(pieces, num_slots):
+        staging = [cta.smem.out_smem.at[consumer * num_slots + i] for i in range(len(some))]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for smem, (piece, _) in zip(staging, some):
+            smem[...] = piece.astype(cta.gmem.q.dtype)
+        plgpu.commit_smem()
+        for smem, (_, to) in zip(staging, some):
+            plgpu.copy_smem_to_gmem(smem, to)
 
 
 def _product(

@@ -380,16 +380,6 @@ def _following(slot: Any, num_slots: int) -> Any:
     return jnp.where(slot == num_slots - 1, 0, slot + 1)
 
 
-def _turns(turn: Any, consumer: Any) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Functions that wait for this consumer's turn at the tensor cores, and pass it to the other one."""
-    if turn is None:
-        return (lambda: None), (lambda: None)
-    return (
-        lambda: plgpu.barrier_wait(turn.at[consumer]),
-        lambda: plgpu.barrier_arrive(turn.at[NUM_CONSUMERS - 1 - consumer]),
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class _Turns:
     """A consumer's turns at the tensor cores. Without barriers (`ping_pong` off) it never waits."""
@@ -782,25 +772,125 @@ def _store_rows_of_keys(item: _DkvItem, acc: jax.Array, staging: Any, out_gmem: 
     plgpu.wait_smem_to_gmem(0)
 
 
-def _dq_kernel(
-    q_gmem: Any, k_gmem: Any, v_gmem: Any, dout_gmem: Any, lse_gmem: Any, delta_gmem: Any,
-    inputs: dict[str, Any], dq_gmem: Any, *, spec: AttentionSpec, config: Config,
-) -> None:  # fmt: skip
-    dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
-    block_q, block_kv, num_slots = _ROWS_PER_CONSUMER, _BLOCK, config.dq_num_stages
-    shared = ("cluster",) if config.multicast else None
-    is_square = _is_square(spec)
-    tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=transforms_of(shape[-1]))
-    rows = plgpu.SMEM((NUM_CONSUMERS, block_q), jnp.float32)
+# The second kernel: dQ of 64 queries for each consumer.
 
-    @functools.partial(
-        pl.run_scoped,
+
+@dataclasses.dataclass(frozen=True)
+class _DqSmem:
+    """Buffers and barriers of the second kernel. `turn` and `cluster_done` may be None.
+
+    Where keys and values are equally wide, they share a ring: that of the values. Its own is then None.
+    """
+
+    q_smem: Any
+    dout_smem: Any
+    lse_smem: Any
+    delta_smem: Any
+    v_smem: Any
+    k_smem: Any
+    q_full: Any
+    v_full: Any
+    v_empty: Any
+    k_full: Any
+    k_empty: Any
+    turn: Any
+    cluster_done: Any
+
+    def with_one_ring(self) -> _DqSmem:
+        return dataclasses.replace(self, k_smem=self.v_smem, k_full=self.v_full, k_empty=self.v_empty)
+
+
+@dataclasses.dataclass(frozen=True)
+class _DqItem:
+    """A CTA's work in the second kernel: queries of one head from `q_base` on, and the keys that they see.
+
+    Attributes:
+      visited: blocks of keys.
+    """
+
+    spec: AttentionSpec
+    config: Config
+    gmem: _Gmem
+    dq_gmem: Any
+    smem: _DqSmem
+    batch: Any
+    head: Any
+    kv_head: Any
+    q_base: Any
+    offset: Any
+    visited: _Range
+
+    @property
+    def has_one_ring(self) -> bool:
+        return _is_square(self.spec)
+
+    @property
+    def logits(self) -> Any:
+        """An accumulator of S or dP."""
+        return plgpu.ACC((_ROWS_PER_CONSUMER, _BLOCK), jnp.float32)
+
+    def following(self, slot: Any) -> Any:
+        return _following(slot, self.config.dq_num_stages)
+
+    def keys_of(self, v_slot: Any) -> Any:
+        """The slot of a block's keys: in one ring they come after its values, in two they have the same place."""
+        return self.following(v_slot) if self.has_one_ring else v_slot
+
+    def next_values(self, v_slot: Any) -> Any:
+        return self.following(self.keys_of(v_slot))
+
+
+@dataclasses.dataclass(frozen=True)
+class _DqConsumer:
+    """A consumer of the second kernel.
+
+    Attributes:
+      my_q: its first query.
+      lse, delta: those of its queries.
+    """
+
+    item: _DqItem
+    index: Any
+    turns: _Turns
+    my_q: Any
+    lse: jax.Array
+    delta: jax.Array
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        """Broadcasts one value for each query."""
+        return lax.broadcast_in_dim(x, (_ROWS_PER_CONSUMER, _BLOCK), [0])
+
+
+def _dq_kernel(*refs: Any, spec: AttentionSpec, config: Config) -> None:
+    """dQ of 64 queries for each consumer."""
+    gmem, dq_gmem = _Gmem(*refs[:7]), refs[7]
+
+    def walk_keys(**buffers: Any) -> None:
+        smem = _DqSmem(**buffers)
+        if _is_square(spec):
+            smem = smem.with_one_ring()
+        warpgroup = lax.axis_index("warpgroup")
+        item = _dq_item(spec, config, gmem, dq_gmem, smem, warpgroup)
+        pl.when(warpgroup == NUM_CONSUMERS)(lambda: _load_keys(item))
+        pl.when(warpgroup < NUM_CONSUMERS)(lambda: _compute_dq(item, warpgroup))
+        leave_cluster(smem.cluster_done)
+
+    pl.run_scoped(walk_keys, **_dq_allocations(spec, config, gmem), collective_axes="warpgroup")
+
+
+def _dq_allocations(spec: AttentionSpec, config: Config, gmem: _Gmem) -> dict[str, Any]:
+    """The fields of `_DqSmem`."""
+    head_dim, value_dim = gmem.q.shape[3], gmem.v.shape[3]
+    block_q, num_slots, is_square = _ROWS_PER_CONSUMER, config.dq_num_stages, _is_square(spec)
+    tile = functools.partial(_tile, gmem.q.dtype)
+    rows = plgpu.SMEM((NUM_CONSUMERS, block_q), jnp.float32)
+    return dict(
         q_smem=tile(NUM_CONSUMERS, block_q, head_dim),
         dout_smem=tile(NUM_CONSUMERS, block_q, value_dim),
         lse_smem=rows,
         delta_smem=rows,
-        v_smem=tile(num_slots, block_kv, value_dim),
-        k_smem=None if is_square else tile(num_slots, block_kv, head_dim),
+        v_smem=tile(num_slots, _BLOCK, value_dim),
+        k_smem=None if is_square else tile(num_slots, _BLOCK, head_dim),
         # A consumer has queries of its own, and waits for its own only.
         q_full=plgpu.Barrier(num_arrivals=4, num_barriers=NUM_CONSUMERS),
         v_full=plgpu.Barrier(num_barriers=num_slots),
@@ -809,145 +899,147 @@ def _dq_kernel(
         k_empty=None if is_square else slot_releases(num_slots, NUM_CONSUMERS, multicast=config.multicast),
         turn=plgpu.Barrier(num_barriers=NUM_CONSUMERS) if config.ping_pong else None,
         cluster_done=cluster_end(NUM_CONSUMERS, multicast=config.multicast),
-        collective_axes="warpgroup",
     )
-    def _walk_keys(
-        q_smem: Any, dout_smem: Any, lse_smem: Any, delta_smem: Any, v_smem: Any, k_smem: Any,
-        q_full: Any, v_full: Any, v_empty: Any, k_full: Any, k_empty: Any, turn: Any, cluster_done: Any,
-    ) -> None:  # fmt: skip
-        if is_square:
-            k_smem, k_full, k_empty = v_smem, v_full, v_empty
-        warpgroup = lax.axis_index("warpgroup")
-        batch, head = lax.axis_index("batch"), lax.axis_index("head")
-        kv_head = lax.div(head, jnp.int32(spec.group_size))
-        # The last block of queries sees the most keys: launch it first.
-        q_block = lax.axis_index("q_block")
-        q_block = lax.axis_size("q_block") - 1 - q_block if spec.causal else q_block
-        cta_rows = NUM_CONSUMERS * block_q
-        cluster_base = q_block * (_num_ctas(config) * cta_rows)
-        q_base = cluster_base + lax.axis_index("cluster") * cta_rows
-        offset = query_offset(inputs)
-        visited = _keys_of_queries(spec, config, inputs, batch, cluster_base, warpgroup)
-        following = functools.partial(_following, num_slots=num_slots)
-        # In one ring a block's keys come after its values; in two they have the same place.
-        keys_of = following if is_square else (lambda slot: slot)
-        next_values = lambda slot: following(keys_of(slot))
 
-        @pl.when(warpgroup == NUM_CONSUMERS)
-        def _produce() -> None:
-            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-            for consumer in range(NUM_CONSUMERS):
-                queries = pl.ds(q_base + consumer * block_q, block_q)
-                full = q_full.at[consumer]
-                for gmem, smem in ((dout_gmem, dout_smem), (q_gmem, q_smem)):
-                    plgpu.copy_gmem_to_smem(gmem.at[batch, queries, head], smem.at[consumer], full)
-                for gmem, smem in ((lse_gmem, lse_smem), (delta_gmem, delta_smem)):
-                    plgpu.copy_gmem_to_smem(gmem.at[batch, head, queries], smem.at[consumer], full)
 
-            def load(block: Any, v_slot: Any) -> Any:
-                source = (batch, pl.ds(block * block_kv, block_kv), kv_head)
-                for gmem, smem, full, empty, slot in (
-                    (v_gmem, v_smem, v_full, v_empty, v_slot),
-                    (k_gmem, k_smem, k_full, k_empty, keys_of(v_slot)),
-                ):
-                    plgpu.barrier_wait(empty.at[slot])
-                    plgpu.copy_gmem_to_smem(gmem.at[source], smem.at[slot], full.at[slot], collective_axes=shared)
-                return next_values(v_slot)
+def _dq_item(spec: AttentionSpec, config: Config, gmem: _Gmem, dq_gmem: Any, smem: _DqSmem, warpgroup: Any) -> _DqItem:
+    batch, head = lax.axis_index("batch"), lax.axis_index("head")
+    kv_head = lax.div(head, jnp.int32(spec.group_size))
+    # The last block of queries sees the most keys: launch it first.
+    q_block = lax.axis_index("q_block")
+    q_block = lax.axis_size("q_block") - 1 - q_block if spec.causal else q_block
+    cta_rows = NUM_CONSUMERS * _ROWS_PER_CONSUMER
+    cluster_base = q_block * (_num_ctas(config) * cta_rows)
+    q_base = cluster_base + lax.axis_index("cluster") * cta_rows
+    offset = query_offset(gmem.inputs)
+    visited = _keys_of_queries(spec, config, gmem.inputs, batch, cluster_base, warpgroup)
+    return _DqItem(spec, config, gmem, dq_gmem, smem, batch, head, kv_head, q_base, offset, visited)
 
-            lax.fori_loop(visited.first, visited.end, load, jnp.int32(0))
 
-        @pl.when(warpgroup < NUM_CONSUMERS)
-        def _consume() -> None:
-            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-            consumer = warpgroup
-            my_q = q_base + consumer * block_q
-            spread = lambda x: lax.broadcast_in_dim(x, (block_q, block_kv), [0])
+def _load_keys(item: _DqItem) -> None:
+    """The producer: loads both consumers' queries and output gradients once, and streams keys and values."""
+    plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+    gmem, smem, batch, head = item.gmem, item.smem, item.batch, item.head
+    for consumer in range(NUM_CONSUMERS):
+        queries = pl.ds(item.q_base + consumer * _ROWS_PER_CONSUMER, _ROWS_PER_CONSUMER)
+        full = smem.q_full.at[consumer]
+        for source, buffer in ((gmem.dout, smem.dout_smem), (gmem.q, smem.q_smem)):
+            plgpu.copy_gmem_to_smem(source.at[batch, queries, head], buffer.at[consumer], full)
+        for source, buffer in ((gmem.lse, smem.lse_smem), (gmem.delta, smem.delta_smem)):
+            plgpu.copy_gmem_to_smem(source.at[batch, head, queries], buffer.at[consumer], full)
 
-            # All slots are free, and it is consumer 0's turn.
-            for slot in range(num_slots):
-                plgpu.barrier_arrive(v_empty.at[slot])
-                if not is_square:
-                    plgpu.barrier_arrive(k_empty.at[slot])
+    def load(block: Any, v_slot: Any) -> Any:
+        keys = (batch, pl.ds(block * _BLOCK, _BLOCK), item.kv_head)
+        for source, buffer, full, empty, slot in (
+            (gmem.v, smem.v_smem, smem.v_full, smem.v_empty, v_slot),
+            (gmem.k, smem.k_smem, smem.k_full, smem.k_empty, item.keys_of(v_slot)),
+        ):
+            plgpu.barrier_wait(empty.at[slot])
+            shared = _shared(item.config)
+            plgpu.copy_gmem_to_smem(source.at[keys], buffer.at[slot], full.at[slot], collective_axes=shared)
+        return item.next_values(v_slot)
 
-            await_turn, pass_turn = _turns(turn, consumer)
-            pl.when(consumer == NUM_CONSUMERS - 1)(pass_turn)
-            plgpu.barrier_wait(q_full.at[consumer])
-            lse = plgpu.load(lse_smem.at[consumer], layout=ROWS)
-            delta = plgpu.load(delta_smem.at[consumer], layout=ROWS)
+    lax.fori_loop(item.visited.first, item.visited.end, load, jnp.int32(0))
 
-            def multiply(dp_ref: Any, s_ref: Any, v_slot: Any) -> None:
-                # Descriptors are computed anew for every block: no registers hold these all the while.
-                mine = lax.optimization_barrier(consumer)
-                plgpu.barrier_wait(v_full.at[v_slot])
-                plgpu.wgmma(dp_ref, dout_smem.at[mine], v_smem.at[v_slot].transpose((1, 0)))
-                plgpu.barrier_wait(k_full.at[keys_of(v_slot)])
-                plgpu.wgmma(s_ref, q_smem.at[mine], k_smem.at[keys_of(v_slot)].transpose((1, 0)))
-                pass_turn()
 
-            def hide(s: jax.Array, block: Any) -> jax.Array:
-                if visited.clear is None:
-                    return mask(s, spec, my_q + offset, block * block_kv)
+def _compute_dq(item: _DqItem, index: Any) -> None:
+    plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+    smem, head_dim = item.smem, item.gmem.q.shape[3]
+    my_q = item.q_base + index * _ROWS_PER_CONSUMER
+    # All slots are free, and it is consumer 0's turn.
+    for slot in range(item.config.dq_num_stages):
+        plgpu.barrier_arrive(smem.v_empty.at[slot])
+        if not item.has_one_ring:
+            plgpu.barrier_arrive(smem.k_empty.at[slot])
+    turns = _Turns(smem.turn, index)
+    pl.when(index == NUM_CONSUMERS - 1)(turns.pass_on)
+    plgpu.barrier_wait(smem.q_full.at[index])
+    lse = plgpu.load(smem.lse_smem.at[index], layout=ROWS)
+    delta = plgpu.load(smem.delta_smem.at[index], layout=ROWS)
+    consumer = _DqConsumer(item, index, turns, my_q, lse, delta)
+    pl.run_scoped(
+        functools.partial(_accumulate_dq, consumer), plgpu.ACC((_ROWS_PER_CONSUMER, head_dim), jnp.float32)
+    )  # fmt: skip
 
-                def hide_any(s: jax.Array) -> jax.Array:
-                    if spec.segments:
-                        query_ids = inputs["query_segments"].at[batch, pl.ds(my_q, block_q)]
-                        key_ids = inputs["key_segments"].at[batch, pl.ds(block * block_kv, block_kv)]
-                        s = hide_other_segments(s, query_ids, key_ids)
-                    key_end = ends_of(spec, inputs, batch, offset)[1] if spec.key_lengths else None
-                    return hide_unseen(s, spec, my_q + offset, block * block_kv, key_end=key_end)
 
-                return visited.hide(s, block, hide_any)
+def _accumulate_dq(consumer: _DqConsumer, dq_ref: Any) -> None:
+    item, smem, turns = consumer.item, consumer.item.smem, consumer.turns
 
-            def logit_gradients(dp_ref: Any, s_ref: Any, v_slot: Any, block: Any) -> jax.Array:
-                plgpu.wgmma_wait(1)
-                plgpu.barrier_arrive(v_empty.at[v_slot])
-                s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
-                dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=None)
-                _, weights = _probabilities(
-                    hide(s, block),
-                    lse,
-                    spec,
-                    spread,
-                    lambda: (my_q + offset, block * block_kv),
-                    keys_in_rows=False,
-                )
-                return round_logit_gradients(weights * (dp - spread(delta)), spec)
+    def multiply(ds: jax.Array, v_slot: Any) -> None:
+        plgpu.wgmma(dq_ref, ds, smem.k_smem.at[item.keys_of(v_slot)])
 
-            def accumulate(dq_ref: Any) -> None:
-                def first_step(dp_ref: Any, s_ref: Any) -> jax.Array:
-                    await_turn()
-                    multiply(dp_ref, s_ref, jnp.int32(0))
-                    return logit_gradients(dp_ref, s_ref, jnp.int32(0), jnp.int32(visited.first))
+    def first_step(dp_ref: Any, s_ref: Any) -> jax.Array:
+        turns.wait()
+        _multiply_block(consumer, dp_ref, s_ref, jnp.int32(0))
+        return _ds_of_queries(consumer, dp_ref, s_ref, jnp.int32(0), jnp.int32(item.visited.first))
 
-                def step(block: Any, carry: Any) -> Any:
-                    """dS of this block, and dQ with the one of the block before."""
-                    ds, v_slot = carry
-                    next_slot = next_values(v_slot)
+    def step(block: Any, carry: Any) -> Any:
+        """dS of this block, and dQ with the one of the block before."""
+        ds, v_slot = carry
+        next_slot = item.next_values(v_slot)
 
-                    def multiply_both(dp_ref: Any, s_ref: Any) -> jax.Array:
-                        await_turn()
-                        plgpu.wgmma(dq_ref, ds, k_smem.at[keys_of(v_slot)])
-                        multiply(dp_ref, s_ref, next_slot)
-                        plgpu.wgmma_wait(2)
-                        plgpu.barrier_arrive(k_empty.at[keys_of(v_slot)])
-                        return logit_gradients(dp_ref, s_ref, next_slot, block)
+        def multiply_both(dp_ref: Any, s_ref: Any) -> jax.Array:
+            turns.wait()
+            multiply(ds, v_slot)
+            _multiply_block(consumer, dp_ref, s_ref, next_slot)
+            plgpu.wgmma_wait(2)
+            plgpu.barrier_arrive(smem.k_empty.at[item.keys_of(v_slot)])
+            return _ds_of_queries(consumer, dp_ref, s_ref, next_slot, block)
 
-                    return pl.run_scoped(multiply_both, logits, logits), next_slot
+        return pl.run_scoped(multiply_both, item.logits, item.logits), next_slot
 
-                logits = plgpu.ACC((block_q, block_kv), jnp.float32)
-                carry = pl.run_scoped(first_step, logits, logits), jnp.int32(0)
-                ds, v_slot = lax.fori_loop(visited.first + 1, visited.end, step, carry)
-                await_turn()
-                plgpu.wgmma(dq_ref, ds, k_smem.at[keys_of(v_slot)])
-                pass_turn()
-                dq = plgpu.wgmma_accumulator_load(dq_ref, wait_n=0)
-                plgpu.barrier_arrive(k_empty.at[keys_of(v_slot)])
-                staging = q_smem.at[consumer]
-                staging[...] = (dq * gradient_scale(spec)).astype(dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(staging, dq_gmem.at[batch, pl.ds(my_q, block_q), head])
-                plgpu.wait_smem_to_gmem(0)
+    carry = pl.run_scoped(first_step, item.logits, item.logits), jnp.int32(0)
+    ds, v_slot = lax.fori_loop(item.visited.first + 1, item.visited.end, step, carry)
+    turns.wait()
+    multiply(ds, v_slot)
+    turns.pass_on()
+    dq = plgpu.wgmma_accumulator_load(dq_ref, wait_n=0)
+    plgpu.barrier_arrive(smem.k_empty.at[item.keys_of(v_slot)])
+    staging = smem.q_smem.at[consumer.index]
+    staging[...] = (dq * gradient_scale(item.spec)).astype(item.gmem.q.dtype)
+    plgpu.commit_smem()
+    queries = pl.ds(consumer.my_q, _ROWS_PER_CONSUMER)
+    plgpu.copy_smem_to_gmem(staging, item.dq_gmem.at[item.batch, queries, item.head])
+    plgpu.wait_smem_to_gmem(0)
 
-            pl.run_scoped(accumulate, plgpu.ACC((block_q, head_dim), jnp.float32))
 
-        leave_cluster(cluster_done)
+def _multiply_block(consumer: _DqConsumer, dp_ref: Any, s_ref: Any, v_slot: Any) -> None:
+    """Issues dP and S of a block, and passes the turn on."""
+    item, smem = consumer.item, consumer.item.smem
+    # Descriptors are computed anew for every block: no registers hold these all the while.
+    mine = lax.optimization_barrier(consumer.index)
+    plgpu.barrier_wait(smem.v_full.at[v_slot])
+    plgpu.wgmma(dp_ref, smem.dout_smem.at[mine], smem.v_smem.at[v_slot].transpose((1, 0)))
+    plgpu.barrier_wait(smem.k_full.at[item.keys_of(v_slot)])
+    plgpu.wgmma(s_ref, smem.q_smem.at[mine], smem.k_smem.at[item.keys_of(v_slot)].transpose((1, 0)))
+    consumer.turns.pass_on()
+
+
+def _ds_of_queries(consumer: _DqConsumer, dp_ref: Any, s_ref: Any, v_slot: Any, block: Any) -> jax.Array:
+    """Waits for dP and S; returns dS in 16 bits."""
+    item, spec = consumer.item, consumer.item.spec
+    plgpu.wgmma_wait(1)
+    plgpu.barrier_arrive(item.smem.v_empty.at[v_slot])
+    s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
+    dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=None)
+    s = _hide_in_rows_of_queries(consumer, s, block)
+    starts = lambda: (consumer.my_q + item.offset, block * _BLOCK)
+    _, weights = _probabilities(s, consumer.lse, spec, consumer.spread, starts, keys_in_rows=False)
+    return round_logit_gradients(weights * (dp - consumer.spread(consumer.delta)), spec)
+
+
+def _hide_in_rows_of_queries(consumer: _DqConsumer, s: jax.Array, block: Any) -> jax.Array:
+    """Masks S of a block of keys."""
+    item, spec, inputs = consumer.item, consumer.item.spec, consumer.item.gmem.inputs
+    if item.visited.clear is None:
+        return mask(s, spec, consumer.my_q + item.offset, block * _BLOCK)
+
+    def hide(s: jax.Array) -> jax.Array:
+        if spec.segments:
+            query_ids = inputs["query_segments"].at[item.batch, pl.ds(consumer.my_q, _ROWS_PER_CONSUMER)]
+            key_ids = inputs["key_segments"].at[item.batch, pl.ds(block * _BLOCK, _BLOCK)]
+            s = hide_other_segments(s, query_ids, key_ids)
+        key_end = ends_of(spec, inputs, item.batch, item.offset)[1] if spec.key_lengths else None
+        return hide_unseen(s, spec, consumer.my_q + item.offset, block * _BLOCK, key_end=key_end)
+
+    return item.visited.hide(s, block, hide)

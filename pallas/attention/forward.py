@@ -368,487 +368,668 @@ class _Item:
         return self.end_block - 1
 
 
-def _kernel(
-    q_gmem: Any, k_gmem: Any, v_gmem: Any, plan_gmem: Any, *refs: Any, spec: AttentionSpec, config: Config
-) -> None:
-    extras, out_gmem, lse_gmem = refs
-    num_consumers = config.num_consumers
-    dtype, head_dim, value_dim = q_gmem.dtype, q_gmem.shape[3], v_gmem.shape[3]
-    block_q, block_kv = config.block_q, config.block_kv
-    num_stages, num_q_slots = config.num_stages, config.num_q_slots
-    # Outputs are staged in shared memory and sent out in pieces of one swizzle span.
-    store_columns = swizzle_span(value_dim)
-    num_pieces, num_store_slots = value_dim // store_columns, _num_store_slots(spec, config)
-    tile = lambda *shape: plgpu.SMEM(shape, dtype, transforms=transforms_of(shape[-1]))
-    # Without these an item's blocks are all those up to its last one.
-    is_plain = hides_by_causality_alone(spec)
-    shared = ("cluster",) if config.multicast else None
-    # Only arrays tell how long items take: the first is the worker's own, the others come in the order in which workers
-    # ask for them.
+@dataclasses.dataclass(frozen=True)
+class _Gmem:
+    """Operands and results in global memory.
+
+    Attributes:
+      plan: the items of each worker (`_plan`), or a counter from which workers take numbers of items.
+      inputs: those of `_inputs`.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    plan: Any
+    inputs: dict[str, Any]
+    out: Any
+    lse: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Smem:
+    """Buffers and barriers of a CTA.
+
+    Attributes:
+      number_smem: the number of the next item, where workers take these from a counter; else None, as its barriers.
+      cluster_done: None without a cluster.
+    """
+
+    q_smem: Any
+    k_smem: Any
+    v_smem: Any
+    out_smem: Any
+    lse_smem: Any
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    v_full: Any
+    k_empty: Any
+    v_empty: Any
+    cluster_done: Any
+    number_smem: Any
+    number_full: Any
+    number_empty: Any
+
+
+def _allocations(spec: AttentionSpec, config: Config, gmem: _Gmem) -> _Smem:
+    num_consumers, num_stages = config.num_consumers, config.num_stages
+    head_dim, value_dim = gmem.q.shape[3], gmem.v.shape[3]
+    tile = lambda *shape: plgpu.SMEM(shape, gmem.q.dtype, transforms=transforms_of(shape[-1]))
+    num_q_slots, num_store_slots = config.num_q_slots * num_consumers, _num_store_slots(spec, config)
     is_dealt = is_known_at_run_time(spec)
-    # Whether a consumer passes over blocks at either end of an item's that only other consumers' queries see. A bridge
-    # leads from an item's very last block to the first of the next.
-    skips_blocks = not config.bridge and bool(spec.index_terms)
-
-    def _attend(
-        q_smem: Any,
-        k_smem: Any,
-        v_smem: Any,
-        out_smem: Any,
-        lse_smem: Any,
-        q_full: Any,
-        q_empty: Any,
-        k_full: Any,
-        v_full: Any,
-        k_empty: Any,
-        v_empty: Any,
-        cluster_done: Any,
-        number_smem: Any,
-        number_full: Any,
-        number_empty: Any,
-    ) -> None:
-        warpgroup = lax.axis_index("warpgroup")
-        offset = query_offset(extras)
-        worker = lax.axis_index("worker")
-        num_q_blocks, num_items = pl.cdiv(spec.q.shape[1], _rows(config)), _num_items(spec, config)
-        # Of the item behind the last one, some item's.
-        planned_number = lambda nth: plan_gmem[worker, nth + 1]
-
-        def for_each_item(first: Any, count: Any, body: Any, carry: Any) -> None:
-            """Calls `body(nth, (number, carry))`, which returns the next item's number and carry."""
-            if is_dealt:
-                # That the number is in range costs 60 bytes of spills at head dimension 128, if LLVM knows it.
-                more = lambda state: lax.optimization_barrier(state[1][0]) < num_items
-                lax.while_loop(more, lambda state: (state[0] + 1, body(*state)), (jnp.int32(0), (first, carry)))
-            else:
-                lax.fori_loop(0, count, body, (first, carry))
-
-        def item_of(number: Any, consumer: Any = None) -> _Item:
-            """An item; for a consumer that skips blocks, with those that its own queries see."""
-            num_heads = jnp.int32(spec.q.shape[2])
-            head, q_block = lax.div(number, jnp.int32(num_q_blocks)), lax.rem(number, jnp.int32(num_q_blocks))
-            if is_dealt and spec.causal:
-                q_block = num_q_blocks - 1 - q_block
-            q_base = q_block * _rows(config)
-            if config.multicast:
-                q_base += lax.axis_index("cluster") * _cta_rows(config)
-            if not skips_blocks:
-                consumer = None
-            if is_plain:
-                last_rows = _rows(config) if consumer is None else (consumer + 1) * block_q
-                num_blocks = key_iters(spec, q_base + last_rows + offset, block_kv)
-                return _Item(lax.div(head, num_heads), lax.rem(head, num_heads), q_base, num_blocks)
-            return visible_item(lax.div(head, num_heads), lax.rem(head, num_heads), q_base, consumer)
-
-        def visible_item(batch: Any, head: Any, q_base: Any, consumer: Any) -> _Item:
-            """The item at this place, whatever masks there are, with the blocks that its queries see, at least one; or
-            a consumer's, at least one of these."""
-            query_end, key_end = ends_of(spec, extras, batch, offset)
-            start, some_segment, same_segment = q_base + offset, None, None
-            if spec.segments:
-                blocks_gmem, q_block = extras["segment_blocks"], lax.div(q_base, jnp.int32(_rows(config)))
-                numbers = tuple(blocks_gmem[batch, q_block, i] for i in range(4))
-                some_segment, same_segment = numbers[:2], numbers[2:]
-            last_block = pl.cdiv(spec.k.shape[1], block_kv) - 1
-            if spec.key_lengths:  # That of the last key: in blocks behind it values may be NaN.
-                last_block = lax.div(jnp.maximum(key_end - 1, 0), jnp.int32(block_kv))
-
-            def blocks_seen_from(start: Any, num_queries: int) -> tuple[Any, Any]:
-                end = jnp.minimum(start + num_queries, query_end)
-                first_block, end_block = blocks_of(*keys_seen_by_any(spec, start, end, key_end), block_kv)
-                if some_segment is not None:
-                    first_block = jnp.maximum(first_block, some_segment[0])
-                    end_block = jnp.minimum(end_block, some_segment[1])
-                elif spec.query_lengths:  # Padding has the one block that all have; of segments it has none.
-                    end_block = jnp.where(end > start, end_block, 0)
-                first_block = jnp.minimum(first_block, last_block)
-                return first_block, jnp.maximum(end_block, first_block + 1)
-
-            first_block, end_block = blocks_seen_from(start, _rows(config))
-            if consumer is not None:
-                own_first, own_end = blocks_seen_from(start + consumer * block_q, block_q)
-                first_block = jnp.clip(own_first, first_block, end_block - 1)
-                end_block = jnp.clip(own_end, first_block + 1, end_block)
-            return _Item(batch, head, q_base, end_block, first_block, key_end, query_end, same_segment)
-
-        following = lambda slot: jnp.where(slot == num_stages - 1, 0, slot + 1)
-        q_slot_of = lambda nth, consumer: lax.rem(nth, jnp.int32(num_q_slots)) * num_consumers + consumer
-
-        @pl.when(warpgroup == num_consumers)
-        def _produce() -> None:
-            plgpu.set_max_registers(_REGISTERS[num_consumers][0], action="decrease")
-
-            def load_cut_values(item: _Item, kv_head: Any, load_whole: Any, block: Any, slot: Any) -> None:
-                """Loads values, none of them from beyond the last key."""
-                is_edge = block == lax.div(item.key_end, jnp.int32(block_kv))
-
-                @pl.when(is_edge)
-                def _load_edge() -> None:
-                    plgpu.barrier_wait(v_empty.at[slot])
-                    edge = extras["edge_values"].at[item.batch, :, kv_head]
-                    plgpu.copy_gmem_to_smem(edge, v_smem.at[slot], v_full.at[slot])
-
-                pl.when(~is_edge)(lambda: load_whole(block, slot))
-
-            def take_number() -> Any:
-                plgpu.barrier_wait(number_empty)
-                count_up(plan_gmem.at[0], number_smem.at[0])
-                plgpu.barrier_arrive(number_full)
-                return number_smem[0]
-
-            def load_item(nth: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-                number, slot = carry
-                item, next_number = item_of(number), None if is_dealt else planned_number(nth + 1)
-                kv_head = lax.div(item.head, jnp.int32(spec.group_size))
-                # JAX refuses slices that it sees end beyond the array, as the last block may: hide where they start.
-                origin = worker * 0
-
-                def load(gmem: Any, smem: Any, full: Any, empty: Any, block: Any, slot: Any) -> None:
-                    plgpu.barrier_wait(empty.at[slot])
-                    source = gmem.at[item.batch, pl.ds(origin + block * block_kv, block_kv), kv_head]
-                    plgpu.copy_gmem_to_smem(source, smem.at[slot], full.at[slot], collective_axes=shared)
-
-                load_keys = functools.partial(load, k_gmem, k_smem, k_full, k_empty)
-                load_values = functools.partial(load, v_gmem, v_smem, v_full, v_empty)
-                if spec.key_lengths:
-                    load_values = functools.partial(load_cut_values, item, kv_head, load_values)
-
-                last = item.last_block
-                load_keys(last, slot)
-                for consumer in range(num_consumers):
-                    q_slot = q_slot_of(nth, consumer)
-                    rows = (item.batch, pl.ds(item.q_base + consumer * block_q, block_q), item.head)
-                    plgpu.barrier_wait(q_empty.at[q_slot])
-                    plgpu.copy_gmem_to_smem(q_gmem.at[rows], q_smem.at[q_slot], q_full.at[q_slot])
-                if is_dealt:
-                    next_number = take_number()
-
-                def load_step(i: Any, slot: Any) -> Any:
-                    load_keys(last - i, following(slot))
-                    load_values(last - i + 1, slot)
-                    return following(slot)
-
-                slot = lax.fori_loop(1, item.num_blocks, load_step, slot)
-                load_values(item.first_block, slot)
-                return next_number, following(slot)
-
-            count, number = (None, worker) if is_dealt else (plan_gmem[worker, 0], planned_number(0))
-            for_each_item(number, count, load_item, jnp.int32(0))
-
-        @pl.when(warpgroup < num_consumers)
-        def _consume() -> None:
-            plgpu.set_max_registers(_REGISTERS[num_consumers][1], action="increase")
-            consumer = warpgroup
-            c = 1.0 if spec.score_terms else spec.scale * LOG2E
-            spread = lambda x, shape: lax.broadcast_in_dim(x, shape, [0])
-            # A thread has two of eight columns. What it adds up of these alone waits for the other threads of its row
-            # until the item's end: 4 shuffles less a step, between its exponentials and the next product: 1.3 % at head
-            # dimension 128, 4 % at 256. Of three consumers' 160 registers there are none for it: -3 %.
-            keeps_eighths = num_consumers == 2
-
-            # All slots are free.
-            for slot in range(num_stages):
-                plgpu.barrier_arrive(k_empty.at[slot])
-                plgpu.barrier_arrive(v_empty.at[slot])
-            for slot in range(num_q_slots):
-                plgpu.barrier_arrive(q_empty.at[slot * num_consumers + consumer])
-            if is_dealt:
-                plgpu.barrier_arrive(number_empty)
-
-            def taken_number() -> Any:
-                plgpu.barrier_wait(number_full)
-                number = number_smem[0]
-                plgpu.barrier_arrive(number_empty)
-                return number
-
-            def multiply_keys(s_ref: Any, nth: Any, slot: Any) -> None:
-                plgpu.wgmma(s_ref, q_smem.at[q_slot_of(nth, consumer)], k_smem.at[slot].transpose((1, 0)))
-
-            def probabilities(s: jax.Array, row_max: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-                """P, its row sums (of every eighth column, see below), and the new maximum."""
-                block_max = s.max(axis=1) * c
-                new_max = jnp.maximum(row_max, block_max)
-                if config.lazy_rescale:
-                    new_max = jnp.where(block_max > row_max + _MAX_GROWTH, block_max, row_max)
-                p = jnp.exp2(s * c - spread(new_max, s.shape))
-                if not keeps_eighths:
-                    return p, p.sum(axis=1), new_max
-                eighths = [p[:, first : first + 8] for first in range(0, block_kv, 8)]
-                return p, functools.reduce(jnp.add, eighths), new_max
-
-            def hide(s: jax.Array, item: _Item, block: Any, *, maybe: bool) -> jax.Array:
-                """The logits of a block: changed by score terms, and masked where the mask may touch it."""
-                first_query = lambda: item.q_base + consumer * block_q + offset
-                if spec.score_terms:
-                    s = change(s, spec, lambda: (first_query(), block * block_kv))
-                if not maybe:
-                    return s
-                if item.same_segment is not None:
-                    s = hide_segments(s, item, block)
-                if not masks_places:
-                    return s
-                key_end = item.key_end if spec.key_lengths else None
-                return hide_unseen(s, spec, first_query(), block * block_kv, key_end=key_end)
-
-            def hide_segments(s: jax.Array, item: _Item, block: Any) -> jax.Array:
-                assert item.same_segment is not None
-                first, end = item.same_segment
-                query_ids = extras["query_segments"].at[item.batch, pl.ds(item.q_base + consumer * block_q, block_q)]
-                key_ids = extras["key_segments"].at[item.batch, pl.ds(block * block_kv, block_kv)]
-                differ = functools.partial(hide_other_segments, row_ids=query_ids, column_ids=key_ids)
-                return lax.cond((block >= first) & (block < end), lambda s: s, differ, s)
-
-            # The last block is masked whenever it may have to be, the others behind a test.
-            is_ragged = spec.k.shape[1] % block_kv != 0
-            masks_places = bool(spec.index_terms) or spec.key_lengths or is_ragged
-            last_is_masked = masks_places or spec.segments
-            # Finite: a row that sees nothing of its last blocks has no maximum yet, and -inf - -inf is no number.
-            no_max = plgpu.layout_cast(jnp.full((block_q,), jnp.finfo(jnp.float32).min, jnp.float32), ROWS)
-
-            def release_keys(nth: Any, item: _Item, slot: Any, block: Any) -> None:
-                """The logits of a block are computed: of the item's last one, its queries are not needed any more."""
-                plgpu.barrier_arrive(k_empty.at[slot])
-                pl.when(block == item.first_block)(lambda: plgpu.barrier_arrive(q_empty.at[q_slot_of(nth, consumer)]))
-
-            def begin(nth: Any, item: _Item, slot: Any) -> Any:
-                """The first logits of an item, on their own."""
-                block = item.last_block
-                plgpu.barrier_wait(q_full.at[q_slot_of(nth, consumer)])
-                plgpu.barrier_wait(k_full.at[slot])
-
-                @functools.partial(pl.run_scoped, s_ref=plgpu.ACC((block_q, block_kv), jnp.float32))
-                def s(s_ref: Any) -> jax.Array:
-                    multiply_keys(s_ref, nth, slot)
-                    return plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
-
-                release_keys(nth, item, slot, block)
-                p, row_sum, row_max = probabilities(hide(s, item, block, maybe=last_is_masked), no_max)
-                p, row_sum, row_max = lax.optimization_barrier((p, row_sum, row_max))
-                plgpu.barrier_wait(v_full.at[slot])
-                return slot, p.astype(dtype), row_max, row_sum
-
-            def skip(num_blocks: Any, slot: Any) -> Any:
-                """Passes over blocks, once they are there."""
-
-                def skip_block(_: Any, slot: Any) -> Any:
-                    for full, empty in ((k_full, k_empty), (v_full, v_empty)):
-                        plgpu.barrier_wait(full.at[slot])
-                        plgpu.barrier_arrive(empty.at[slot])
-                    return following(slot)
-
-                return lax.fori_loop(0, num_blocks, skip_block, slot)
-
-            def attend(acc_ref: Any) -> None:
-                def multiply(s_ref: Any, nth: Any, next_slot: Any, p: jax.Array, slot: Any) -> jax.Array:
-                    """Adds P V of one block to the output, and returns the logits of the next."""
-                    multiply_keys(s_ref, nth, next_slot)
-                    plgpu.wgmma(acc_ref, p, v_smem.at[slot])
-                    return plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
-
-                def output(slot: Any) -> jax.Array:
-                    acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
-                    plgpu.barrier_arrive(v_empty.at[slot])
-                    return acc
-
-                def step(nth: Any, item: _Item, masked: bool, i: Any, carry: Any) -> Any:
-                    """The logits of the i-th block from the end, and the output of the one before."""
-                    slot, p, row_max, row_sum = carry
-                    next_slot = following(slot)
-                    block = item.last_block - i
-
-                    @functools.partial(pl.run_scoped, s_ref=plgpu.ACC((block_q, block_kv), jnp.float32))
-                    def result(s_ref: Any) -> Any:
-                        plgpu.barrier_wait(k_full.at[next_slot])
-                        s = multiply(s_ref, nth, next_slot, p, slot)
-                        release_keys(nth, item, next_slot, block)
-                        next_p, next_sum, new_max = probabilities(hide(s, item, block, maybe=masked), row_max)
-                        alpha = jnp.exp2(row_max - new_max)
-                        next_sum = row_sum * spread(alpha, row_sum.shape) + next_sum
-                        next_p, next_sum, new_max, alpha = lax.optimization_barrier((next_p, next_sum, new_max, alpha))
-                        # The next product's values. To wait for them here ends a block of instructions, and so keeps
-                        # ptxas from moving the wait for this product up before the exponentials.
-                        plgpu.barrier_wait(v_full.at[next_slot])
-                        acc = output(slot)
-                        acc_ref[...] = scale_rows(acc, alpha) if config.lazy_rescale else acc * spread(alpha, acc.shape)
-                        return next_slot, next_p.astype(dtype), new_max, next_sum
-
-                    return result
-
-                def walk(nth: Any, number: Any, item: _Item, carry: Any) -> Any:
-                    """All blocks but the last, which `begin` has seen to."""
-                    if not is_plain:
-                        return walk_edges(nth, number, carry)
-                    first_unmasked = 1
-                    if spec.causal and (spec.query_offset or block_kv % (block_q if skips_blocks else _rows(config))):
-                        last_seen = jnp.minimum(item.q_base + consumer * block_q + offset, spec.k.shape[1] - 1)
-                        num_unmasked = lax.div(last_seen + 1, jnp.int32(block_kv))
-                        first_unmasked = jnp.maximum(1, item.num_blocks - num_unmasked)
-                        carry = lax.fori_loop(1, first_unmasked, functools.partial(step, nth, item, True), carry)
-                    return lax.fori_loop(
-                        first_unmasked, item.num_blocks, functools.partial(step, nth, item, False), carry
-                    )
-
-                def walk_edges(nth: Any, number: Any, carry: Any) -> Any:
-                    """As `walk`, with masked blocks at both ends."""
-                    # Computed anew for each block that needs it: no register holds it all the while.
-                    again = lambda: item_of(lax.optimization_barrier(number), consumer)
-                    item = again()
-                    first_query = item.q_base + consumer * block_q + offset
-                    seen = keys_seen_by_all(spec, first_query, first_query + block_q, item.key_end)
-                    first, end = blocks_within(*seen, block_kv)
-                    if item.same_segment is not None:
-                        first = jnp.maximum(first, item.same_segment[0])
-                        end = jnp.minimum(end, item.same_segment[1])
-                    num_blocks = item.num_blocks
-                    first_unmasked = jnp.clip(item.end_block - end, 1, num_blocks)
-                    end_unmasked = jnp.clip(item.end_block - first, first_unmasked, num_blocks)
-
-                    def masked_step(i: Any, carry: Any) -> Any:
-                        return step(nth, again(), True, i, carry)
-
-                    def unmasked_step(i: Any, carry: Any) -> Any:
-                        # Which blocks these are matters to terms only. Otherwise it is how many.
-                        item = again() if spec.terms else _Item(None, None, None, num_blocks)
-                        return step(nth, item, False, i, carry)
-
-                    carry = lax.fori_loop(1, first_unmasked, masked_step, carry)
-                    carry = lax.fori_loop(first_unmasked, end_unmasked, unmasked_step, carry)
-                    if spec.segments or looks_back(spec):
-                        carry = lax.fori_loop(end_unmasked, num_blocks, masked_step, carry)
-                    return carry
-
-                def end(number: Any, carry: Any) -> Any:
-                    """The last output of an item, on its own."""
-                    slot, p, row_max, row_sum = carry
-                    normalizer = stage_lse(number, row_max, row_sum)
-                    plgpu.wgmma(acc_ref, p, v_smem.at[slot])
-                    store(number, output(slot), normalizer)
-                    return following(slot)
-
-                def bridge(nth: Any, number: Any, next_number: Any, carry: Any) -> Any:
-                    """The last output of an item, and the first logits of the next.
-
-                    After the last item these are computed from what shared memory holds, and dropped.
-                    """
-                    slot, p, row_max, row_sum = carry
-                    next_slot = following(slot)
-                    item = item_of(jnp.minimum(next_number, num_items - 1) if is_dealt else next_number)
-                    block = item.last_block
-                    if_any = pl.when(next_number < num_items if is_dealt else nth + 1 < count)
-                    normalizer = stage_lse(number, row_max, row_sum)
-
-                    @functools.partial(pl.run_scoped, s_ref=plgpu.ACC((block_q, block_kv), jnp.float32))
-                    def result(s_ref: Any) -> Any:
-                        @if_any
-                        def _wait() -> None:
-                            plgpu.barrier_wait(q_full.at[q_slot_of(nth + 1, consumer)])
-                            plgpu.barrier_wait(k_full.at[next_slot])
-
-                        s = multiply(s_ref, nth + 1, next_slot, p, slot)
-                        if_any(lambda: release_keys(nth + 1, item, next_slot, block))
-                        s = hide(s, item, block, maybe=last_is_masked)
-                        next_p, next_sum, new_max = lax.optimization_barrier(probabilities(s, no_max))
-                        if_any(lambda: plgpu.barrier_wait(v_full.at[next_slot]))
-                        acc = output(slot)
-                        next_p = lax.optimization_barrier(next_p.astype(dtype))
-                        store(number, acc, normalizer)
-                        return next_slot, next_p, new_max, next_sum
-
-                    return result
-
-                def stage_lse(number: Any, row_max: jax.Array, row_sum: jax.Array) -> jax.Array:
-                    """Writes logsumexps to shared memory, which frees their registers; returns 1 / row_sum.
-
-                    Of padding and of queries that see no key, 0.
-                    """
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    if keeps_eighths:
-                        row_sum = row_sum.sum(axis=1)
-                    lse = (row_max + jnp.log2(row_sum)) * math.log(2)
-                    normalizer = 1 / row_sum
-                    if may_see_nothing(spec):
-                        is_blind = row_sum == 0
-                        lse, normalizer = jnp.where(is_blind, MASKED_LOGIT, lse), jnp.where(is_blind, 0.0, normalizer)
-                    is_query = None
-                    if spec.query_lengths:
-                        item = item_of(number)
-                        row = plgpu.broadcasted_iota(jnp.int32, (block_q,), 0, layout=ROWS)
-                        is_query = row < item.query_end - (item.q_base + consumer * block_q + offset)
-                        lse = jnp.where(is_query, lse, MASKED_LOGIT)
-                    lse_smem.at[consumer][...] = lse
-                    if is_query is not None:
-                        normalizer = jnp.where(is_query, normalizer, 0.0)
-                    return lax.optimization_barrier(normalizer)
-
-                def store(number: Any, acc: jax.Array, normalizer: jax.Array) -> None:
-                    """Sends the results of an item on their way, and clears the output."""
-                    # Computed anew: no register holds it all the while.
-                    item = item_of(lax.optimization_barrier(number))
-                    rows = pl.ds(item.q_base + consumer * block_q, block_q)
-                    for first in range(0, num_pieces, num_store_slots):
-                        pieces = range(first, min(first + num_store_slots, num_pieces))
-                        if first:
-                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        staging = [out_smem.at[consumer * num_store_slots + i] for i in range(len(pieces))]
-                        for i, smem in zip(pieces, staging):
-                            piece = acc[:, i * store_columns : (i + 1) * store_columns]
-                            factor = spread(normalizer, piece.shape)
-                            piece = piece * factor
-                            if spec.query_lengths:  # Of padding, whatever its queries hold.
-                                piece = jnp.where(factor == 0, 0.0, piece)
-                            smem[...] = piece.astype(dtype)
-                        plgpu.commit_smem()
-                        for i, smem in zip(pieces, staging):
-                            to = out_gmem.at[item.batch, rows, item.head, pl.ds(i * store_columns, store_columns)]
-                            plgpu.copy_smem_to_gmem(smem, to, commit_group=False)
-                        if first == 0:
-                            to = lse_gmem.at[item.batch, item.head, rows]
-                            plgpu.copy_smem_to_gmem(lse_smem.at[consumer], to, commit_group=False)
-                        plgpu.commit_smem_to_gmem_group()
-                    acc_ref[...] = plgpu.layout_cast(jnp.zeros_like(acc), TILE)
-
-                def run_item(nth: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-                    number, carry = carry
-                    item = item_of(number, consumer)
-                    next_number = taken_number() if is_dealt else planned_number(nth + 1)
-                    if not config.bridge:
-                        carry = skip(item_of(number).end_block - item.end_block, carry) if skips_blocks else carry
-                        carry = begin(nth, item, carry)
-                    carry = walk(nth, number, item, carry)
-                    if config.bridge:
-                        return next_number, bridge(nth, number, next_number, carry)
-                    slot = end(number, carry)
-                    if skips_blocks and looks_back(spec):
-                        again = lambda *args: item_of(lax.optimization_barrier(number), *args)
-                        slot = skip(again(consumer).first_block - again().first_block, slot)
-                    return next_number, slot
-
-                count, number = (None, worker) if is_dealt else (plan_gmem[worker, 0], planned_number(0))
-                slot = jnp.int32(0)
-                first = begin(jnp.int32(0), item_of(number), slot) if config.bridge else slot
-                for_each_item(number, count, run_item, first)
-
-            pl.run_scoped(attend, plgpu.ACC((block_q, value_dim), jnp.float32))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        leave_cluster(cluster_done)
-
-    numbers = [plgpu.SMEM((1,), jnp.int32), plgpu.Barrier(), plgpu.Barrier(num_arrivals=num_consumers)]
-    pl.run_scoped(
-        _attend,
-        tile(num_q_slots * num_consumers, block_q, head_dim),
-        tile(num_stages, block_kv, head_dim),
-        tile(num_stages, block_kv, value_dim),
-        tile(num_consumers * num_store_slots, block_q, store_columns),
-        plgpu.SMEM((num_consumers, block_q), jnp.float32),
+    return _Smem(
+        q_smem=tile(num_q_slots, config.block_q, head_dim),
+        k_smem=tile(num_stages, config.block_kv, head_dim),
+        v_smem=tile(num_stages, config.block_kv, value_dim),
+        # Outputs are staged here and sent out in pieces of one swizzle span.
+        out_smem=tile(num_consumers * num_store_slots, config.block_q, swizzle_span(value_dim)),
+        lse_smem=plgpu.SMEM((num_consumers, config.block_q), jnp.float32),
         # A consumer has queries of its own, and waits for its own only.
-        plgpu.Barrier(num_barriers=num_q_slots * num_consumers),
-        plgpu.Barrier(num_barriers=num_q_slots * num_consumers),
-        plgpu.Barrier(num_barriers=num_stages),
-        plgpu.Barrier(num_barriers=num_stages),
-        slot_releases(num_stages, num_consumers, multicast=config.multicast),
-        slot_releases(num_stages, num_consumers, multicast=config.multicast),
-        cluster_end(num_consumers, multicast=config.multicast),
-        *(numbers if is_dealt else [None] * len(numbers)),
-        collective_axes="warpgroup",
+        q_full=plgpu.Barrier(num_barriers=num_q_slots),
+        q_empty=plgpu.Barrier(num_barriers=num_q_slots),
+        k_full=plgpu.Barrier(num_barriers=num_stages),
+        v_full=plgpu.Barrier(num_barriers=num_stages),
+        k_empty=slot_releases(num_stages, num_consumers, multicast=config.multicast),
+        v_empty=slot_releases(num_stages, num_consumers, multicast=config.multicast),
+        cluster_done=cluster_end(num_consumers, multicast=config.multicast),
+        number_smem=plgpu.SMEM((1,), jnp.int32) if is_dealt else None,
+        number_full=plgpu.Barrier() if is_dealt else None,
+        number_empty=plgpu.Barrier(num_arrivals=num_consumers) if is_dealt else None,
     )
+
+
+def _kernel(*refs: Any, spec: AttentionSpec, config: Config) -> None:
+    gmem = _Gmem(*refs)
+
+    def attend(smem: _Smem) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        cta = _Cta(spec, config, gmem, smem, query_offset(gmem.inputs), lax.axis_index("worker"))
+        pl.when(warpgroup == config.num_consumers)(lambda: _produce(cta))
+        pl.when(warpgroup < config.num_consumers)(lambda: _consume(cta, warpgroup))
+        leave_cluster(smem.cluster_done)
+
+    pl.run_scoped(attend, _allocations(spec, config, gmem), collective_axes="warpgroup")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cta:
+    """A CTA, and the items that its warpgroups walk.
+
+    Attributes:
+      offset: the first query's place in the sequence.
+      worker: the CTA's number; a cluster's where CTAs come in pairs.
+    """
+
+    spec: AttentionSpec
+    config: Config
+    gmem: _Gmem
+    smem: _Smem
+    offset: Any
+    worker: Any
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether only arrays tell how long items take. The first item is then the worker's own. The others come in the
+        order in which workers ask for them."""
+        return is_known_at_run_time(self.spec)
+
+    @property
+    def skips_blocks(self) -> bool:
+        """Whether a consumer passes over blocks at either end of an item's that only other consumers' queries see. A
+        bridge leads from an item's very last block to the first of the next."""
+        return not self.config.bridge and bool(self.spec.index_terms)
+
+    @property
+    def num_items(self) -> int:
+        return _num_items(self.spec, self.config)
+
+    def following(self, slot: Any) -> Any:
+        return jnp.where(slot == self.config.num_stages - 1, 0, slot + 1)
+
+    def q_slot(self, nth: Any, consumer: Any) -> Any:
+        return lax.rem(nth, jnp.int32(self.config.num_q_slots)) * self.config.num_consumers + consumer
+
+    def planned_number(self, nth: Any) -> Any:
+        """The number of the worker's nth item; behind the last one, some item's."""
+        return self.gmem.plan[self.worker, nth + 1]
+
+    def first_item(self) -> tuple[Any, Any]:
+        """How many items there are, or None if only a counter tells, and the first one's number."""
+        if self.is_dealt:
+            return None, self.worker
+        return self.gmem.plan[self.worker, 0], self.planned_number(0)
+
+    def for_each_item(self, first: Any, count: Any, body: Any, carry: Any) -> None:
+        """Calls `body(nth, (number, carry))`, which returns the next item's number and carry."""
+        if self.is_dealt:
+            # That the number is in range costs 60 bytes of spills at head dimension 128, if LLVM knows it.
+            more = lambda state: lax.optimization_barrier(state[1][0]) < self.num_items
+            lax.while_loop(more, lambda state: (state[0] + 1, body(*state)), (jnp.int32(0), (first, carry)))
+        else:
+            lax.fori_loop(0, count, body, (first, carry))
+
+    def item(self, number: Any, consumer: Any = None) -> _Item:
+        """An item; for a consumer that skips blocks, with those that its own queries see."""
+        spec, config = self.spec, self.config
+        num_heads, num_q_blocks = jnp.int32(spec.q.shape[2]), pl.cdiv(spec.q.shape[1], _rows(config))
+        head, q_block = lax.div(number, jnp.int32(num_q_blocks)), lax.rem(number, jnp.int32(num_q_blocks))
+        if self.is_dealt and spec.causal:
+            q_block = num_q_blocks - 1 - q_block
+        q_base = q_block * _rows(config)
+        if config.multicast:
+            q_base += lax.axis_index("cluster") * _cta_rows(config)
+        if not self.skips_blocks:
+            consumer = None
+        if hides_by_causality_alone(spec):
+            last_rows = _rows(config) if consumer is None else (consumer + 1) * config.block_q
+            num_blocks = key_iters(spec, q_base + last_rows + self.offset, config.block_kv)
+            return _Item(lax.div(head, num_heads), lax.rem(head, num_heads), q_base, num_blocks)
+        return self._visible_item(lax.div(head, num_heads), lax.rem(head, num_heads), q_base, consumer)
+
+    def _visible_item(self, batch: Any, head: Any, q_base: Any, consumer: Any) -> _Item:
+        """The item at this place, whatever masks there are, with the blocks that its queries see, at least one; or a
+        consumer's, at least one of these."""
+        spec, config, inputs = self.spec, self.config, self.gmem.inputs
+        block_q, block_kv = config.block_q, config.block_kv
+        query_end, key_end = ends_of(spec, inputs, batch, self.offset)
+        start, some_segment, same_segment = q_base + self.offset, None, None
+        if spec.segments:
+            blocks_gmem, q_block = inputs["segment_blocks"], lax.div(q_base, jnp.int32(_rows(config)))
+            numbers = tuple(blocks_gmem[batch, q_block, i] for i in range(4))
+            some_segment, same_segment = numbers[:2], numbers[2:]
+        last_block = pl.cdiv(spec.k.shape[1], block_kv) - 1
+        if spec.key_lengths:  # That of the last key: in blocks behind it values may be NaN.
+            last_block = lax.div(jnp.maximum(key_end - 1, 0), jnp.int32(block_kv))
+
+        def blocks_seen_from(start: Any, num_queries: int) -> tuple[Any, Any]:
+            end = jnp.minimum(start + num_queries, query_end)
+            first_block, end_block = blocks_of(*keys_seen_by_any(spec, start, end, key_end), block_kv)
+            if some_segment is not None:
+                first_block = jnp.maximum(first_block, some_segment[0])
+                end_block = jnp.minimum(end_block, some_segment[1])
+            elif spec.query_lengths:  # Padding has the one block that all have; of segments it has none.
+                end_block = jnp.where(end > start, end_block, 0)
+            first_block = jnp.minimum(first_block, last_block)
+            return first_block, jnp.maximum(end_block, first_block + 1)
+
+        first_block, end_block = blocks_seen_from(start, _rows(config))
+        if consumer is not None:
+            own_first, own_end = blocks_seen_from(start + consumer * block_q, block_q)
+            first_block = jnp.clip(own_first, first_block, end_block - 1)
+            end_block = jnp.clip(own_end, first_block + 1, end_block)
+        return _Item(batch, head, q_base, end_block, first_block, key_end, query_end, same_segment)
+
+
+# The producer.
+
+
+def _produce(cta: _Cta) -> None:
+    """Streams the queries of each item, and its blocks of keys and values from the last one back."""
+    plgpu.set_max_registers(_REGISTERS[cta.config.num_consumers][0], action="decrease")
+    count, number = cta.first_item()
+    cta.for_each_item(number, count, functools.partial(_load_item, cta), jnp.int32(0))
+
+
+def _load_item(cta: _Cta, nth: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+    number, slot = carry
+    gmem, smem, block_q = cta.gmem, cta.smem, cta.config.block_q
+    item, next_number = cta.item(number), None if cta.is_dealt else cta.planned_number(nth + 1)
+    kv_head = lax.div(item.head, jnp.int32(cta.spec.group_size))
+    load = functools.partial(_load_block, cta, item, kv_head)
+    # JAX refuses slices that it sees end beyond the array, as the last block may: hide where they start.
+    origin = cta.worker * 0
+    load_keys = functools.partial(load, origin, gmem.k, smem.k_smem, smem.k_full, smem.k_empty)
+    load_values = functools.partial(load, origin, gmem.v, smem.v_smem, smem.v_full, smem.v_empty)
+    if cta.spec.key_lengths:
+        load_values = functools.partial(_load_cut_values, cta, item, kv_head, load_values)
+
+    last = item.last_block
+    load_keys(last, slot)
+    for consumer in range(cta.config.num_consumers):
+        q_slot = cta.q_slot(nth, consumer)
+        rows = (item.batch, pl.ds(item.q_base + consumer * block_q, block_q), item.head)
+        plgpu.barrier_wait(smem.q_empty.at[q_slot])
+        plgpu.copy_gmem_to_smem(gmem.q.at[rows], smem.q_smem.at[q_slot], smem.q_full.at[q_slot])
+    if cta.is_dealt:
+        next_number = _take_number(cta)
+
+    def load_step(i: Any, slot: Any) -> Any:
+        load_keys(last - i, cta.following(slot))
+        load_values(last - i + 1, slot)
+        return cta.following(slot)
+
+    slot = lax.fori_loop(1, item.num_blocks, load_step, slot)
+    load_values(item.first_block, slot)
+    return next_number, cta.following(slot)
+
+
+def _load_block(
+    cta: _Cta, item: _Item, kv_head: Any, origin: Any, gmem: Any, smem: Any, full: Any, empty: Any, block: Any,
+    slot: Any,
+) -> None:  # fmt: skip
+    """Loads a block of keys or of values into a slot of its ring."""
+    block_kv = cta.config.block_kv
+    plgpu.barrier_wait(empty.at[slot])
+    source = gmem.at[item.batch, pl.ds(origin + block * block_kv, block_kv), kv_head]
+    shared = ("cluster",) if cta.config.multicast else None
+    plgpu.copy_gmem_to_smem(source, smem.at[slot], full.at[slot], collective_axes=shared)
+
+
+def _load_cut_values(cta: _Cta, item: _Item, kv_head: Any, load_whole: Any, block: Any, slot: Any) -> None:
+    """Loads values, none of them from beyond the last key."""
+    smem = cta.smem
+    is_edge = block == lax.div(item.key_end, jnp.int32(cta.config.block_kv))
+
+    @pl.when(is_edge)
+    def _load_edge() -> None:
+        plgpu.barrier_wait(smem.v_empty.at[slot])
+        edge = cta.gmem.inputs["edge_values"].at[item.batch, :, kv_head]
+        plgpu.copy_gmem_to_smem(edge, smem.v_smem.at[slot], smem.v_full.at[slot])
+
+    pl.when(~is_edge)(lambda: load_whole(block, slot))
+
+
+def _take_number(cta: _Cta) -> Any:
+    """The number of the next item, from the counter; the consumers get it, too."""
+    plgpu.barrier_wait(cta.smem.number_empty)
+    count_up(cta.gmem.plan.at[0], cta.smem.number_smem.at[0])
+    plgpu.barrier_arrive(cta.smem.number_full)
+    return cta.smem.number_smem[0]
+
+
+# The consumers.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Consumer:
+    """A consumer warpgroup, which has `block_q` queries of each item.
+
+    What loops carry is a slot of the rings, P of the block in it, the running maxima and the sums of the rows.
+
+    Attributes:
+      index: its number.
+      no_max: maxima of rows that have seen nothing yet.
+      acc_ref: the output of the item under way.
+    """
+
+    cta: _Cta
+    index: Any
+    no_max: jax.Array
+    acc_ref: Any
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return self.cta.spec
+
+    @property
+    def config(self) -> Config:
+        return self.cta.config
+
+    @property
+    def smem(self) -> _Smem:
+        return self.cta.smem
+
+    @property
+    def dtype(self) -> Any:
+        return self.cta.gmem.q.dtype
+
+    @property
+    def logits(self) -> Any:
+        """An accumulator of logits."""
+        return plgpu.ACC((self.config.block_q, self.config.block_kv), jnp.float32)
+
+    @property
+    def keeps_eighths(self) -> bool:
+        """Whether a thread, which has two of eight columns, adds up these alone, and waits for the other threads of its
+        row at the item's end only. That is 4 shuffles less a step, between its exponentials and the next product: 1.3 %
+        at head dimension 128, 4 % at 256. Of three consumers' 160 registers there are none for it: -3 %."""
+        return self.config.num_consumers == 2
+
+    @property
+    def masks_places(self) -> bool:
+        is_ragged = self.spec.k.shape[1] % self.config.block_kv != 0
+        return bool(self.spec.index_terms) or self.spec.key_lengths or is_ragged
+
+    @property
+    def last_is_masked(self) -> bool:
+        """The last block is masked whenever it may have to be, the others behind a test."""
+        return self.masks_places or self.spec.segments
+
+    def first_query(self, item: _Item) -> Any:
+        """The place of its first query in the sequence."""
+        return item.q_base + self.index * self.config.block_q + self.cta.offset
+
+    def q_slot(self, nth: Any) -> Any:
+        return self.cta.q_slot(nth, self.index)
+
+
+def _consume(cta: _Cta, index: Any) -> None:
+    config, smem = cta.config, cta.smem
+    plgpu.set_max_registers(_REGISTERS[config.num_consumers][1], action="increase")
+    # All slots are free.
+    for slot in range(config.num_stages):
+        plgpu.barrier_arrive(smem.k_empty.at[slot])
+        plgpu.barrier_arrive(smem.v_empty.at[slot])
+    for slot in range(config.num_q_slots):
+        plgpu.barrier_arrive(smem.q_empty.at[slot * config.num_consumers + index])
+    if cta.is_dealt:
+        plgpu.barrier_arrive(smem.number_empty)
+    # Finite: a row that sees nothing of its last blocks has no maximum yet, and -inf - -inf is no number.
+    no_max = plgpu.layout_cast(jnp.full((config.block_q,), jnp.finfo(jnp.float32).min, jnp.float32), ROWS)
+    attend = lambda acc_ref: _attend(_Consumer(cta, index, no_max, acc_ref))
+    pl.run_scoped(attend, plgpu.ACC((config.block_q, cta.gmem.v.shape[3]), jnp.float32))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _attend(consumer: _Consumer) -> None:
+    cta, bridges = consumer.cta, consumer.config.bridge
+    count, number = cta.first_item()
+    slot = jnp.int32(0)
+    first = _begin(consumer, jnp.int32(0), cta.item(number), slot) if bridges else slot
+    run_item = functools.partial(_run_item, consumer, count)
+    cta.for_each_item(number, count, run_item, first)
+
+
+def _run_item(consumer: _Consumer, count: Any, nth: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+    number, carry = carry
+    cta = consumer.cta
+    item = cta.item(number, consumer.index)
+    next_number = _taken_number(cta) if cta.is_dealt else cta.planned_number(nth + 1)
+    if consumer.config.bridge:
+        carry = _walk(consumer, nth, number, item, carry)
+        return next_number, _bridge(consumer, nth, number, next_number, count, carry)
+    slot = carry
+    if cta.skips_blocks:
+        slot = _skip(cta, cta.item(number).end_block - item.end_block, slot)
+    carry = _walk(consumer, nth, number, item, _begin(consumer, nth, item, slot))
+    slot = _end(consumer, number, carry)
+    if cta.skips_blocks and looks_back(consumer.spec):
+        again = lambda *args: cta.item(lax.optimization_barrier(number), *args)
+        slot = _skip(cta, again(consumer.index).first_block - again().first_block, slot)
+    return next_number, slot
+
+
+def _taken_number(cta: _Cta) -> Any:
+    plgpu.barrier_wait(cta.smem.number_full)
+    number = cta.smem.number_smem[0]
+    plgpu.barrier_arrive(cta.smem.number_empty)
+    return number
+
+
+def _skip(cta: _Cta, num_blocks: Any, slot: Any) -> Any:
+    """Passes over blocks, once they are there."""
+    smem = cta.smem
+
+    def skip_block(_: Any, slot: Any) -> Any:
+        for full, empty in ((smem.k_full, smem.k_empty), (smem.v_full, smem.v_empty)):
+            plgpu.barrier_wait(full.at[slot])
+            plgpu.barrier_arrive(empty.at[slot])
+        return cta.following(slot)
+
+    return lax.fori_loop(0, num_blocks, skip_block, slot)
+
+
+def _begin(consumer: _Consumer, nth: Any, item: _Item, slot: Any) -> Any:
+    """The first logits of an item, on their own."""
+    smem, block = consumer.smem, item.last_block
+    plgpu.barrier_wait(smem.q_full.at[consumer.q_slot(nth)])
+    plgpu.barrier_wait(smem.k_full.at[slot])
+
+    @functools.partial(pl.run_scoped, s_ref=consumer.logits)
+    def s(s_ref: Any) -> jax.Array:
+        _multiply_keys(consumer, s_ref, nth, slot)
+        return plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
+
+    _release_keys(consumer, nth, item, slot, block)
+    s = _changed_and_masked(consumer, s, item, block, maybe=consumer.last_is_masked)
+    p, row_sum, row_max = _softmax(consumer, s, consumer.no_max)
+    p, row_sum, row_max = lax.optimization_barrier((p, row_sum, row_max))
+    plgpu.barrier_wait(smem.v_full.at[slot])
+    return slot, p.astype(consumer.dtype), row_max, row_sum
+
+
+def _walk(consumer: _Consumer, nth: Any, number: Any, item: _Item, carry: Any) -> Any:
+    """All blocks but the last, which `_begin` has seen to."""
+    spec, config = consumer.spec, consumer.config
+    if not hides_by_causality_alone(spec):
+        return _walk_edges(consumer, nth, number, carry)
+    first_unmasked = 1
+    queries_at_once = config.block_q if consumer.cta.skips_blocks else _rows(config)
+    if spec.causal and (spec.query_offset or config.block_kv % queries_at_once):
+        last_seen = jnp.minimum(consumer.first_query(item), spec.k.shape[1] - 1)
+        num_unmasked = lax.div(last_seen + 1, jnp.int32(config.block_kv))
+        first_unmasked = jnp.maximum(1, item.num_blocks - num_unmasked)
+        carry = lax.fori_loop(1, first_unmasked, functools.partial(_step, consumer, nth, item, True), carry)
+    unmasked_step = functools.partial(_step, consumer, nth, item, False)
+    return lax.fori_loop(first_unmasked, item.num_blocks, unmasked_step, carry)
+
+
+def _walk_edges(consumer: _Consumer, nth: Any, number: Any, carry: Any) -> Any:
+    """As `_walk`, with masked blocks at both ends."""
+    spec, config = consumer.spec, consumer.config
+    # Computed anew for each block that needs it: no register holds it all the while.
+    again = lambda: consumer.cta.item(lax.optimization_barrier(number), consumer.index)
+    item = again()
+    first_query = consumer.first_query(item)
+    seen = keys_seen_by_all(spec, first_query, first_query + config.block_q, item.key_end)
+    first, end = blocks_within(*seen, config.block_kv)
+    if item.same_segment is not None:
+        first = jnp.maximum(first, item.same_segment[0])
+        end = jnp.minimum(end, item.same_segment[1])
+    num_blocks = item.num_blocks
+    first_unmasked = jnp.clip(item.end_block - end, 1, num_blocks)
+    end_unmasked = jnp.clip(item.end_block - first, first_unmasked, num_blocks)
+
+    def masked_step(i: Any, carry: Any) -> Any:
+        return _step(consumer, nth, again(), True, i, carry)
+
+    def unmasked_step(i: Any, carry: Any) -> Any:
+        # Which blocks these are matters to terms only. Otherwise it is how many.
+        item = again() if spec.terms else _Item(None, None, None, num_blocks)
+        return _step(consumer, nth, item, False, i, carry)
+
+    carry = lax.fori_loop(1, first_unmasked, masked_step, carry)
+    carry = lax.fori_loop(first_unmasked, end_unmasked, unmasked_step, carry)
+    if spec.segments or looks_back(spec):
+        carry = lax.fori_loop(end_unmasked, num_blocks, masked_step, carry)
+    return carry
+
+
+def _step(consumer: _Consumer, nth: Any, item: _Item, masked: bool, i: Any, carry: Any) -> Any:
+    """The logits of the i-th block from the end, and the output of the one before."""
+    slot, p, row_max, row_sum = carry
+    smem, acc_ref = consumer.smem, consumer.acc_ref
+    next_slot = consumer.cta.following(slot)
+    block = item.last_block - i
+
+    @functools.partial(pl.run_scoped, s_ref=consumer.logits)
+    def result(s_ref: Any) -> Any:
+        plgpu.barrier_wait(smem.k_full.at[next_slot])
+        s = _multiply(consumer, s_ref, nth, next_slot, p, slot)
+        _release_keys(consumer, nth, item, next_slot, block)
+        s = _changed_and_masked(consumer, s, item, block, maybe=masked)
+        next_p, next_sum, new_max = _softmax(consumer, s, row_max)
+        alpha = jnp.exp2(row_max - new_max)
+        next_sum = row_sum * _spread(alpha, row_sum.shape) + next_sum
+        next_p, next_sum, new_max, alpha = lax.optimization_barrier((next_p, next_sum, new_max, alpha))
+        # The next product's values. To wait for them here ends a block of instructions, and so keeps ptxas from moving
+        # the wait for this product up before the exponentials.
+        plgpu.barrier_wait(smem.v_full.at[next_slot])
+        acc = _output(consumer, slot)
+        acc_ref[...] = scale_rows(acc, alpha) if consumer.config.lazy_rescale else acc * _spread(alpha, acc.shape)
+        return next_slot, next_p.astype(consumer.dtype), new_max, next_sum
+
+    return result
+
+
+def _end(consumer: _Consumer, number: Any, carry: Any) -> Any:
+    """The last output of an item, on its own."""
+    slot, p, row_max, row_sum = carry
+    normalizer = _stage_lse(consumer, number, row_max, row_sum)
+    plgpu.wgmma(consumer.acc_ref, p, consumer.smem.v_smem.at[slot])
+    _store(consumer, number, _output(consumer, slot), normalizer)
+    return consumer.cta.following(slot)
+
+
+def _bridge(consumer: _Consumer, nth: Any, number: Any, next_number: Any, count: Any, carry: Any) -> Any:
+    """The last output of an item, and the first logits of the next.
+
+    After the last item these are computed from what shared memory holds, and dropped.
+    """
+    slot, p, row_max, row_sum = carry
+    cta, smem, num_items = consumer.cta, consumer.smem, consumer.cta.num_items
+    next_slot = cta.following(slot)
+    item = cta.item(jnp.minimum(next_number, num_items - 1) if cta.is_dealt else next_number)
+    block = item.last_block
+    if_any = pl.when(next_number < num_items if cta.is_dealt else nth + 1 < count)
+    normalizer = _stage_lse(consumer, number, row_max, row_sum)
+
+    @functools.partial(pl.run_scoped, s_ref=consumer.logits)
+    def result(s_ref: Any) -> Any:
+        @if_any
+        def _wait() -> None:
+            plgpu.barrier_wait(smem.q_full.at[consumer.q_slot(nth + 1)])
+            plgpu.barrier_wait(smem.k_full.at[next_slot])
+
+        s = _multiply(consumer, s_ref, nth + 1, next_slot, p, slot)
+        if_any(lambda: _release_keys(consumer, nth + 1, item, next_slot, block))
+        s = _changed_and_masked(consumer, s, item, block, maybe=consumer.last_is_masked)
+        next_p, next_sum, new_max = lax.optimization_barrier(_softmax(consumer, s, consumer.no_max))
+        if_any(lambda: plgpu.barrier_wait(smem.v_full.at[next_slot]))
+        acc = _output(consumer, slot)
+        next_p = lax.optimization_barrier(next_p.astype(consumer.dtype))
+        _store(consumer, number, acc, normalizer)
+        return next_slot, next_p, new_max, next_sum
+
+    return result
+
+
+# Products, softmax, masks.
+
+
+def _multiply_keys(consumer: _Consumer, s_ref: Any, nth: Any, slot: Any) -> None:
+    q_smem, k_smem = consumer.smem.q_smem, consumer.smem.k_smem
+    plgpu.wgmma(s_ref, q_smem.at[consumer.q_slot(nth)], k_smem.at[slot].transpose((1, 0)))
+
+
+def _multiply(consumer: _Consumer, s_ref: Any, nth: Any, next_slot: Any, p: jax.Array, slot: Any) -> jax.Array:
+    """Adds P V of one block to the output, and returns the logits of the next."""
+    _multiply_keys(consumer, s_ref, nth, next_slot)
+    plgpu.wgmma(consumer.acc_ref, p, consumer.smem.v_smem.at[slot])
+    return plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+
+
+def _output(consumer: _Consumer, slot: Any) -> jax.Array:
+    acc = plgpu.wgmma_accumulator_load(consumer.acc_ref, wait_n=0)
+    plgpu.barrier_arrive(consumer.smem.v_empty.at[slot])
+    return acc
+
+
+def _release_keys(consumer: _Consumer, nth: Any, item: _Item, slot: Any, block: Any) -> None:
+    """The logits of a block are computed: of the item's last one, its queries are not needed any more."""
+    q_empty = consumer.smem.q_empty
+    plgpu.barrier_arrive(consumer.smem.k_empty.at[slot])
+    pl.when(block == item.first_block)(lambda: plgpu.barrier_arrive(q_empty.at[consumer.q_slot(nth)]))
+
+
+def _softmax(consumer: _Consumer, s: jax.Array, row_max: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """P, its row sums (of every eighth column, see `keeps_eighths`), and the new maximum."""
+    c = 1.0 if consumer.spec.score_terms else consumer.spec.scale * LOG2E
+    block_max = s.max(axis=1) * c
+    new_max = jnp.maximum(row_max, block_max)
+    if consumer.config.lazy_rescale:
+        new_max = jnp.where(block_max > row_max + _MAX_GROWTH, block_max, row_max)
+    p = jnp.exp2(s * c - _spread(new_max, s.shape))
+    if not consumer.keeps_eighths:
+        return p, p.sum(axis=1), new_max
+    eighths = [p[:, first : first + 8] for first in range(0, consumer.config.block_kv, 8)]
+    return p, functools.reduce(jnp.add, eighths), new_max
+
+
+def _spread(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def _changed_and_masked(consumer: _Consumer, s: jax.Array, item: _Item, block: Any, *, maybe: bool) -> jax.Array:
+    """The logits of a block: changed by score terms, and masked where the mask may touch it."""
+    spec, key_start = consumer.spec, lambda: block * consumer.config.block_kv
+    if spec.score_terms:
+        s = change(s, spec, lambda: (consumer.first_query(item), key_start()))
+    if not maybe:
+        return s
+    if item.same_segment is not None:
+        s = _hide_segments(consumer, s, item, block)
+    if not consumer.masks_places:
+        return s
+    key_end = item.key_end if spec.key_lengths else None
+    return hide_unseen(s, spec, consumer.first_query(item), key_start(), key_end=key_end)
+
+
+def _hide_segments(consumer: _Consumer, s: jax.Array, item: _Item, block: Any) -> jax.Array:
+    assert item.same_segment is not None
+    inputs, (block_q, block_kv) = consumer.cta.gmem.inputs, (consumer.config.block_q, consumer.config.block_kv)
+    first, end = item.same_segment
+    query_ids = inputs["query_segments"].at[item.batch, pl.ds(item.q_base + consumer.index * block_q, block_q)]
+    key_ids = inputs["key_segments"].at[item.batch, pl.ds(block * block_kv, block_kv)]
+    differ = functools.partial(hide_other_segments, row_ids=query_ids, column_ids=key_ids)
+    return lax.cond((block >= first) & (block < end), lambda s: s, differ, s)
+
+
+# Results.
+
+
+def _stage_lse(consumer: _Consumer, number: Any, row_max: jax.Array, row_sum: jax.Array) -> jax.Array:
+    """Writes logsumexps to shared memory, which frees their registers; returns 1 / row_sum.
+
+    Of padding and of queries that see no key, 0.
+    """
+    spec, block_q = consumer.spec, consumer.config.block_q
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if consumer.keeps_eighths:
+        row_sum = row_sum.sum(axis=1)
+    lse = (row_max + jnp.log2(row_sum)) * math.log(2)
+    normalizer = 1 / row_sum
+    if may_see_nothing(spec):
+        is_blind = row_sum == 0
+        lse, normalizer = jnp.where(is_blind, MASKED_LOGIT, lse), jnp.where(is_blind, 0.0, normalizer)
+    is_query = None
+    if spec.query_lengths:
+        item = consumer.cta.item(number)
+        row = plgpu.broadcasted_iota(jnp.int32, (block_q,), 0, layout=ROWS)
+        is_query = row < item.query_end - consumer.first_query(item)
+        lse = jnp.where(is_query, lse, MASKED_LOGIT)
+    consumer.smem.lse_smem.at[consumer.index][...] = lse
+    if is_query is not None:
+        normalizer = jnp.where(is_query, normalizer, 0.0)
+    return lax.optimization_barrier(normalizer)
+
+
+def _store(consumer: _Consumer, number: Any, acc: jax.Array, normalizer: jax.Array) -> None:
+    """Sends the results of an item on their way, and clears the output."""
+    spec, config, gmem, smem = consumer.spec, consumer.config, consumer.cta.gmem, consumer.smem
+    # Computed anew: no register holds it all the while.
+    item = consumer.cta.item(lax.optimization_barrier(number))
+    rows = pl.ds(item.q_base + consumer.index * config.block_q, config.block_q)
+    columns, num_slots = swizzle_span(acc.shape[1]), _num_store_slots(spec, config)
+    for pieces in itertools.batched(range(0, acc.shape[1], columns), num_slots):
+        if pieces[0]:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staging = [smem.out_smem.at[consumer.index * num_slots + i] for i in range(len(pieces))]
+        for first, to in zip(pieces, staging):
+            piece = acc[:, first : first + columns]
+            factor = _spread(normalizer, piece.shape)
+            piece = piece * factor
+            if spec.query_lengths:  # Of padding, whatever its queries hold.
+                piece = jnp.where(factor == 0, 0.0, piece)
+            to[...] = piece.astype(consumer.dtype)
+        plgpu.commit_smem()
+        for first, staged in zip(pieces, staging):
+            to = gmem.out.at[item.batch, rows, item.head, pl.ds(first, columns)]
+            plgpu.copy_smem_to_gmem(staged, to, commit_group=False)
+        if pieces[0] == 0:
+            to = gmem.lse.at[item.batch, item.head, rows]
+            plgpu.copy_smem_to_gmem(smem.lse_smem.at[consumer.index], to, commit_group=False)
+        plgpu.commit_smem_to_gmem_group()
+    consumer.acc_ref[...] = plgpu.layout_cast(jnp.zeros_like(acc), TILE)

@@ -552,8 +552,16 @@ def _arguments(body: Any) -> tuple[str, ...]:
 def _run_scoped(body: Callable[..., Any], *makers: Any, collective_axes: Any = None, **named: Any) -> Any:
     """Calls `body` with what SMEM, ACC and Barrier make of its arguments' names."""
     names = itertools.chain(_arguments(body), itertools.repeat("more"))
-    args = [make and make(name) for name, make in zip(names, makers)]
+    args = [_made(make, name) for name, make in zip(names, makers)]
     return body(*args, **{name: make and make(name) for name, make in named.items()})
+
+
+def _made(make: Any, name: str) -> Any:
+    """What a maker makes; for a record of makers, the record of what these make."""
+    if not dataclasses.is_dataclass(make):
+        return make and make(name)
+    fields = {field.name: getattr(make, field.name) for field in dataclasses.fields(make)}
+    return type(make)(**{name: make and make(name) for name, make in fields.items()})
 
 
 def _run_state(body: Callable[[Accumulator], None]) -> Callable[[Accumulator], Tile]:
