@@ -41,10 +41,10 @@ def problems() -> dict[str, tuple[Any, str]]:
     """Name -> (case, direction)."""
     from cases import ATTENTION_CASES, MATMUL_CASES
 
-    from jaxkernels.bench.suites import SUITES
+    from jaxkernels.bench.suites import all_suites
 
     found: dict[str, tuple[Any, str]] = {}
-    for suite in SUITES.values():
+    for suite in all_suites().values():
         if suite.op != "train":
             found |= {f"{p.case.id} {p.direction}": (p.case, p.direction) for p in suite.problems}
     for case in (*MATMUL_CASES, *ATTENTION_CASES):

@@ -26,20 +26,24 @@ from typer.testing import CliRunner, Result
 
 import jaxkernels as jk
 from jaxkernels import cli
-from jaxkernels.bench import accuracy, baselines, lowering, plots, report, results, runner, suites, training
-from jaxkernels.bench.baselines import BASELINES, Baseline, Contender
+from jaxkernels.bench import accuracy, lowering, plots, report, results, runner, suites, training
 from jaxkernels.bench.lowering import Lowered, Workers
 from jaxkernels.bench.results import Results, Row, Side
-from jaxkernels.bench.suites import SUITES, Problem
 from jaxkernels.bench.telemetry import Reading, Telemetry
 from jaxkernels.cli import bench as bench_cli
 from jaxkernels.core import dispatch, hardware, measure
 from jaxkernels.core.errors import InputError
 from jaxkernels.core.measure import Samples, Visit
+from jaxkernels.core.problems import Baseline, Contender, Problem
 from jaxkernels.models.config import PRESETS
+from jaxkernels.ops.attention import baselines as attention_baselines
 from jaxkernels.ops.attention.cases import AttentionCase
+from jaxkernels.ops.matmul import baselines as matmul_baselines
 from jaxkernels.ops.matmul import reference as xla_matmul
+from jaxkernels.ops.matmul import suites as matmul_suites
 from jaxkernels.ops.matmul.cases import MatmulCase
+
+SUITES = suites.all_suites()
 
 DATA = pathlib.Path(__file__).parent / "data"
 #: `jaxkernels bench gemm --regime burst --json ...` on a machine with two CPU cores.
@@ -299,7 +303,7 @@ def test_a_wrong_kernel_gets_no_number(wrong_backend):
 
 def test_nan_is_wrong(monkeypatch):
     poisoned = Contender("poisoned", lambda x: jnp.where(jnp.arange(48) == 7, jnp.nan, x["lhs"] @ x["rhs"]))
-    monkeypatch.setitem(BASELINES, ("gemm", "xla"), Baseline(lambda *_: None, lambda problem: iter([poisoned])))
+    monkeypatch.setitem(matmul_baselines.BASELINES, "xla", Baseline(lambda *_: None, lambda problem: iter([poisoned])))
     (row,) = rows()
     assert row.refused["poisoned"] == "wrong: nan times as far from the reference as plain JAX"
     assert row.fastest_baseline is None
@@ -309,7 +313,9 @@ def test_nan_is_wrong(monkeypatch):
 def test_a_result_of_another_shape_or_dtype_is_no_result(monkeypatch):
     for function in (lambda x: (x["lhs"] @ x["rhs"])[:-1], lambda x: (x["lhs"] @ x["rhs"]).astype(jnp.bfloat16)):
         odd = Contender("odd", function)
-        monkeypatch.setitem(BASELINES, ("gemm", "xla"), Baseline(lambda *_: None, lambda problem, c=odd: iter([c])))
+        monkeypatch.setitem(
+            matmul_baselines.BASELINES, "xla", Baseline(lambda *_: None, lambda problem, c=odd: iter([c]))
+        )
         assert rows()[0].refused["odd"].startswith("TypeError: ")
 
 
@@ -318,7 +324,7 @@ def test_a_baseline_that_fails_is_recorded(monkeypatch):
         yield Contender("untraceable", lambda x: x["nothing"])
         raise ImportError("no such library")
 
-    monkeypatch.setitem(BASELINES, ("gemm", "cublaslt"), Baseline(lambda *_: None, contenders))
+    monkeypatch.setitem(matmul_baselines.BASELINES, "cublaslt", Baseline(lambda *_: None, contenders))
     (row,) = rows()
     assert row.refused["untraceable"] == "KeyError: 'nothing'"
     assert row.refused["cublaslt"] == "ImportError: no such library"
@@ -328,15 +334,15 @@ def test_a_baseline_that_fails_is_recorded(monkeypatch):
 def test_compiler_options_are_tried_until_the_program_is_what_is_wanted(monkeypatch):
     options = (dict(xla_cpu_enable_fast_math=False), dict(xla_cpu_enable_fast_math=True))
     contender = Contender("forced", lambda x: x["lhs"] @ x["rhs"], compiler_options=options, wanted="no such call")
-    monkeypatch.setitem(BASELINES, ("gemm", "xla"), Baseline(lambda *_: None, lambda problem: iter([contender])))
+    monkeypatch.setitem(matmul_baselines.BASELINES, "xla", Baseline(lambda *_: None, lambda problem: iter([contender])))
     assert rows()[0].refused["forced"] == "RuntimeError: XLA makes no call of 'no such call' of it"
     contender = dataclasses.replace(contender, wanted="dot")
-    monkeypatch.setitem(BASELINES, ("gemm", "xla"), Baseline(lambda *_: None, lambda problem: iter([contender])))
+    monkeypatch.setitem(matmul_baselines.BASELINES, "xla", Baseline(lambda *_: None, lambda problem: iter([contender])))
     assert rows()[0].fastest_baseline.name == "forced"
 
 
 def test_options_that_force_cublaslt_are_known_to_this_jaxlib():
-    for options in baselines._CUBLASLT:
+    for options in matmul_baselines._CUBLASLT:
         jax.jit(lambda x: x @ x, compiler_options=options)(jnp.ones((4, 4)))
 
 
@@ -348,7 +354,7 @@ def test_a_slow_baseline_is_looked_at_once(monkeypatch):
         yield Contender("slow", lambda x: product(x).astype(jnp.float16), finish=widen)
 
     monkeypatch.setattr(accuracy, "ALLOWED", 1e6)  # Rounded to 16 bits, the slow one is not right.
-    monkeypatch.setitem(BASELINES, ("gemm", "xla"), Baseline(lambda *_: None, contenders))
+    monkeypatch.setitem(matmul_baselines.BASELINES, "xla", Baseline(lambda *_: None, contenders))
     (row,) = rows(clock=FakeClock(lambda x: 1e-2 if x.dtype == jnp.float16 else 1e-3))  # Ten times as slow.
     slow = next(side for side in row.sides if side.name == "slow")
     assert (slow.samples, slow.seconds) == (None, 1e-2)
@@ -378,11 +384,11 @@ def test_large_attentions_are_checked_in_part(monkeypatch):
 
     def spoilt(problem: Problem) -> Iterator[Contender]:
         """Wrong in the last head of the last row only, which is in the part."""
-        right = next(baselines._attention_xla(problem))
+        right = next(attention_baselines._attention_xla(problem))
         spoil = lambda results: {name: x.at[-1, :, -1].mul(1.1) for name, x in results.items()}
         yield dataclasses.replace(right, finish=spoil)
 
-    monkeypatch.setitem(BASELINES, ("attention", "xla"), Baseline(lambda *_: None, spoilt))
+    monkeypatch.setitem(attention_baselines.BASELINES, "xla", Baseline(lambda *_: None, spoilt))
     assert rows(problem)[0].refused["xla"].startswith("wrong: ")
 
 
@@ -398,10 +404,10 @@ def test_large_products_are_checked_in_part(monkeypatch):
 
     def spoilt(problem: Problem) -> Iterator[Contender]:
         """Wrong in the last row of the last product only, which is in the part."""
-        right = next(baselines._gemm_xla(problem))
+        right = next(matmul_baselines._gemm_xla(problem))
         yield dataclasses.replace(right, finish=lambda results: {"out": results["out"].at[-1, -1].mul(1.1)})
 
-    monkeypatch.setitem(BASELINES, ("gemm", "xla"), Baseline(lambda *_: None, spoilt))
+    monkeypatch.setitem(matmul_baselines.BASELINES, "xla", Baseline(lambda *_: None, spoilt))
     assert rows(problem)[0].refused["xla"].startswith("wrong: ")
 
 
@@ -413,7 +419,7 @@ def test_the_sustained_regime_takes_what_bursts_find_fastest(monkeypatch):
             widen = lambda x, ndim=ndim: (x["lhs"] @ x["rhs"])[(None,) * ndim]
             yield Contender(name, widen, finish=lambda results: {"out": results["out"].reshape(32, 48)})
 
-    monkeypatch.setitem(BASELINES, ("gemm", "xla"), Baseline(lambda *_: None, contenders))
+    monkeypatch.setitem(matmul_baselines.BASELINES, "xla", Baseline(lambda *_: None, contenders))
     burst, sustained = rows(regimes=("burst", "sustained"), clock=FakeClock(lambda x: seconds[x.shape]))
     timed = lambda row: [side.name for side in row.sides if side.samples is not None]
     assert timed(burst) == ["xla", "first", "near", "far"]
@@ -551,14 +557,14 @@ def test_a_row_says_what_it_took():
     ],
 )
 def test_baselines_state_their_limits(name, problem, reason):
-    assert BASELINES[problem.op, name].refuses(problem, H200) == reason
+    assert suites.baselines_of(problem.op)[name].refuses(problem, H200) == reason
     if reason is None:
-        assert list(BASELINES[problem.op, name].contenders(problem))
+        assert list(suites.baselines_of(problem.op)[name].contenders(problem))
 
 
 @pytest.mark.parametrize("m", [64, 128, 4096])
 def test_jax_matmul_has_tilings_that_divide(m):
-    labels = [label for label, _ in baselines._pallas_matmul_configs(MatmulCase(m, 4096, 4096))]
+    labels = [label for label, _ in matmul_baselines._pallas_matmul_configs(MatmulCase(m, 4096, 4096))]
     assert labels[0] == {64: "64x256", 128: "128x256", 4096: "128x256 cluster"}[m]
 
 
@@ -1043,7 +1049,7 @@ def test_training_rows():
     assert [(side.name, side.is_ours) for side in step.sides] == [("xla", False), ("auto", True)]
     assert step.sides[1].error_ratio == 0
     assert step.refused["cudnn"] == "computes in 16 bits, not in float32"
-    assert baselines.cudnn_refuses("bfloat16", H200) is None
+    assert attention_baselines.cudnn_refuses("bfloat16", H200) is None
     assert step.tokens == 2 * 16
     assert step.refused["jaxkernels pallas"].startswith("NotImplementedError: ")
     assert "tokens/s" in results.line(step, step.ours[0])
@@ -1123,7 +1129,8 @@ def test_what_bench_refuses(arguments, message):
 
 
 def test_large_suites_are_named_where_there_is_no_gpu(monkeypatch):
-    monkeypatch.setitem(SUITES, "gemm-smoke", dataclasses.replace(SUITES["gemm-smoke"], problems=(SMALL,)))
+    smoke = dataclasses.replace(SUITES["gemm-smoke"], problems=(SMALL,))
+    monkeypatch.setattr(matmul_suites, "SUITES", (smoke, *matmul_suites.SUITES[1:]))
     result = invoke("bench", "gemm", "--regime", "burst")
     assert result.exit_code == 0
     assert result.stdout.splitlines()[0] == (

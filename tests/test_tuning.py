@@ -25,11 +25,14 @@ from jaxkernels.cli import tune as tune_cli
 from jaxkernels.core import dispatch, hardware, winners
 from jaxkernels.core.dispatch import Entry
 from jaxkernels.core.measure import Call, MeasureError
+from jaxkernels.core.registry import OPERATIONS
 from jaxkernels.core.types import ArrayType
+from jaxkernels.ops.attention import tuning as attention_tuning
 from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.ops.matmul import tuning as matmul_tuning
 from jaxkernels.ops.matmul.spec import MatmulSpec
 from jaxkernels.tuning import autotune as autotune_lib
-from jaxkernels.tuning import operands, tuner
+from jaxkernels.tuning import tuner
 
 CPU = hardware.host()
 A = np.ones((5, 7), np.float32)
@@ -341,7 +344,7 @@ def reference(op: str, spec: AttentionSpec, made: Any) -> list[np.ndarray]:
 
 def test_lengths_and_segments_are_sensible():
     spec = attention_spec(query_lengths=True, key_lengths=True, segments=True)
-    *_, query_lengths, key_lengths, query_segments, key_segments = operands.make(
+    *_, query_lengths, key_lengths, query_segments, key_segments = attention_tuning.operands(
         "attention_forward", spec, jax.devices("cpu")[0]
     )
     assert all(3 <= length <= 6 for length in query_lengths.tolist())
@@ -354,23 +357,25 @@ def test_lengths_and_segments_are_sensible():
 def test_attention_operands_and_their_first_heads(op):
     """With every optional operand. The first heads give the same numbers as that part of the whole."""
     spec = attention_spec(**ALL)
-    made = operands.make(op, spec, jax.devices("cpu")[0])
+    made = attention_tuning.operands(op, spec, jax.devices("cpu")[0])
     whole = reference(op, spec, made)
     assert all(np.isfinite(out).all() for out in whole)
-    small, cut_operands, cut_results = operands.first_heads(op, spec)
+    small, cut_operands, cut_results = attention_tuning.part_to_check(op, spec)
     assert (small.q.shape, small.k.shape, small.group_size) == ((1, 6, 2, 8), (1, 9, 1, 8), 2)
     part = cut_operands([np.asarray(x) for x in made])
     for x, y in zip(reference(op, small, part), cut_results(whole), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
-def test_operands_are_the_same_every_time_and_need_a_rule():
+def test_operands_are_the_same_every_time_and_need_a_rule(monkeypatch):
     cpu = jax.devices("cpu")[0]
-    for x, y in zip(*(operands.make("matmul", make_spec(), cpu) for _ in range(2)), strict=True):
+    for x, y in zip(*(matmul_tuning.operands("matmul", make_spec(), cpu) for _ in range(2)), strict=True):
         np.testing.assert_array_equal(x, y)
-    message = "tuning: there is no rule for the operands of 'conv'. Add one to jaxkernels.tuning.operands."
+    message = "tuning: tests has no rule for the operands of matmul. Add tests.tuning."
+    operation = dataclasses.replace(OPERATIONS["matmul"], folder="tests")
+    monkeypatch.setitem(OPERATIONS, "matmul", operation)
     with raises_exactly(NotImplementedError, message):
-        operands.make("conv", make_spec(), cpu)
+        tuner._tuning_of("matmul")
 
 
 def test_attention_is_checked_and_tuned(lab):
@@ -456,8 +461,7 @@ def test_autotune_goes_on_where_one_operation_cannot_be_tuned(lab, monkeypatch):
     def fail(*args: Any) -> Any:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\ndetails")
 
-    make = operands.make
-    monkeypatch.setattr(operands, "make", lambda op, *xs: fail() if op.startswith("att") else make(op, *xs))
+    monkeypatch.setattr(attention_tuning, "operands", fail)
     f = lambda a, b, q: (jk.dot_product_attention(q, q, q), jk.matmul(a, b))
     report = jk.autotune(f, A, B, Q, top=1)
     assert [result.op for result in report.results] == ["matmul"]
@@ -527,7 +531,7 @@ def test_tuning_takes_the_default_where_it_cannot_measure(lab, monkeypatch):
     def fail(*args: Any) -> Any:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr(operands, "make", fail)
+    monkeypatch.setattr(matmul_tuning, "operands", fail)
     with jk.tuning(), pytest.warns(UserWarning, match=r"out of memory\. The default configuration stays\."):
         assert jk.matmul(A, B)[0, 0] == 7
 
@@ -628,7 +632,9 @@ def test_command_refuses_in_one_line():
     )
     assert "64x64" in refusal("gemm", "--shapes=64x64")
     assert "no-such-suite" in refusal("attention", "--suite=no-such-suite")
-    assert invoke("conv", "--shapes=64x64x64").exit_code == 2
+    assert refusal("conv", "--shapes=64x64x64") == (
+        "error: tune: unknown operation 'conv'; use one of gemm, attention.\n"
+    )
 
 
 @contextlib.contextmanager

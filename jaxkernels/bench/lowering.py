@@ -25,10 +25,9 @@ import numpy as np
 from jax import export
 
 import jaxkernels as jk
-from jaxkernels.bench.baselines import Contender
-from jaxkernels.bench.suites import Problem
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.hardware import Chip
+from jaxkernels.core.problems import Contender, Problem
 
 __all__ = ["Lowered", "Workers", "lower", "masks", "our_function", "save", "shapes", "struct"]
 

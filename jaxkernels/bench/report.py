@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jaxkernels.bench import results as results_lib
 from jaxkernels.bench.results import Results, Row, Side
-from jaxkernels.bench.suites import SUITES
+from jaxkernels.bench.suites import all_suites
 from jaxkernels.core.errors import InputError
 from jaxkernels.core.measure import REGIMES
 
@@ -68,7 +68,7 @@ class Library:
         if suite not in self._found:
             known = ", ".join(self._found) or "none"
             raise InputError(f"report: no results of suite {suite!r} in {self._folder}; there are: {known}.")
-        problems = SUITES[suite].problems if suite in SUITES else ()
+        problems = all_suites()[suite].problems if suite in all_suites() else ()
         places = {problem.key(suite): i for i, problem in enumerate(problems)}
         return sorted(self._found[suite].values(), key=lambda found: places.get(found.row.problem, len(places)))
 

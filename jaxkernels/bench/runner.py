@@ -22,14 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkernels.bench import accuracy, lowering
-from jaxkernels.bench.baselines import BASELINES, Contender, baseline_names
 from jaxkernels.bench.lowering import Lowered, Workers
 from jaxkernels.bench.results import Row, Side
-from jaxkernels.bench.suites import Problem, peak_flops_per_s
+from jaxkernels.bench.suites import baselines_of, peak_flops_per_s
 from jaxkernels.bench.telemetry import Telemetry
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.cases import Draw
 from jaxkernels.core.measure import Call, Clock, Regime, Samples, clock_for, measure, num_rotations
+from jaxkernels.core.problems import Contender, Problem
 
 __all__ = ["Settings", "our_key", "run"]
 
@@ -170,10 +170,10 @@ class _Plan:
         self._compiling[our_key(name)] = self._submit(functools.partial(_compile, contender, True, lower))
 
     def _baselines(self) -> Iterator[Contender]:
-        op = self.problem.op
-        names = baseline_names(op) if self._settings.baselines is None else self._settings.baselines
+        known = baselines_of(self.problem.op)
+        names = tuple(known) if self._settings.baselines is None else self._settings.baselines
         for name in names:
-            baseline = BASELINES[op, name]
+            baseline = known[name]
             if (reason := baseline.refuses(self.problem, self._chip)) is not None:
                 self._refused[name] = reason
                 continue

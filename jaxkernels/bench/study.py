@@ -22,10 +22,11 @@ import numpy as np
 
 import jaxkernels as jk
 from jaxkernels.bench import results
-from jaxkernels.bench.suites import Problem, peak_flops_per_s
+from jaxkernels.bench.suites import peak_flops_per_s
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.errors import InputError
 from jaxkernels.core.measure import Call, Clock, clock_for, measure
+from jaxkernels.core.problems import Problem
 from jaxkernels.ops.matmul.cases import MatmulCase
 
 __all__ = ["Point", "Variant", "load", "lower", "plot", "save", "study", "variants"]

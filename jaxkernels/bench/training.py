@@ -11,13 +11,13 @@ import jax
 import numpy as np
 
 from jaxkernels.bench import accuracy
-from jaxkernels.bench.baselines import cudnn_refuses
 from jaxkernels.bench.results import Row, Side
 from jaxkernels.bench.runner import Settings, our_key
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.measure import Call, WallClock, measure
 from jaxkernels.models.config import TrainingConfig, training_config
 from jaxkernels.models.training import Trainer, peak_flops_per_s
+from jaxkernels.ops.attention.baselines import cudnn_refuses
 
 __all__ = ["run"]
 

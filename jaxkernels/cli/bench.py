@@ -25,7 +25,6 @@ from jaxkernels.models.progress import plain_console
 if TYPE_CHECKING:
     from jaxkernels.bench.results import Results, Row
     from jaxkernels.bench.runner import Settings
-    from jaxkernels.bench.suites import Op
 
 __all__ = ["bench", "report", "study"]
 
@@ -114,8 +113,8 @@ def bench(
     from jaxkernels.bench import suites
 
     console = plain_console()
-    if op not in suites.OPS:
-        raise InputError(f"bench: unknown operation {op!r}; use one of {', '.join(suites.OPS)}.")
+    if op not in suites.kinds():
+        raise InputError(f"bench: unknown operation {op!r}; use one of {', '.join(suites.kinds())}.")
     if suite == ["list"]:
         _list_suites(op, console)
         return
@@ -170,24 +169,24 @@ def _is_wrong(row: Row) -> bool:
     return any(reason.startswith("wrong:") for reason in ours)
 
 
-def _list_suites(op: Op, console: Console) -> None:
-    from jaxkernels.bench.suites import SUITES
+def _list_suites(op: str, console: Console) -> None:
+    from jaxkernels.bench.suites import all_suites
 
-    for suite in SUITES.values():
+    for suite in all_suites().values():
         if suite.op == op:
             size = f"{len(suite.problems):4} rows" if suite.problems else "one preset"
             console.print(f"{suite.name:20} {size}  {suite.source}")
 
 
-def _settings(op: Op, regimes: list[str] | None, backends: list[str] | None, baselines: list[str] | None) -> Settings:
+def _settings(op: str, regimes: list[str] | None, backends: list[str] | None, baselines: list[str] | None) -> Settings:
     import jax
 
-    from jaxkernels.bench.baselines import baseline_names
     from jaxkernels.bench.runner import Settings
+    from jaxkernels.bench.suites import baselines_of
     from jaxkernels.bench.telemetry import Telemetry
     from jaxkernels.core.measure import REGIMES
 
-    known_baselines = baseline_names(op)
+    known_baselines = tuple(baselines_of(op))
     given = {
         "regime": (regimes, REGIMES),
         "backend": (backends, dispatch.backend_names()),
@@ -212,7 +211,7 @@ def _settings(op: Op, regimes: list[str] | None, backends: list[str] | None, bas
 
 
 def _work(
-    op: Op,
+    op: str,
     names: list[str],
     shapes: list[str],
     rows: int | None,
@@ -263,7 +262,7 @@ _SAVE_SECONDS = 20.0
 
 
 def _run(
-    op: Op,
+    op: str,
     work: list[tuple[str, Any]],
     settings: Settings,
     console: Console,

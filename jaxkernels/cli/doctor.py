@@ -11,14 +11,10 @@ import platform
 import re
 
 import jax
-import jax.numpy as jnp
 
-from jaxkernels.core import dispatch, hardware
+from jaxkernels.core import dispatch, hardware, registry
 from jaxkernels.core.folders import cache_root
-from jaxkernels.core.types import ArrayType
 from jaxkernels.core.versions import installed_version
-from jaxkernels.ops.attention.spec import AttentionSpec
-from jaxkernels.ops.matmul.spec import MatmulSpec
 
 __all__ = ["Availability", "Report", "as_json", "as_text", "examine"]
 
@@ -139,16 +135,6 @@ def _driver() -> str:
     return f"NVIDIA {found.group()}, runs programs up to {cuda}" if found else f"runs programs up to {cuda}"
 
 
-def _probe(op: str, chip: hardware.Chip) -> MatmulSpec | AttentionSpec:
-    """A plain case that every backend should take: large, aligned, bfloat16."""
-    array = lambda *shape: ArrayType(shape, jnp.dtype(jnp.bfloat16))
-    if op == "matmul":
-        square = array(1024, 1024)
-        return MatmulSpec(square, square, (((1,), (0,)), ((), ())), jnp.dtype(jnp.bfloat16), chip)
-    heads = array(2, 1024, 8, 128)
-    return AttentionSpec(heads, heads, heads, scale=1.0, target=chip, causal=True)
-
-
 def _kernel_reasons(name: str, chip: hardware.Chip) -> list[str]:
     """Why a backend's kernels do not run on the chip: there are none, they do not load, or say so themselves."""
     if name not in dispatch.backend_names():
@@ -158,7 +144,8 @@ def _kernel_reasons(name: str, chip: hardware.Chip) -> list[str]:
         if backend != name:
             continue
         try:
-            reason = dispatch.load(op, name).unsupported(_probe(op, chip))
+            part = registry.part(registry.operation_of(op), "tuning")
+            reason = None if part is None else dispatch.load(op, name).unsupported(part.probe(chip))
         except ImportError as e:
             reason = str(e)
         platforms = dispatch.REGISTRY[op, name].platforms

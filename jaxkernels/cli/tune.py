@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import pathlib
 from collections.abc import Iterable, Iterator
@@ -17,20 +16,14 @@ from jaxkernels.bench import suites
 from jaxkernels.core import dispatch, hardware, winners
 from jaxkernels.core.errors import InputError
 from jaxkernels.core.explain import explain
+from jaxkernels.core.problems import Problem
 from jaxkernels.tuning import tuner
 
 __all__ = ["tune"]
 
 
-class Operation(enum.StrEnum):
-    """What can be tuned."""
-
-    GEMM = "gemm"
-    ATTENTION = "attention"
-
-
 def tune(
-    op: Annotated[Operation, typer.Argument(help="Products, or attentions (forward and backward passes).")],
+    op: Annotated[str, typer.Argument(help="An operation, with its gradients: gemm, attention.")],
     shapes: Annotated[
         list[str] | None,
         typer.Option(
@@ -56,6 +49,9 @@ def tune(
 
     `jaxkernels tune gemm --shapes 4096x4096x4096,8192x8192x8192:nt`
     """
+    operations = suites.kinds()[:-1]
+    if op not in operations:
+        raise InputError(f"tune: unknown operation {op!r}; use one of {', '.join(operations)}.")
     if backend is not None and backend not in dispatch.backend_names():
         raise InputError(
             f"tune: unknown backend {backend!r}; use one of {', '.join(dispatch.backend_names())}, "
@@ -63,8 +59,8 @@ def tune(
         )
     if not shapes and not suite:
         raise InputError("tune: nothing to tune; name sizes with --shapes or a suite with --suite.")
-    problems = [suites.parse_shape(op.value, text) for item in shapes or [] for text in item.split(",")]
-    problems += [p for s in suites.select(op.value, suite, has_gpu=True)[0] for p in s.problems] if suite else []
+    problems = [suites.parse_shape(op, text) for item in shapes or [] for text in item.split(",")]
+    problems += [p for s in suites.select(op, suite, has_gpu=True)[0] for p in s.problems] if suite else []
     chip = hardware.chip_of(jax.devices()[0])
     if chip.platform != "cuda":
         raise InputError(f"tune: needs a CUDA GPU to measure on; this machine has {chip}.")
@@ -87,8 +83,8 @@ def tune(
         raise InputError(f"tune: {failed} kernels could not be tuned; their reasons stand above.")
 
 
-def _kernels(problems: Iterable[suites.Problem], backend: str | None) -> Iterator[tuple[str, Any]]:
-    """The (operation, spec) of every kernel that the problems call: of an attention those of its gradient too."""
+def _kernels(problems: Iterable[Problem], backend: str | None) -> Iterator[tuple[str, Any]]:
+    """The (operation, spec) of every kernel that the problems call: those of the gradients, too."""
     for problem in problems:
         case = problem.case
         operands: dict[str, Any] = {
@@ -96,7 +92,7 @@ def _kernels(problems: Iterable[suites.Problem], backend: str | None) -> Iterato
         }
         operands |= case.masks(np.random.default_rng(0))
 
-        def program(operands: dict[str, Any], problem: suites.Problem = problem) -> Any:
+        def program(operands: dict[str, Any], problem: Problem = problem) -> Any:
             case = problem.case
             run = lambda moved: case.forward(operands | moved, backend=backend)
             if not case.one_reference and problem.direction == "forward":

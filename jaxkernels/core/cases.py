@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
 import jax
@@ -13,11 +13,13 @@ import numpy as np
 
 from jaxkernels.core.types import ArrayType
 
-__all__ = ["Case", "Direction", "Draw", "Operands", "Part", "Size", "random_array", "random_on_device"]
+__all__ = ["Case", "Cut", "Direction", "Draw", "Operands", "Part", "Size", "random_array", "random_on_device", "whole"]
 
 Size = Literal["small", "real"]
 Direction = Literal["forward", "backward"]
 Operands = dict[str, np.ndarray]
+#: Takes a part of each of some arrays.
+Cut = Callable[[Sequence[Any]], list[Any]]
 
 
 def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> np.ndarray:
@@ -162,3 +164,8 @@ def _on_device(key: jax.Array, array: ArrayType) -> jax.Array:
     if jnp.issubdtype(array.dtype, jnp.integer):
         return jax.random.randint(key, array.shape, 0, 8).astype(array.dtype)
     return jax.random.normal(key, array.shape, jnp.float32).astype(array.dtype)
+
+
+def whole[T](spec: T) -> tuple[T, Cut, Cut]:
+    """All of a problem, as the part of it that is checked: the spec, and what cuts operands and results."""
+    return spec, list, list

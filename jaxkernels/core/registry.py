@@ -1,15 +1,27 @@
 """Every operation: the folder that describes it, and the backends that compute its kernels.
 
-An operation is one line of `OPERATIONS`. Its folder has what is particular to it (its public function, its spec, its
-rules, its reference, its cases). A backend has a module for each design: for each kernel that can compute it.
+An operation is one line of `OPERATIONS`. Its folder has what is particular to it: its public function, its spec, its
+rules and its reference, and up to four modules that tests, benchmarks, tuning and `doctor` find by their names:
+
+- `cases`: `CASE`, its problems as data (`jaxkernels.core.cases.Case`);
+- `suites`: `SUITES`, what `jaxkernels bench` times;
+- `baselines`: `BASELINES`, name -> another way to compute a problem;
+- `tuning`: `operands(kernel, spec, device)`, what kernels are measured on; `part_to_check(kernel, spec)`, what is
+  checked of their results; and `probe(chip)`, a plain spec that every backend should take.
+
+A backend has a module for each design: for each kernel that can compute it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.util
 from collections.abc import Mapping
+from types import ModuleType
+from typing import Literal
 
-__all__ = ["OPERATIONS", "Entry", "Operation", "entries"]
+__all__ = ["OPERATIONS", "Entry", "Operation", "entries", "operation_of", "part"]
 
 _CUDA = ("cuda",)
 
@@ -85,3 +97,14 @@ def entries() -> dict[tuple[str, str], Entry]:
         for kernel, backends in operation.kernels.items()
         for backend, entry in backends.items()
     }
+
+
+def operation_of(kernel: str) -> str:
+    """The operation that a kernel belongs to."""
+    return next(name for name, operation in OPERATIONS.items() if kernel in operation.kernels)
+
+
+def part(name: str, module: Literal["cases", "suites", "baselines", "tuning"]) -> ModuleType | None:
+    """A module of an operation's folder, or None if the folder has none of this name."""
+    path = f"{OPERATIONS[name].folder}.{module}"
+    return None if importlib.util.find_spec(path) is None else importlib.import_module(path)

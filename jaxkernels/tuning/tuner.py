@@ -21,12 +21,11 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxkernels.core import _jax, dispatch, hardware
+from jaxkernels.core import _jax, dispatch, hardware, registry
 from jaxkernels.core.arguments import positive_number, positive_whole
 from jaxkernels.core.measure import Call, MeasureError, num_rotations
 from jaxkernels.core.measure import measure as bench_measure
 from jaxkernels.core.types import ArrayType
-from jaxkernels.tuning import operands as operands_lib
 
 __all__ = ["Candidate", "Measure", "Result", "TuningError", "check_settings", "device_for", "tune"]
 
@@ -211,6 +210,15 @@ def _neighbours(config: Any, space: Iterable[Any]) -> list[Any]:
     return [other for other in space if type(other) is type(config) and distance(other) == 1]
 
 
+def _tuning_of(kernel: str) -> Any:
+    """The module `tuning` of the folder of a kernel's operation."""
+    operation = registry.operation_of(kernel)
+    if (part := registry.part(operation, "tuning")) is None:
+        folder = registry.OPERATIONS[operation].folder
+        raise NotImplementedError(f"tuning: {folder} has no rule for the operands of {kernel}. Add {folder}.tuning.")
+    return part
+
+
 class _Trial:
     """The candidates of one spec: compiled, checked and timed in batches."""
 
@@ -221,10 +229,11 @@ class _Trial:
         self._tried: dict[tuple[str, Any], Candidate] = {}
         self._new: list[Candidate] = []
         with jax.default_device(device):
-            self._operands = operands_lib.make(op, spec, device)
+            part = _tuning_of(op)
+            self._operands = part.operands(op, spec, device)
             run, config = dispatch.load(op, "xla").run, dispatch.default_config(op, "xla", spec)
             self._types = jax.eval_shape(lambda *xs: jax.tree.leaves(run(spec, config, *xs)), *self._operands)
-            small, cut_operands, cut_results = operands_lib.first_heads(op, spec)
+            small, cut_operands, cut_results = part.part_to_check(op, spec)
             reference = jax.jit(lambda *xs: jax.tree.leaves(run(small, config, *cut_operands(xs))))
             with self._tracing():
                 self._expected = jax.block_until_ready(reference(*self._operands))

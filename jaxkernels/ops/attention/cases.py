@@ -15,7 +15,7 @@ from jaxkernels.core.cases import Direction, Draw, Operands, Part, Size
 from jaxkernels.ops.attention.api import dot_product_attention
 from jaxkernels.ops.attention.oracle import plain_attention, plain_attention_by_heads
 
-__all__ = ["AttentionCase"]
+__all__ = ["CASE", "AttentionCase"]
 
 #: Elements of the (B, N, T, S) logits that a reference may hold at once: 1 GiB in float64.
 _MAX_LOGITS = 2**27
@@ -265,3 +265,6 @@ class AttentionCase:
 
     def reference(self, operands: dict[str, Any]) -> jax.Array:
         return plain_attention_by_heads(self, operands)
+
+
+CASE = AttentionCase

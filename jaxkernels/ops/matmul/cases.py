@@ -16,7 +16,7 @@ from jaxkernels.ops.matmul.api import dot_general, matmul
 from jaxkernels.ops.matmul.oracle import plain_matmul
 from jaxkernels.ops.matmul.spec import Activation
 
-__all__ = ["MatmulCase"]
+__all__ = ["CASE", "MatmulCase"]
 
 #: FLOPs that the reference of a product may take: some 20 ms of an H200's float64 tensor cores.
 _MAX_FLOPS = 1e12
@@ -204,3 +204,6 @@ class MatmulCase:
 
     def reference(self, operands: dict[str, Any]) -> jax.Array:
         return plain_matmul(self, operands)
+
+
+CASE = MatmulCase
