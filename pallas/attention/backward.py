@@ -133,8 +133,14 @@ def gradients(
         k, v = (jnp.repeat(x, num_parts, axis=2) for x in (k, v))
     head_dim, value_dim = padded_head_dims(spec, head_multiple)
     rows = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % 8)))
-    tiles = ((given.q, head_dim), (k, head_dim), (v, value_dim), (given.dout, value_dim))
-    operands = Operands(*(pad_heads(x, dim) for x, dim in tiles), rows(lse * LOG2E), rows(delta))
+    operands = Operands(
+        q=pad_heads(given.q, head_dim),
+        k=pad_heads(k, head_dim),
+        v=pad_heads(v, value_dim),
+        dout=pad_heads(given.dout, value_dim),
+        lse=rows(lse * LOG2E),
+        delta=rows(delta),
+    )
     padded = kernels(in_parts(spec, num_parts), operands)
     dq, dk, dv = (grad[:, : x.shape[1], :, : x.shape[3]] for grad, x in zip(padded, (given.q, k, v)))
     if num_parts > 1:
