@@ -23,7 +23,6 @@ from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.ops.matmul.spec import MatmulSpec
-from jaxkernels.pallas.attention import backward as attention_backward
 from jaxkernels.pallas.attention import forward as attention_forward
 from jaxkernels.pallas.matmul import gemm as matmul
 
@@ -87,7 +86,8 @@ def test_attention_cases_lower(case: AttentionCase) -> None:
 
 
 def test_a_named_backend_refuses_a_gradient_only_where_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_backward, "unsupported", lambda spec: "is left out here")
+    for design in dispatch.load("attention_backward", "pallas").designs:
+        monkeypatch.setattr(design, "unsupported", lambda spec: "is left out here")
     x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
     attend = functools.partial(jk.dot_product_attention, backend="pallas")
     assert chosen(attend, x, x, x) == [("attention_forward", "pallas")]
@@ -182,7 +182,9 @@ def test_every_attention_default_lowers(head_dims: tuple[int, int], dtype: str) 
         )
         lower(forward, *qkv, *extras)
         backward = functools.partial(
-            attention_backward.run, spec, dispatch.default_config("attention_backward", "pallas", spec)
+            dispatch.load("attention_backward", "pallas").run,
+            spec,
+            dispatch.default_config("attention_backward", "pallas", spec),
         )
         lower(backward, *qkv, *extras, out, rows, out, rows)
         if causal == offset:

@@ -18,8 +18,8 @@ from jax import export
 import jaxkernels as jk
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.types import ArrayType
+from jaxkernels.ops.attention import tuning as attention_tuning
 from jaxkernels.ops.attention.spec import AttentionSpec
-from jaxkernels.tuning import operands
 
 
 @contextlib.contextmanager
@@ -132,9 +132,9 @@ def test_operands_to_measure_on_are_the_same() -> None:
         query_offset=True,
     )
     device = jax.devices("cpu")[0]
-    usual = operands.make("attention_backward", spec, device)
+    usual = attention_tuning.operands("attention_backward", spec, device)
     with x64():
-        made = operands.make("attention_backward", spec, device)
+        made = attention_tuning.operands("attention_backward", spec, device)
     assert [ArrayType.of(x) for x in made[3:8]] == extra_types(spec)
     for x, y in zip(made, usual, strict=True):
         np.testing.assert_array_equal(x, y, strict=True)
