@@ -27,6 +27,8 @@ from jaxkernels.pallas.attention import forward as attention_forward
 from jaxkernels.pallas.matmul import gemm as matmul
 
 _H200 = hardware.lookup("NVIDIA H200")
+#: All designs of the backward pass.
+ATTENTION_BACKWARD = dispatch.load("attention_backward", "pallas")
 
 
 def lower(f: Callable[..., Any], *operands: Any) -> str:
@@ -195,4 +197,4 @@ def test_every_attention_default_lowers(head_dims: tuple[int, int], dtype: str) 
             for deterministic in (False, True):
                 masked = dataclasses.replace(masked, deterministic=deterministic)
                 config = dispatch.default_config("attention_backward", "pallas", masked)
-                lower(functools.partial(attention_backward.run, masked, config), *qkv, *integers, out, rows, out, rows)
+                lower(functools.partial(ATTENTION_BACKWARD.run, masked, config), *qkv, *integers, out, rows, out, rows)
