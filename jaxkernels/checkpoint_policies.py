@@ -24,8 +24,8 @@ from typing import Any
 
 import jax
 
-from jaxkernels.ops.attention.api import SAVED_NAMES
-from jaxkernels.ops.matmul.api import dot_general_op, matmul_op
+from jaxkernels.ops.attention.rules import SAVED_NAMES
+from jaxkernels.ops.matmul.rules import dot_general_op, matmul_op
 
 __all__ = [
     "checkpoint_dots",

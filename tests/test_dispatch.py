@@ -21,10 +21,11 @@ import jaxkernels as jk
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.dispatch import Entry
 from jaxkernels.core.types import ArrayType
-from jaxkernels.ops.attention.api import Attention, forward_op
 from jaxkernels.ops.attention.reference_forward import Config as ForwardConfig
+from jaxkernels.ops.attention.rules import forward_op
+from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.ops.matmul import reference as xla_matmul
-from jaxkernels.ops.matmul.api import Product, dot_general_op
+from jaxkernels.ops.matmul.rules import dot_general_op
 from jaxkernels.ops.matmul.spec import MatmulSpec
 
 REAL = [name for name in dispatch.backend_names() if name != "xla"]
@@ -211,10 +212,11 @@ def test_config_of_a_public_call_is_the_forward_kernels():
 
 def test_derivatives_choose_their_own_config():
     """The forward kernel's configuration means nothing to the backward kernel."""
-    static = Attention(scale=1.0)
-    forward = lambda *xs: forward_op(*xs, static=static, backend="xla", config=ForwardConfig())[0].sum()
-    product = Product((((1,), (0,)), ((), ())), A.dtype)
-    multiply = lambda a, b: dot_general_op(a, b, static=product, backend="xla", config=xla_matmul.Config()).sum()
+    attention = AttentionSpec(*[ArrayType.of(Q)] * 3, scale=1.0, target=hardware.host())
+    attend = functools.partial(forward_op, attention, backend="xla", config=ForwardConfig())
+    forward = lambda q, k, v: attend(dict(q=q, k=k, v=v))[0].sum()
+    product = functools.partial(dot_general_op, matmul_spec(), backend="xla", config=xla_matmul.Config())
+    multiply = lambda a, b: product(dict(lhs=a, rhs=b)).sum()
     for f, xs in ((forward, (Q, Q, Q)), (multiply, (A, B))):
         equations = jax.make_jaxpr(jax.grad(f, (0, 1)))(*xs).eqns
         of_forward, *of_derivatives = [e.params["config"] for e in equations if e.primitive.name.startswith("jk_")]

@@ -17,7 +17,7 @@ from numerics import assert_close
 
 import jaxkernels as jk
 from jaxkernels.core import _jax, dispatch
-from jaxkernels.ops.matmul.api import dot_general_op
+from jaxkernels.ops.matmul.rules import dot_general_op
 
 PLATFORMS = ("cpu", "cuda")
 

@@ -81,7 +81,7 @@ def test_sharding(kind: AxisType) -> None:
 def test_explain_and_refusals() -> None:
     text = str(jk.explain(scale_rows, *arrays()))
     assert text.splitlines()[1:] == [
-        "scale_rows  f32[16,6] * f32[16]",
+        "scale_rows  x f32[16,6] s f32[16]",
         "  -> pallas  Config(block=8)",
     ]
     (choice,) = jk.explain(scale_rows, *arrays(7)).choices

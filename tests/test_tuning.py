@@ -25,11 +25,9 @@ from jaxkernels.cli import tune as tune_cli
 from jaxkernels.core import dispatch, hardware, winners
 from jaxkernels.core.dispatch import Entry
 from jaxkernels.core.measure import Call, MeasureError
-from jaxkernels.core.registry import OPERATIONS
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention import tuning as attention_tuning
 from jaxkernels.ops.attention.spec import AttentionSpec
-from jaxkernels.ops.matmul import tuning as matmul_tuning
 from jaxkernels.ops.matmul.spec import MatmulSpec
 from jaxkernels.tuning import autotune as autotune_lib
 from jaxkernels.tuning import tuner
@@ -367,15 +365,12 @@ def test_attention_operands_and_their_first_heads(op):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
-def test_operands_are_the_same_every_time_and_need_a_rule(monkeypatch):
+def test_operands_are_the_same_every_time():
     cpu = jax.devices("cpu")[0]
-    for x, y in zip(*(matmul_tuning.operands("matmul", make_spec(), cpu) for _ in range(2)), strict=True):
+    first, second = (tuner._operands("matmul", make_spec(), cpu) for _ in range(2))
+    assert [x.shape for x in first] == [(5, 7), (7, 3)]
+    for x, y in zip(first, second, strict=True):
         np.testing.assert_array_equal(x, y)
-    message = "tuning: tests has no rule for the operands of matmul. Add tests.tuning."
-    operation = dataclasses.replace(OPERATIONS["matmul"], folder="tests")
-    monkeypatch.setitem(OPERATIONS, "matmul", operation)
-    with raises_exactly(NotImplementedError, message):
-        tuner._tuning_of("matmul")
 
 
 def test_attention_is_checked_and_tuned(lab):
@@ -531,7 +526,7 @@ def test_tuning_takes_the_default_where_it_cannot_measure(lab, monkeypatch):
     def fail(*args: Any) -> Any:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr(matmul_tuning, "operands", fail)
+    monkeypatch.setattr(tuner, "_operands", fail)
     with jk.tuning(), pytest.warns(UserWarning, match=r"out of memory\. The default configuration stays\."):
         assert jk.matmul(A, B)[0, 0] == 7
 

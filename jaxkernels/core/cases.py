@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxkernels.core.types import ArrayType
 
-__all__ = ["Case", "Cut", "Direction", "Draw", "Operands", "Part", "Size", "random_array", "random_on_device", "whole"]
+__all__ = ["Case", "Cut", "Direction", "Draw", "Operands", "Part", "Size", "random_array", "random_on_device"]
 
 Size = Literal["small", "real"]
 Direction = Literal["forward", "backward"]
@@ -164,8 +164,3 @@ def _on_device(key: jax.Array, array: ArrayType) -> jax.Array:
     if jnp.issubdtype(array.dtype, jnp.integer):
         return jax.random.randint(key, array.shape, 0, 8).astype(array.dtype)
     return jax.random.normal(key, array.shape, jnp.float32).astype(array.dtype)
-
-
-def whole[T](spec: T) -> tuple[T, Cut, Cut]:
-    """All of a problem, as the part of it that is checked: the spec, and what cuts operands and results."""
-    return spec, list, list

@@ -1,13 +1,15 @@
 """Every operation: the folder that describes it, and the backends that compute its kernels.
 
-An operation is one line of `OPERATIONS`. Its folder has what is particular to it: its public function, its spec, its
-rules and its reference, and up to four modules that tests, benchmarks, tuning and `doctor` find by their names:
+An operation is one line of `OPERATIONS`. Its folder has what is particular to it: its public function, its spec with
+named operands (`jaxkernels.core.operands`), its rules and its reference, and up to four modules that tests, benchmarks,
+tuning and `doctor` find by their names:
 
 - `cases`: `CASE`, its problems as data (`jaxkernels.core.cases.Case`);
 - `suites`: `SUITES`, what `jaxkernels bench` times;
 - `baselines`: `BASELINES`, name -> another way to compute a problem;
-- `tuning`: `operands(kernel, spec, device)`, what kernels are measured on; `part_to_check(kernel, spec)`, what is
-  checked of their results; and `probe(chip)`, a plain spec that every backend should take.
+- `tuning`: `probe(chip)`, a plain spec that every backend should take, for `doctor`. Where the spec's own draw will not
+  do, also `operands(kernel, spec, device)`, what kernels are measured on; and where not all results can be checked,
+  `part_to_check(kernel, spec)`.
 
 A backend has a module for each design: for each kernel that can compute it.
 """

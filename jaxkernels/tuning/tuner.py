@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from jaxkernels.core import _jax, dispatch, hardware, registry
 from jaxkernels.core.arguments import positive_number, positive_whole
+from jaxkernels.core.cases import Cut
 from jaxkernels.core.measure import Call, MeasureError, num_rotations
 from jaxkernels.core.measure import measure as bench_measure
 from jaxkernels.core.types import ArrayType
@@ -210,13 +211,18 @@ def _neighbours(config: Any, space: Iterable[Any]) -> list[Any]:
     return [other for other in space if type(other) is type(config) and distance(other) == 1]
 
 
-def _tuning_of(kernel: str) -> Any:
-    """The module `tuning` of the folder of a kernel's operation."""
-    operation = registry.operation_of(kernel)
-    if (part := registry.part(operation, "tuning")) is None:
-        folder = registry.OPERATIONS[operation].folder
-        raise NotImplementedError(f"tuning: {folder} has no rule for the operands of {kernel}. Add {folder}.tuning.")
-    return part
+def _operands(kernel: str, spec: Any, device: Any) -> tuple[jax.Array, ...]:
+    """The kernel's operands on a device: as the spec draws them, unless its operation has a rule."""
+    rule = getattr(registry.part(registry.operation_of(kernel), "tuning"), "operands", None)
+    if rule is not None:
+        return rule(kernel, spec, device)
+    return spec.pack(kernel, spec.draw(spec.inputs(kernel), device))
+
+
+def _part_to_check(kernel: str, spec: Any) -> tuple[Any, Cut, Cut]:
+    """The part of the problem whose results are compared: all of it, unless its operation has a rule."""
+    rule = getattr(registry.part(registry.operation_of(kernel), "tuning"), "part_to_check", None)
+    return spec.part(kernel, {}) if rule is None else rule(kernel, spec)
 
 
 class _Trial:
@@ -229,11 +235,10 @@ class _Trial:
         self._tried: dict[tuple[str, Any], Candidate] = {}
         self._new: list[Candidate] = []
         with jax.default_device(device):
-            part = _tuning_of(op)
-            self._operands = part.operands(op, spec, device)
+            self._operands = _operands(op, spec, device)
             run, config = dispatch.load(op, "xla").run, dispatch.default_config(op, "xla", spec)
             self._types = jax.eval_shape(lambda *xs: jax.tree.leaves(run(spec, config, *xs)), *self._operands)
-            small, cut_operands, cut_results = part.part_to_check(op, spec)
+            small, cut_operands, cut_results = _part_to_check(op, spec)
             reference = jax.jit(lambda *xs: jax.tree.leaves(run(small, config, *cut_operands(xs))))
             with self._tracing():
                 self._expected = jax.block_until_ready(reference(*self._operands))

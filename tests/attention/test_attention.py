@@ -483,7 +483,7 @@ def test_bias_that_is_not_differentiated_is_spared_its_gradient():
     q, k, v = qkv()
     bias = draw(1, N, T, S)
     loss = lambda q, bias: jnp.sum(jk.dot_product_attention(q, k, v, bias))
-    asks_for_it = lambda argnums: "bias_gradient=True" in str(jax.make_jaxpr(jax.grad(loss, argnums))(q, bias))
+    asks_for_it = lambda argnums: "bias_gradient" in str(jax.make_jaxpr(jax.grad(loss, argnums))(q, bias))
     assert asks_for_it((0, 1))
     assert not asks_for_it(0)
 

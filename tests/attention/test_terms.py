@@ -13,7 +13,7 @@ from interpreted_attention import FUSED, TWO_KERNELS, WIDE, attention_backward, 
 from jax import lax
 
 from jaxkernels.ops.attention import reference
-from jaxkernels.ops.attention.api import Attention, forward_op
+from jaxkernels.ops.attention.rules import forward_op
 from jaxkernels.ops.attention.spec import AttentionSpec, Extras
 from jaxkernels.ops.attention.terms import Band, MaskTerm, ScoreTerm, least
 from jaxkernels.pallas.attention import forward, visibility
@@ -112,7 +112,6 @@ def test_reference(terms: Any, causal: bool) -> None:
 def test_gradient_of_the_reference(terms: Any) -> None:
     """Against JAX's derivative of `change`: that is what `slope` must be."""
     spec = make_spec(12, 9, causal=True, terms=terms, dtype="float32")
-    static = Attention(scale=spec.scale, causal=True, terms=terms)
     query, key = jnp.arange(12)[:, None], jnp.arange(9)[None, :]
 
     def plain(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -126,7 +125,7 @@ def test_gradient_of_the_reference(terms: Any) -> None:
         p = jax.nn.softmax(jnp.where(seen, logits, -1e30), axis=-1)
         return jnp.einsum("bnts,bsnd->btnd", p, v)
 
-    op = lambda q, k, v: forward_op(q, k, v, static=static, backend=None)[0]
+    op = lambda q, k, v: forward_op(spec, dict(q=q, k=k, v=v), backend=None)[0]
     arrays = [jnp.asarray(x) for x in random_operands(spec)]
     squares = lambda f: lambda *xs: (f(*xs) ** 2).sum()
     gradients = [jax.grad(squares(f), argnums=(0, 1, 2))(*arrays) for f in (op, plain)]

@@ -1,326 +1,25 @@
-"""Scaled dot-product attention: `dot_product_attention` and the three primitives behind it.
-
-The forward primitive returns (out, lse), lse as (B, N, T): so kernels write and read it. Its derivative
-binds the tangent primitive, linear in the tangents of q, k, v and bias, whose transpose is the backward
-primitive: a gradient costs one forward and one backward kernel, and forward mode is there too. Derivatives
-of those two, for every higher order, are those of the reference in plain JAX.
-"""
+"""Scaled dot-product attention: the public function `dot_product_attention`, and what it accepts."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
-from jax.interpreters import ad
 from jaxtyping import Array, ArrayLike
 
-from jaxkernels.core import _jax, dispatch, hardware
+from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.arguments import as_array, as_flag, as_number
-from jaxkernels.core.kernel_op import KernelOp, usual_promotion
-from jaxkernels.core.sharding import Assignment, Factors
 from jaxkernels.core.types import ArrayType
-from jaxkernels.ops.attention import reference
+from jaxkernels.ops.attention.rules import forward_op
 from jaxkernels.ops.attention.spec import AttentionSpec, Extras
-from jaxkernels.ops.attention.terms import MaskTerm, ScoreTerm
 
 __all__ = ["dot_product_attention"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Attention:
-    """The static part of an attention: masks by rule, and which optional operands are there."""
-
-    scale: float
-    causal: bool = False
-    window: tuple[int | None, int | None] | None = None
-    soft_cap: float | None = None
-    bias: bool = False
-    mask: bool = False
-    query_lengths: bool = False
-    key_lengths: bool = False
-    segments: bool = False
-    self_segments: bool = False
-    query_offset: bool = False
-    bias_gradient: bool = False
-    deterministic: bool = False
-    terms: tuple[MaskTerm | ScoreTerm, ...] = ()
-
-    @property
-    def depends_on_query_index(self) -> bool:
-        """Whether a shard must know where in the sequence its queries lie."""
-        return self.causal or self.window is not None or self.query_lengths or bool(self.terms)
-
-
-class _AttentionOp(KernelOp):
-    """What the three primitives share: operands q, k, v, the optional ones, then the pass's own."""
-
-    def spec(self, static: Attention, operands: Sequence[ArrayType], target: hardware.Chip) -> AttentionSpec:
-        q, k, v, *rest = operands
-        return AttentionSpec(
-            q=q,
-            k=k,
-            v=v,
-            scale=static.scale,
-            target=target,
-            causal=static.causal,
-            window=static.window,
-            soft_cap=static.soft_cap,
-            bias=rest.pop(0) if static.bias else None,
-            mask=rest.pop(0) if static.mask else None,
-            query_lengths=static.query_lengths,
-            key_lengths=static.key_lengths,
-            segments=static.segments,
-            self_segments=static.self_segments,
-            query_offset=static.query_offset,
-            bias_gradient=static.bias_gradient,
-            deterministic=static.deterministic,
-            terms=static.terms,
-        )
-
-    def out_and_lse(self, operands: Sequence[ArrayType]) -> list[ArrayType]:
-        q, _, v, *_ = operands
-        batch, num_queries, num_heads, _ = q.shape
-        lse = ArrayType((batch, num_heads, num_queries), jnp.dtype(jnp.float32))
-        return [ArrayType((*q.shape[:3], v.shape[3]), v.dtype), lse]
-
-    def labels(self, static: Attention, operands: Sequence[ArrayType]) -> dict[str, tuple[str | None, ...]]:
-        """Labels of every array an attention reads or writes, by name."""
-        q, k, _, *rest = operands
-        num_kv_heads = k.shape[2]
-        # With one key/value head for all, it stays whole and every shard of the query heads uses it.
-        q_heads = "n" if num_kv_heads in (1, q.shape[2]) else "n g"
-        kv_heads = None if num_kv_heads == 1 and q.shape[2] > 1 else "n"
-        rows = ("b", "t", q_heads)
-        kv = ("b", None, kv_heads, None)
-        broadcastable = lambda array: tuple(
-            None if size == 1 else label for size, label in zip(array.shape, ("b", q_heads, "t", None))
-        )
-        rest = list(rest)
-        named: dict[str, tuple[str | None, ...]] = dict(q=(*rows, None), k=kv, v=kv, out=(*rows, None))
-        named["lse"] = ("b", q_heads, "t")
-        if static.bias:
-            named["bias"] = broadcastable(rest.pop(0))
-        if static.mask:
-            named["mask"] = broadcastable(rest.pop(0))
-        named |= dict(query_lengths=("b",), key_lengths=("b",), query_offset=())
-        named |= dict(query_segments=("b", "t"), key_segments=("b", None))
-        return named
-
-    def factors_of(
-        self, static: Attention, operands: Sequence[ArrayType], after: Sequence[str], results: Sequence[str]
-    ) -> Factors:
-        named = self.labels(static, operands)
-        q, k = operands[0], operands[1]
-        names = ["q", "k", "v", *self.spec(static, operands, hardware.host()).extra_names, *after]
-        sizes = dict(g=q.shape[2] // k.shape[2]) if "n g" in named["lse"] else {}
-        return Factors(
-            operands=tuple(named[name] for name in names), results=tuple(named[name] for name in results), sizes=sizes
-        )
-
-    def local(self, static: Attention, assignment: Assignment, **params: Any) -> Callable[..., list[jax.Array]]:
-        query_axes = assignment.axes.get("t", ())
-        if not query_axes or not static.depends_on_query_index:
-            return super().local(static, assignment, **params)
-
-        def with_offset(*xs: jax.Array) -> list[jax.Array]:
-            # The masks count queries from the start of the sequence: tell the kernel where ours begin.
-            types = [ArrayType.of(x) for x in xs]
-            spec = self.spec(static, types, hardware.host())
-            extras, after = Extras.unpack(spec, xs[3:])
-            offset = jax.lax.axis_index(query_axes) * xs[0].shape[1]
-            if extras.query_offset is not None:
-                offset = offset + extras.query_offset
-            extras = dataclasses.replace(extras, query_offset=offset.astype(jnp.int32))
-            body = super(_AttentionOp, self).local(dataclasses.replace(static, query_offset=True), assignment, **params)
-            return body(*xs[:3], *extras.pack(), *after)
-
-        return with_offset
-
-    def batch(
-        self, args: Sequence[jax.Array], dims: Sequence[int | None], *, static: Attention, **params: Any
-    ) -> tuple[list[jax.Array], list[int]]:
-        """A mapped axis joins the batch."""
-        n = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
-        mapped = [d is not None for d in dims]
-        xs = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims)]
-        types = [ArrayType(x.shape[1:] if m else x.shape, jnp.dtype(x.dtype)) for x, m in zip(xs, mapped)]
-        names = ["q", "k", "v", *self.spec(static, types, hardware.host()).extra_names]
-        names += ["linear"] * (len(xs) - len(names))
-        if self is tangent_op and static.bias:
-            names[-1] = "bias"
-        bias_is_mapped = any(m for name, m in zip(names, mapped) if name == "bias")  # itself or its tangent
-        b = types[0].shape[0]
-        if static.query_offset and mapped[names.index("query_offset")]:
-            # The kernels take one offset for all: loop over the mapped axis.
-            xs = [x if m else jnp.broadcast_to(x, (n, *x.shape)) for x, m in zip(xs, mapped)]
-            outs = jax.lax.map(lambda xs: self.bind(*xs, static=static, **params), tuple(xs))
-            return list(outs), [0] * len(outs)
-
-        def fold(name: str, x: jax.Array, is_mapped: bool) -> jax.Array:
-            """(n?, b|1, ...) -> (n * b, ...)."""
-            if name == "query_offset":
-                return x
-            is_shared = not static.bias_gradient and not bias_is_mapped if name == "bias" else not is_mapped
-            if name in ("bias", "mask") and is_shared and x.shape[0] == 1:
-                return x  # One for the whole batch stays one.
-            lead, rest = x.shape[: 1 + is_mapped], x.shape[1 + is_mapped :]
-            x = jnp.broadcast_to(x.reshape(*((1,) * (not is_mapped)), *lead, *rest), (n, b, *rest))
-            return x.reshape(n * b, *rest)
-
-        outs = self.bind(*map(fold, names, xs, mapped), static=static, **params)
-        outs = [out.reshape(n, b, *out.shape[1:]) for out in outs]
-        if self is backward_op and static.bias_gradient and types[3].shape[0] == 1:
-            outs[3] = jnp.sum(outs[3], axis=1, keepdims=True)
-        return outs, [0] * len(outs)
-
-
-class _Forward(_AttentionOp):
-    def results(self, static: Attention, operands: Sequence[ArrayType]) -> list[ArrayType]:
-        return self.out_and_lse(operands)
-
-    def factors(self, static: Attention, operands: Sequence[ArrayType]) -> Factors:
-        return self.factors_of(static, operands, after=(), results=("out", "lse"))
-
-
-class _Tangent(_AttentionOp):
-    """Operands end with out, lse and the tangents of q, k, v (and bias)."""
-
-    def results(self, static: Attention, operands: Sequence[ArrayType]) -> list[ArrayType]:
-        return self.out_and_lse(operands)
-
-    def factors(self, static: Attention, operands: Sequence[ArrayType]) -> Factors:
-        after = ("out", "lse", "q", "k", "v", *(["bias"] if static.bias else []))
-        return self.factors_of(static, operands, after=after, results=("out", "lse"))
-
-
-class _Backward(_AttentionOp):
-    """Operands end with out, lse and their cotangents; results are dq, dk, dv (and dbias)."""
-
-    def results(self, static: Attention, operands: Sequence[ArrayType]) -> list[ArrayType]:
-        return list(operands[: 4 if static.bias_gradient else 3])
-
-    def factors(self, static: Attention, operands: Sequence[ArrayType]) -> Factors:
-        results = ("q", "k", "v", "bias")[: 4 if static.bias_gradient else 3]
-        return self.factors_of(static, operands, after=("out", "lse", "out", "lse"), results=results)
-
-
-forward_op = _Forward("attention_forward", "jk_attention_forward", multiple_results=True)
-tangent_op = _Tangent("attention_tangent", "jk_attention_tangent", multiple_results=True)
-backward_op = _Backward("attention_backward", "jk_attention_backward", multiple_results=True)
-
-
-# Differentiation.
-
-
-def _num_extras(static: Attention) -> int:
-    flags = (static.bias, static.mask, static.query_lengths, static.key_lengths, static.query_offset)
-    return sum(flags) + 2 * static.segments
-
-
-#: Names of output and logsumexp where they are differentiated, for policies of `jax.checkpoint`.
-SAVED_NAMES = ("jk_attention_out", "jk_attention_lse")
-
-# A configuration is for the kernel it was given with: the kernels of the derivatives choose their own.
-
-
-def _forward_jvp(
-    primals: Any, tangents: Any, *, static: Attention, backend: str | None, config: Any
-) -> tuple[list, list]:
-    outs = forward_op.bind(*primals, static=static, backend=backend, config=config)
-    out, lse = map(checkpoint_name, outs, SAVED_NAMES)
-    linear = tangents[: 4 if static.bias else 3]
-    if all(type(t) is ad.Zero for t in linear):
-        return [out, lse], [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in (out, lse)]
-    dots = tangent_op.bind(*primals, out, lse, *map(ad.instantiate_zeros, linear), static=static, backend=backend)
-    return [out, lse], dots
-
-
-def _tangent_transpose(cts: Any, *args: Any, static: Attention, backend: str | None, config: Any) -> list[Any]:
-    num_primals = 3 + _num_extras(static)
-    primals, (out, lse), linear = args[:num_primals], args[num_primals : num_primals + 2], args[num_primals + 2 :]
-    wanted = [ad.is_undefined_primal(t) for t in linear]
-    # A bias that is a constant of the differentiation is spared its gradient.
-    static = dataclasses.replace(static, bias_gradient=static.bias and wanted[3])
-    dout, dlse = (ad.instantiate_zeros(ct) for ct in cts)
-    grads = backward_op.bind(*primals, out, lse, dout, dlse, static=static, backend=backend)
-    grads = [*grads, *[None] * (len(wanted) - len(grads))]
-    return [None] * (num_primals + 2) + [g if w else None for g, w in zip(grads, wanted)]
-
-
-def _reference_only(op: KernelOp, order: str, backend: str | None) -> None:
-    if backend not in (None, "xla"):
-        raise NotImplementedError(
-            f'{op.name}[{backend}]: {order} are computed by XLA only. Use backend=None or backend="xla".'
-        )
-
-
-def _differentiate_reference(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """jax.jvp of f in its floating arguments that move; the others are constants."""
-    floating = [i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.floating)]
-    moving = [i for i in floating if type(tangents[i]) is not ad.Zero]
-
-    def g(*xs: jax.Array) -> Any:
-        args = list(primals)
-        for i, x in zip(moving, xs):
-            args[i] = x
-        return f(*args)
-
-    with usual_promotion():
-        return jax.jvp(g, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving))
-
-
-def _tangent_jvp(primals: Any, tangents: Any, *, static: Attention, backend: str | None, config: Any) -> Any:
-    _reference_only(tangent_op, "second derivatives", backend)
-    outs = tangent_op.bind(*primals, static=static, backend=backend, config=config)
-
-    def f(*args: jax.Array) -> list[jax.Array]:
-        spec = tangent_op.spec(static, [ArrayType.of(x) for x in args], hardware.host())
-        q, k, v, *rest = args
-        extras, (_, _, *linear) = Extras.unpack(spec, rest)
-        return list(reference.tangent(spec, q, k, v, extras, linear))
-
-    return outs, _differentiate_reference(f, primals, tangents)[1]
-
-
-def _backward_jvp(primals: Any, tangents: Any, *, static: Attention, backend: str | None, config: Any) -> Any:
-    _reference_only(backward_op, "second derivatives", backend)
-    outs = backward_op.bind(*primals, static=static, backend=backend, config=config)
-
-    def f(*args: jax.Array) -> list[jax.Array]:
-        spec = backward_op.spec(static, [ArrayType.of(x) for x in args], hardware.host())
-        q, k, v, *rest = args
-        extras, (_, _, dout, dlse) = Extras.unpack(spec, rest)
-        return list(reference.backward(spec, q, k, v, extras, dout, dlse))
-
-    return outs, _differentiate_reference(f, primals, tangents)[1]
-
-
-def _forward_taylor(primals: Any, series: Any, *, static: Attention, backend: str | None, config: Any) -> Any:
-    _reference_only(forward_op, "Taylor series", backend)
-
-    def f(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> list[jax.Array]:
-        spec = forward_op.spec(static, [ArrayType.of(x) for x in (q, k, v, *rest)], hardware.host())
-        return list(reference.attend(spec, q, k, v, Extras.unpack(spec, rest)[0]))
-
-    with usual_promotion():
-        return _jax.taylor(f, primals, series)
-
-
-_jax.register_taylor(forward_op.primitive, _forward_taylor)
-ad.primitive_jvps[forward_op.primitive] = _forward_jvp
-ad.primitive_transposes[tangent_op.primitive] = _tangent_transpose
-ad.primitive_jvps[tangent_op.primitive] = _tangent_jvp
-ad.primitive_jvps[backward_op.primitive] = _backward_jvp
-
-
-# The public function.
 
 
 @overload
@@ -482,6 +181,55 @@ def dot_product_attention(
         raise ValueError(f"{op}: return_residual and return_lse are two forms of one result. Give one of them.")
     backend = backend or implementation
 
+    q, k, v, batched = _heads(op, query, key, value)
+    dtype = q.dtype
+    extras = _extras(
+        op, q, k, batched, bias=bias, mask=mask,
+        query_lengths=("query_seq_lengths", query_seq_lengths),
+        key_lengths=("key_value_seq_lengths", key_value_seq_lengths),
+        query_segments=("query_segment_ids", query_segment_ids),
+        key_segments=("key_value_segment_ids", key_value_segment_ids),
+    )  # fmt: skip
+    if isinstance(scale, Tracer):
+        q, k, v = _scaled(op, q, k, v, scale, backend)
+        scale = 1.0
+    window = _window(op, local_window_size, (q.shape[1], k.shape[1]))
+    if alignment not in ("top_left", "bottom_right"):
+        raise ValueError(f'{op}: alignment must be "top_left" or "bottom_right"; got {alignment!r}.')
+    if alignment == "bottom_right" and q.shape[1] != k.shape[1] and (is_causal or window is not None):
+        extras = _aligned_at_the_end(op, extras, q.shape[1], k.shape[1])
+
+    spec = AttentionSpec(
+        q=ArrayType.of(q),
+        k=ArrayType.of(k),
+        v=ArrayType.of(v),
+        bias=None if extras.bias is None else ArrayType.of(extras.bias),
+        mask=None if extras.mask is None else ArrayType.of(extras.mask),
+        target=hardware.host(),
+        scale=_scale(op, scale, q.shape[3]),
+        causal=is_causal,
+        window=window,
+        soft_cap=_soft_cap(op, logits_soft_cap),
+        query_lengths=extras.query_lengths is not None,
+        key_lengths=extras.key_lengths is not None,
+        segments=extras.query_segments is not None,
+        self_segments=query_segment_ids is not None and query_segment_ids is key_value_segment_ids,
+        query_offset=extras.query_offset is not None,
+        deterministic=deterministic,
+    )
+    out, lse = forward_op(spec, dict(q=q, k=k, v=v, **extras.given), backend=backend)
+    out, lse = out.astype(dtype), jnp.swapaxes(lse, 1, 2)
+    if not batched:
+        out, lse = out[0], lse[0]
+    if return_lse:
+        return out, lse
+    if return_residual:
+        return out, jax.lax.stop_gradient(lse.astype(dtype))
+    return out
+
+
+def _heads(op: str, query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.Array, bool]:
+    """q, k and v as arrays with a batch, whose shapes and dtypes fit; and whether the query came with a batch."""
     q, k, v = (_floating(op, name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     if q.ndim not in (3, 4):
         raise ValueError(f"{op}: query must have shape (B, T, N, H) or (T, N, H); got {q.shape}.")
@@ -494,9 +242,8 @@ def dot_product_attention(
                 f"{op}: {name} must have the query's dtype {q.dtype}; got {x.dtype}. Cast it with .astype."
             )
     q, k, v = (x[None] if x.ndim == 3 else x for x in (q, k, v))
-    dtype = q.dtype
-    batch, num_queries, num_heads, head_dim = q.shape
-    num_keys, num_kv_heads = k.shape[1], k.shape[2]
+    batch, _, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[2]
     if k.shape[0] != batch or k.shape[3] != head_dim:
         raise ValueError(
             f"{op}: key must have the query's batch {batch} and head dimension {head_dim}; got key {k.shape} for "
@@ -508,88 +255,91 @@ def dot_product_attention(
         raise ValueError(
             f"{op}: the query heads must be a multiple of the key/value heads; got {num_heads} and {num_kv_heads}."
         )
-    shape = (batch, num_heads, num_queries, num_keys)
+    return q, k, v, batched
+
+
+def _extras(
+    op: str, q: jax.Array, k: jax.Array, batched: bool, *, bias: Any, mask: Any, **integers: tuple[str, Any]
+) -> Extras:
+    """The optional operands; `integers` are (argument's name, value) of those that are int32."""
+    batch, num_queries, num_heads, _ = q.shape
+    num_keys = k.shape[1]
+    shapes = dict(query_lengths=(batch,), key_lengths=(batch,))
+    shapes |= dict(query_segments=(batch, num_queries), key_segments=(batch, num_keys))
+    logits = (batch, num_heads, num_queries, num_keys)
     extras = Extras(
-        bias=_logits_shaped(op, "bias", bias, shape),
-        mask=_logits_shaped(op, "mask", mask, shape),
-        query_lengths=_integers(op, "query_seq_lengths", query_seq_lengths, (batch,)),
-        key_lengths=_integers(op, "key_value_seq_lengths", key_value_seq_lengths, (batch,)),
-        query_segments=_integers(op, "query_segment_ids", query_segment_ids, (batch, num_queries), batched),
-        key_segments=_integers(op, "key_value_segment_ids", key_value_segment_ids, (batch, num_keys), batched),
+        bias=_logits_shaped(op, "bias", bias, logits),
+        mask=_logits_shaped(op, "mask", mask, logits),
+        **{
+            name: _integers(op, argument, x, shapes[name], batched or len(shapes[name]) == 1)
+            for name, (argument, x) in integers.items()
+        },
     )
     if (extras.query_segments is None) != (extras.key_segments is None):
         given, missing = ("query", "key_value") if extras.key_segments is None else ("key_value", "query")
         raise ValueError(f"{op}: {given}_segment_ids needs {missing}_segment_ids too; got None.")
-    if isinstance(scale, Tracer):
-        if backend not in (None, "xla"):
-            raise NotImplementedError(
-                f"{op}: scale is a constant of the kernels; got {scale!r}. Give a number known at trace time, or use "
-                'backend="xla".'
-            )
-        # Rounded to 16 bits, the scaled query would move each logit by up to 2^-9 of itself.
-        wide = jnp.promote_types(dtype, jnp.float32)
-        q, k, v = (x.astype(wide) for x in (q, k, v))
-        q, scale = q * _traced_scale(op, scale).astype(wide), 1.0
-    elif scale is not None:
+    return extras
+
+
+def _scaled(
+    op: str, q: jax.Array, k: jax.Array, v: jax.Array, scale: Tracer, backend: str | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q times a traced scale, k and v: all in float32 at least."""
+    if backend not in (None, "xla"):
+        raise NotImplementedError(
+            f"{op}: scale is a constant of the kernels; got {scale!r}. Give a number known at trace time, or use "
+            'backend="xla".'
+        )
+    is_real = jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
+    if scale.ndim != 0 or not is_real:
+        raise ValueError(f"{op}: scale must be a real number; got {scale!r}. Multiply the query by it.")
+    # Rounded to 16 bits, the scaled query would move each logit by up to 2^-9 of itself.
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    q, k, v = (x.astype(wide) for x in (q, k, v))
+    return q * scale.astype(wide), k, v
+
+
+def _scale(op: str, scale: Any, head_dim: Any) -> float:
+    """The factor of the logits; None is 1 / sqrt(H)."""
+    if scale is not None:
         scale = as_number(op, "scale", scale, "None is 1 / sqrt(H).")
         if abs(scale) > float(jnp.finfo(jnp.float32).max):
             raise ValueError(f"{op}: scale must be finite in float32; got {scale!r}. None is 1 / sqrt(H).")
-    elif not isinstance(head_dim, int) or head_dim == 0:  # Symbolic, in a program for jax.export.
+        return scale
+    if not isinstance(head_dim, int) or head_dim == 0:  # Symbolic, in a program for jax.export.
         raise ValueError(
             f"{op}: scale must be given where the head dimension has no 1 / sqrt(H); got scale=None for H = "
             f"{head_dim}. Give a number."
         )
-    else:
-        scale = 1 / math.sqrt(head_dim)
-    soft_cap = None
-    if logits_soft_cap is not None:
-        soft_cap = as_number(op, "logits_soft_cap", logits_soft_cap, "None turns it off.")
-        if soft_cap <= 0:
-            raise ValueError(f"{op}: logits_soft_cap must be positive; got {logits_soft_cap!r}. None turns it off.")
-        if not 2.0**-126 <= soft_cap <= 2.0**100:  # Beyond, logits / cap is infinite or flushed to zero.
-            raise ValueError(
-                f"{op}: logits_soft_cap must be from 2^-126 to 2^100, for float32's division by it; got "
-                f"{logits_soft_cap!r}. None turns it off."
-            )
+    return 1 / math.sqrt(head_dim)
 
-    if alignment not in ("top_left", "bottom_right"):
-        raise ValueError(f'{op}: alignment must be "top_left" or "bottom_right"; got {alignment!r}.')
-    window = _window(op, local_window_size, (num_queries, num_keys))
-    if alignment == "bottom_right" and num_queries != num_keys and (is_causal or window is not None):
-        if num_queries > num_keys:
-            raise ValueError(
-                f'{op}: alignment="bottom_right" needs no more queries than keys; got {num_queries} and {num_keys}. '
-                "Pass the mask itself."
-            )
-        offset = jnp.int32(num_keys - num_queries)
-        # Their places in the sequence are told apart from their index, which the lengths are about.
-        lengths = extras.query_lengths
-        lengths = None if lengths is None else jnp.minimum(lengths, num_queries) + offset
-        extras = dataclasses.replace(extras, query_offset=offset, query_lengths=lengths)
 
-    static = Attention(
-        scale=scale,
-        causal=is_causal,
-        window=window,
-        soft_cap=soft_cap,
-        bias=extras.bias is not None,
-        mask=extras.mask is not None,
-        query_lengths=extras.query_lengths is not None,
-        key_lengths=extras.key_lengths is not None,
-        segments=extras.query_segments is not None,
-        self_segments=query_segment_ids is not None and query_segment_ids is key_value_segment_ids,
-        query_offset=extras.query_offset is not None,
-        deterministic=deterministic,
-    )
-    out, lse = forward_op(q, k, v, *extras.pack(), static=static, backend=backend)
-    out, lse = out.astype(dtype), jnp.swapaxes(lse, 1, 2)
-    if not batched:
-        out, lse = out[0], lse[0]
-    if return_lse:
-        return out, lse
-    if return_residual:
-        return out, jax.lax.stop_gradient(lse.astype(dtype))
-    return out
+def _soft_cap(op: str, soft_cap: Any) -> float | None:
+    if soft_cap is None:
+        return None
+    value = as_number(op, "logits_soft_cap", soft_cap, "None turns it off.")
+    if value <= 0:
+        raise ValueError(f"{op}: logits_soft_cap must be positive; got {soft_cap!r}. None turns it off.")
+    if not 2.0**-126 <= value <= 2.0**100:  # Beyond, logits / cap is infinite or flushed to zero.
+        raise ValueError(
+            f"{op}: logits_soft_cap must be from 2^-126 to 2^100, for float32's division by it; got "
+            f"{soft_cap!r}. None turns it off."
+        )
+    return value
+
+
+def _aligned_at_the_end(op: str, extras: Extras, num_queries: Any, num_keys: Any) -> Extras:
+    """Lets the last query have the place of the last key."""
+    if num_queries > num_keys:
+        raise ValueError(
+            f'{op}: alignment="bottom_right" needs no more queries than keys; got {num_queries} and {num_keys}. '
+            "Pass the mask itself."
+        )
+    offset = jnp.int32(num_keys - num_queries)
+    # A query's place in the sequence is now another than its index, which the lengths are about.
+    lengths = extras.query_lengths
+    lengths = None if lengths is None else jnp.minimum(lengths, num_queries) + offset
+    return dataclasses.replace(extras, query_offset=offset, query_lengths=lengths)
 
 
 def _logits_shaped(op: str, name: str, x: Any, shape: tuple[int, ...]) -> jax.Array | None:
@@ -626,13 +376,6 @@ def _integers(op: str, name: str, x: Any, shape: tuple[int, ...], batched: bool 
     if x.shape != expected:
         raise ValueError(f"{op}: {name} must have shape {expected}; got {x.shape}.")
     return x.reshape(shape)
-
-
-def _traced_scale(op: str, scale: jax.Array) -> jax.Array:
-    is_real = jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
-    if scale.ndim != 0 or not is_real:
-        raise ValueError(f"{op}: scale must be a real number; got {scale!r}. Multiply the query by it.")
-    return scale
 
 
 def _window(op: str, window: Any, lengths: Sequence[Any]) -> tuple[int | None, int | None] | None:

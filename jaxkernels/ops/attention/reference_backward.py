@@ -17,7 +17,8 @@ def unsupported(spec: AttentionSpec) -> str | None:
     return None
 
 
-def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array):
-    """Returns [dq, dk, dv] (and dbias); the operands end with out, lse, dout, dlse."""
-    extras, (_, _, dout, dlse) = Extras.unpack(spec, rest)
-    return list(reference.backward(spec, q, k, v, extras, dout, dlse))
+def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
+    """Returns [dq, dk, dv] (and dbias)."""
+    named = spec.named("attention_backward", operands)
+    q, k, v, dout, dlse = (named[name] for name in ("q", "k", "v", "dout", "dlse"))
+    return list(reference.backward(spec, q, k, v, Extras.of(named), dout, dlse))

@@ -17,7 +17,7 @@ def unsupported(spec: AttentionSpec) -> str | None:
     return None
 
 
-def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array):
+def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
     """Returns [out, lse]."""
-    extras, _ = Extras.unpack(spec, rest)
-    return list(reference.attend(spec, q, k, v, extras))
+    named = spec.named("attention_forward", operands)
+    return list(reference.attend(spec, named["q"], named["k"], named["v"], Extras.of(named)))

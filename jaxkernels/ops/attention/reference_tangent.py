@@ -17,7 +17,8 @@ def unsupported(spec: AttentionSpec) -> str | None:
     return None
 
 
-def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array):
-    """Returns [dout, dlse]; the operands end with out, lse, dq, dk, dv (and dbias)."""
-    extras, (_, _, *tangents) = Extras.unpack(spec, rest)
-    return list(reference.tangent(spec, q, k, v, extras, tangents))
+def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
+    """Returns [dout, dlse]."""
+    named = spec.named("attention_tangent", operands)
+    tangents = [named[f"d{name}"] for name in spec.linear_names]
+    return list(reference.tangent(spec, named["q"], named["k"], named["v"], Extras.of(named), tangents))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping
+from typing import Any, Self
 
 import jax
 import numpy as np
 
 from jaxkernels.core.hardware import Chip
+from jaxkernels.core.operands import Operand, Spec
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.terms import (
     Band,
@@ -29,7 +32,7 @@ MASKED_LOGIT = float(-0.7 * np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionSpec:
+class AttentionSpec(Spec):
     """out, lse = softmax(mask(soft_cap(scale * q k^T + bias))) v for batches of grouped heads.
 
     Attributes:
@@ -110,8 +113,13 @@ class AttentionSpec:
         return self.q.shape[2] // self.k.shape[2]
 
     @property
+    def depends_on_query_index(self) -> bool:
+        """Whether a shard must know where in the sequence its queries lie."""
+        return bool(self.index_terms or self.terms) or self.query_lengths
+
+    @property
     def extra_names(self) -> tuple[str, ...]:
-        """Names of the optional operands that are given, in the order they follow q, k and v."""
+        """Names of the optional operands that are given, in the order in which they follow q, k and v."""
         given = {
             "bias": self.bias is not None,
             "mask": self.mask is not None,
@@ -123,23 +131,64 @@ class AttentionSpec:
         }
         return tuple(name for name, is_given in given.items() if is_given)
 
-    def __str__(self) -> str:
-        text = f"q {self.q} k {self.k} v {self.v} scale={self.scale:.4g}"
-        flags = {
-            "causal": self.causal,
-            f"window={self.window}": self.window is not None,
-            f"soft_cap={self.soft_cap}": self.soft_cap is not None,
-            f"bias {self.bias}": self.bias is not None,
-            f"mask {self.mask}": self.mask is not None,
-            "query_lengths": self.query_lengths,
-            "key_lengths": self.key_lengths,
-            "segments": self.segments,
-            "self_segments": self.self_segments,
-            "query_offset": self.query_offset,
-            "deterministic": self.deterministic,
-            f"terms={self.terms}": bool(self.terms),
+    @property
+    def linear_names(self) -> tuple[str, ...]:
+        """Names of the operands that have a derivative; that of "q" is "dq"."""
+        return ("q", "k", "v") if self.bias is None else ("q", "k", "v", "bias")
+
+    def inputs(self, kernel: str) -> tuple[str, ...]:
+        """q, k, v, the optional operands, then what the pass needs: tangents, or cotangents."""
+        after = {
+            "attention_forward": (),
+            "attention_tangent": ("out", "lse", *(f"d{name}" for name in self.linear_names)),
+            "attention_backward": ("out", "lse", "dout", "dlse"),
         }
-        return " ".join([text, *(name for name, given in flags.items() if given)])
+        return ("q", "k", "v", *self.extra_names, *after[kernel])
+
+    def outputs(self, kernel: str) -> tuple[str, ...]:
+        gradients = ("dq", "dk", "dv", "dbias") if self.bias_gradient else ("dq", "dk", "dv")
+        return {
+            "attention_forward": ("out", "lse"),
+            "attention_tangent": ("dout", "dlse"),
+            "attention_backward": gradients,
+        }[kernel]
+
+    def arrays(self) -> Mapping[str, Operand]:
+        q, k, v = self.q, self.k, self.v
+        (batch, num_queries, num_heads, _), num_keys, num_kv_heads = q.shape, k.shape[1], k.shape[2]
+        # With one key/value head for all, it stays whole and every shard of the query heads uses it.
+        heads = "n" if num_kv_heads in (1, num_heads) else "n g"
+        rows, logits = ("b", "t", heads, None), ("b", heads, "t", None)
+        kv = ("b", None, None if num_kv_heads == 1 and num_heads > 1 else "n", None)
+        int32 = lambda *shape: ArrayType(shape, np.dtype(np.int32))
+        # Lengths are spread over the upper half of what is possible; segments are eight of equal length.
+        lengths = lambda longest: (
+            lambda: np.minimum(np.arange(batch) * math.ceil(longest / 2) // batch + longest // 2 + 1, longest).astype(
+                np.int32
+            )
+        )
+        segments = lambda length: lambda: np.tile(np.arange(length) * 8 // length, (batch, 1)).astype(np.int32)
+        arrays = dict(
+            q=Operand(q, rows),
+            k=Operand(k, kv),
+            v=Operand(v, kv),
+            query_lengths=Operand(int32(batch), ("b",), draw=lengths(num_queries)),
+            key_lengths=Operand(int32(batch), ("b",), draw=lengths(num_keys)),
+            query_segments=Operand(int32(batch, num_queries), ("b", "t"), draw=segments(num_queries)),
+            key_segments=Operand(int32(batch, num_keys), ("b", None), draw=segments(num_keys)),
+            query_offset=Operand(int32(), (), draw=lambda: np.zeros((), np.int32)),
+            out=Operand(ArrayType((*q.shape[:3], v.shape[3]), v.dtype), rows),
+            lse=Operand(ArrayType((batch, num_heads, num_queries), np.dtype(np.float32)), ("b", heads, "t")),
+        )
+        if self.bias is not None:
+            arrays["bias"] = Operand(self.bias, logits, broadcasts=True)
+        if self.mask is not None:
+            arrays["mask"] = Operand(self.mask, logits, broadcasts=True)
+        return arrays | {f"d{name}": arrays[name] for name in (*self.linear_names, "out", "lse")}
+
+    @property
+    def factor_sizes(self) -> Mapping[str, int]:
+        return {} if self.k.shape[2] in (1, self.q.shape[2]) else {"g": self.group_size}
 
 
 @jax.tree_util.register_dataclass
@@ -164,12 +213,11 @@ class Extras:
     query_offset: jax.Array | None = None
 
     @classmethod
-    def unpack(cls, spec: AttentionSpec, operands: Sequence[jax.Array]) -> tuple[Extras, tuple[jax.Array, ...]]:
-        """Names the optional operands that `spec` announces; returns them and the operands after them."""
-        names = spec.extra_names
-        return cls(**dict(zip(names, operands))), tuple(operands[len(names) :])
+    def of(cls, operands: Mapping[str, Any]) -> Self:
+        """Those among a kernel's operands."""
+        return cls(**{field.name: operands.get(field.name) for field in dataclasses.fields(cls)})
 
-    def pack(self) -> tuple[jax.Array, ...]:
-        """The operands that are given, in the order of the primitives."""
-        values = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return tuple(value for value in values if value is not None)
+    @property
+    def given(self) -> dict[str, jax.Array]:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if value is not None}

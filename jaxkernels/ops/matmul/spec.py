@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkernels.core.hardware import Chip
+from jaxkernels.core.operands import GIVEN, Operand, Spec
 from jaxkernels.core.types import ArrayType, short_name
 
 __all__ = ["Activation", "DimensionNumbers", "Gemm", "MatmulSpec", "free_dims"]
@@ -51,7 +53,7 @@ class Gemm:
 
 
 @dataclasses.dataclass(frozen=True)
-class MatmulSpec:
+class MatmulSpec(Spec):
     """out = activation(alpha * dot_general(lhs, rhs) + bias) + residual.
 
     Attributes:
@@ -78,6 +80,38 @@ class MatmulSpec:
     activation: Activation | None = None
     residual: ArrayType | None = None
     save_preactivation: bool = False
+
+    def inputs(self, kernel: str) -> tuple[str, ...]:
+        return ("lhs", "rhs", *["bias"] * (self.bias is not None), *["residual"] * (self.residual is not None))
+
+    def outputs(self, kernel: str) -> tuple[str, ...]:
+        return ("out", "preactivation") if self.save_preactivation else ("out",)
+
+    def arrays(self) -> Mapping[str, Operand]:
+        """Labels are b, m, n and k with a number: as many as there are batch, free and contracting dimensions."""
+        (lhs_k, rhs_k), (lhs_b, rhs_b) = self.dimension_numbers
+        lhs = [f"m{d}" for d in range(self.lhs.ndim)]
+        rhs = [f"n{d}" for d in range(self.rhs.ndim)]
+        for letter, pairs in (("b", zip(lhs_b, rhs_b)), ("k", zip(lhs_k, rhs_k))):
+            for i, (d, e) in enumerate(pairs):
+                lhs[d] = rhs[e] = f"{letter}{i}"
+        axes = (*(lhs[d] for d in (*lhs_b, *self.lhs_free)), *(rhs[d] for d in self.rhs_free))
+        out = Operand(ArrayType(self.out_shape, self.out_dtype), axes)
+        arrays = dict(lhs=Operand(self.lhs, tuple(lhs)), rhs=Operand(self.rhs, tuple(rhs)), out=out, preactivation=out)
+        if self.bias is not None:
+            arrays["bias"] = Operand(self.bias, axes[-1:])
+        if self.residual is not None:
+            arrays["residual"] = Operand(self.residual, axes)
+        return arrays
+
+    @property
+    def may_scatter(self) -> bool:
+        return not self.fused
+
+    @property
+    def product(self) -> Self:
+        """The product alone, times alpha."""
+        return dataclasses.replace(self, bias=None, activation=None, residual=None, save_preactivation=False)
 
     @property
     def fused(self) -> bool:
@@ -142,6 +176,8 @@ class MatmulSpec:
         return out.reshape(self.out_shape)
 
     def __str__(self) -> str:
+        if self.lhs == GIVEN:
+            return super().__str__()
         g = self.gemm
         batch = "" if g.batch is None else f" batch={g.batch}"
         text = "" if self.alpha == 1 else f"{self.alpha:.4g} * "

@@ -1,0 +1,207 @@
+"""The two primitives of matrix products, and their derivatives.
+
+`dot_general_op` is the product times a constant, bilinear in its operands. `matmul_op` adds the epilogue
+(bias, activation, residual); its derivative is written with plain products, so that every order of
+derivative in both modes follows from the two rules of the bilinear primitive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad
+
+from jaxkernels.core import _jax
+from jaxkernels.core.kernel_op import KernelOp, usual_promotion
+from jaxkernels.core.sharding import Assignment
+from jaxkernels.core.types import ArrayType
+from jaxkernels.ops.matmul.epilogue import ACTIVATIONS, apply_epilogue
+from jaxkernels.ops.matmul.spec import DimensionNumbers, MatmulSpec, free_dims
+
+__all__ = ["dot_general_op", "matmul_op"]
+
+
+class _MatmulOp(KernelOp):
+    """An operand of the plain product may be a Python scalar: JAX passes literals of a program to the rules as such."""
+
+    keeps_weak_types = True
+
+    def local(self, spec: MatmulSpec, assignment: Assignment, **params: Any) -> Callable[..., list[jax.Array]]:
+        if not spec.fused or not assignment.sums[0]:
+            return super().local(spec, assignment, **params)
+        # The shards' partial products must be added up before the activation sees them.
+        return _unfused(spec, params, add_up=lambda out: jax.lax.psum(out, assignment.sums[0]))
+
+    def batch(
+        self, args: Sequence[jax.Array], dims: Sequence[int | None], *, static: MatmulSpec, **params: Any
+    ) -> tuple[list[jax.Array], list[int]]:
+        """A mapped axis becomes a batch dimension or a free dimension of the product."""
+        xs: dict[str, Any] = static.named(self.name, args)
+        at: dict[str, Any] = static.named(self.name, dims)
+        if static.fused and (at["lhs"] is None or at["rhs"] is not None or at.get("bias") is not None):
+            # A weight or a bias of its own for each element: the kernels fuse one bias for all.
+            outs = jax.vmap(_unfused(static, params), in_axes=tuple(dims), out_axes=0)(*args)
+            return outs, [0] * len(outs)
+        ndims = np.ndim(xs["lhs"]), np.ndim(xs["rhs"])
+        numbers, out_dim = _batched(static.dimension_numbers, *ndims, at["lhs"], at["rhs"])
+        spec = dataclasses.replace(static, dimension_numbers=numbers)
+        if "residual" in xs and at["residual"] is None:
+            residual, size = jnp.expand_dims(xs["residual"], out_dim), xs["lhs"].shape[at["lhs"]]
+            shape = (*residual.shape[:out_dim], size, *residual.shape[out_dim + 1 :])
+            xs["residual"] = jnp.broadcast_to(residual, shape)
+        elif "residual" in xs:
+            xs["residual"] = jnp.moveaxis(xs["residual"], at["residual"], out_dim)
+        outs = self._list(self.bind(spec, xs, **params))
+        return outs, [out_dim] * len(outs)
+
+
+dot_general_op = _MatmulOp("matmul", "jk_dot_general", multiple_results=False)
+matmul_op = _MatmulOp("matmul", "jk_matmul", multiple_results=True)
+
+
+# Rules of the plain product.
+
+
+def _cotangent(
+    ct: jax.Array,
+    mine: Any,
+    other: jax.Array,
+    *,
+    mine_k: tuple[int, ...],
+    mine_b: tuple[int, ...],
+    other_k: tuple[int, ...],
+    other_b: tuple[int, ...],
+    ct_other: tuple[int, ...],
+    static: MatmulSpec,
+    backend: str | None,
+    config: Any,
+) -> jax.Array:
+    """The cotangent of one operand: ct contracted with the other over the other's free dimensions.
+
+    It is a product of other sizes than `config` was given for, and chooses its own.
+
+    dot_general(ct, other) has the dimensions (batch, mine's free, k) and dot_general(other, ct) has
+    (batch, k, mine's free): the order is taken that leaves the result in mine's own layout.
+    """
+    mine_free = free_dims(mine.aval.ndim, mine_k, mine_b)
+    other_free = free_dims(np.ndim(other), other_k, other_b)
+    ct_b = tuple(range(len(mine_b)))
+    k = tuple(mine_k[i] for i in np.argsort(other_k, kind="stable"))  # as the other operand orders them
+    order = (*mine_b, *k, *mine_free)
+    if order == tuple(range(mine.aval.ndim)):
+        operands, dims = dict(lhs=other, rhs=ct), ((other_free, ct_other), (other_b, ct_b))
+    else:
+        order = (*mine_b, *mine_free, *k)
+        operands, dims = dict(lhs=ct, rhs=other), ((ct_other, other_free), (ct_b, other_b))
+    spec = dataclasses.replace(static, dimension_numbers=dims, out_dtype=mine.aval.dtype)
+    return jnp.transpose(dot_general_op.bind(spec, operands, backend=backend), np.argsort(order).tolist())
+
+
+def _transpose_lhs(ct: jax.Array, lhs: Any, rhs: jax.Array, *, static: MatmulSpec, **params: Any) -> jax.Array:
+    (lhs_k, rhs_k), (lhs_b, rhs_b) = static.dimension_numbers
+    num_n = np.ndim(rhs) - len(rhs_k) - len(rhs_b)
+    return _cotangent(
+        ct, lhs, rhs, mine_k=lhs_k, mine_b=lhs_b, other_k=rhs_k, other_b=rhs_b,
+        ct_other=tuple(range(np.ndim(ct) - num_n, np.ndim(ct))), static=static, **params,
+    )  # fmt: skip
+
+
+def _transpose_rhs(ct: jax.Array, lhs: jax.Array, rhs: Any, *, static: MatmulSpec, **params: Any) -> jax.Array:
+    (lhs_k, rhs_k), (lhs_b, rhs_b) = static.dimension_numbers
+    num_m = np.ndim(lhs) - len(lhs_k) - len(lhs_b)
+    return _cotangent(
+        ct, rhs, lhs, mine_k=rhs_k, mine_b=rhs_b, other_k=lhs_k, other_b=lhs_b,
+        ct_other=tuple(range(len(lhs_b), len(lhs_b) + num_m)), static=static, **params,
+    )  # fmt: skip
+
+
+ad.defbilinear(dot_general_op.primitive, _transpose_lhs, _transpose_rhs)
+_jax.register_bilinear_taylor(dot_general_op.primitive)
+
+
+def _batched(
+    dimension_numbers: DimensionNumbers, lhs_ndim: int, rhs_ndim: int, lhs_dim: int | None, rhs_dim: int | None
+) -> tuple[DimensionNumbers, int]:
+    """The dimension numbers with a mapped dimension added, and its place in the result.
+
+    Mapped in both operands it becomes a batch dimension; in one, a free dimension of that operand.
+    The ranks include the mapped dimensions.
+    """
+    (lhs_k, rhs_k), (lhs_b, rhs_b) = dimension_numbers
+
+    def shifted(dims: tuple[int, ...], inserted: int | None) -> tuple[int, ...]:
+        return dims if inserted is None else tuple(d + (d >= inserted) for d in dims)
+
+    lhs_k, lhs_b = shifted(lhs_k, lhs_dim), shifted(lhs_b, lhs_dim)
+    rhs_k, rhs_b = shifted(rhs_k, rhs_dim), shifted(rhs_b, rhs_dim)
+    if lhs_dim is not None and rhs_dim is not None:
+        return ((lhs_k, rhs_k), ((lhs_dim, *lhs_b), (rhs_dim, *rhs_b))), 0
+    numbers = ((lhs_k, rhs_k), (lhs_b, rhs_b))
+    lhs_free = free_dims(lhs_ndim, lhs_k, lhs_b)
+    if lhs_dim is not None:
+        return numbers, len(lhs_b) + lhs_free.index(lhs_dim)
+    rhs_free = free_dims(rhs_ndim, rhs_k, rhs_b)
+    return numbers, len(lhs_b) + len(lhs_free) + rhs_free.index(rhs_dim)
+
+
+# Rules of the product with an epilogue.
+
+
+def _unfused(
+    spec: MatmulSpec, params: dict[str, Any], add_up: Callable[[jax.Array], jax.Array] = lambda out: out
+) -> Callable[..., list[jax.Array]]:
+    """The fused function as a plain product, summed over shards by `add_up`, followed by jnp operations."""
+
+    def product_then_epilogue(*xs: jax.Array) -> list[jax.Array]:
+        out = add_up(dot_general_op.bind(spec.product, spec.named(matmul_op.name, xs), **params))
+        typed = spec.typed(matmul_op.name, [ArrayType.of(x) for x in xs])
+        with usual_promotion():
+            return apply_epilogue(typed, out, *xs[2:])
+
+    return product_then_epilogue
+
+
+def _fused_jvp(primals: Any, tangents: Any, *, static: MatmulSpec, **params: Any) -> tuple[list, list]:
+    operands, dots = static.named(matmul_op.name, primals), static.named(matmul_op.name, tangents)
+    moving = {name: dot for name, dot in dots.items() if type(dot) is not ad.Zero}
+    saving = dataclasses.replace(static, save_preactivation=static.activation is not None)
+    outs = matmul_op.bind(saving, operands, **params)
+    out, preactivation = outs[0], outs[-1]
+
+    terms = [
+        dot_general_op.bind(static.product, operands | {name: moving[name]}, **params)
+        for name in ("lhs", "rhs")
+        if name in moving
+    ]
+    if "bias" in moving:
+        terms.append(jnp.broadcast_to(moving["bias"].astype(out.dtype), out.shape))
+    dpre = functools.reduce(jnp.add, terms) if terms else None
+
+    dout = dpre
+    if static.activation is not None and dpre is not None:
+        # Checkpointed, so that the pre-activation is all the backward pass keeps of the activation.
+        activation = jax.checkpoint(ACTIVATIONS[static.activation], prevent_cse=False)
+        _, dout = jax.jvp(activation, (preactivation,), (dpre,))
+    if "residual" in moving:
+        dresidual = moving["residual"].astype(out.dtype)
+        dout = dresidual if dout is None else dout + dresidual
+
+    zero = ad.Zero(jax.typeof(out).to_tangent_aval())
+    tangent = lambda t: zero if t is None else t
+    if static.save_preactivation:
+        return [out, preactivation], [tangent(dout), tangent(dpre)]
+    return [out], [tangent(dout)]
+
+
+def _fused_taylor(primals: Any, series: Any, *, static: MatmulSpec, backend: str | None, config: Any) -> Any:
+    return _jax.taylor(_unfused(static, dict(backend=backend, config=config)), primals, series)
+
+
+ad.primitive_jvps[matmul_op.primitive] = _fused_jvp
+_jax.register_taylor(matmul_op.primitive, _fused_taylor)
