@@ -6,6 +6,9 @@ import os
 
 # Before JAX starts its CPU client. It leaves GPUs as they are: the tests marked gpu see the real ones.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# XLA measures its own ways to multiply: of no use to a reference, and most of the time that its compilation takes.
+# The tests that compare speed turn it on again.
+os.environ["XLA_FLAGS"] += " --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 # pytest-xdist's workers share a GPU: each takes what its arrays need, and keeps nothing.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")

@@ -18,8 +18,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 _OUTSIDE = {"memcheck": 2**20, "racecheck": 0}
 _FINDINGS = {"memcheck": "Invalid __global__ write", "racecheck": "Race reported between"}
-#: Seconds after which a step, of which the slowest takes 60 among 15 others, is taken to hang.
-_LONGEST = 200
+#: Seconds after which a step, of which the slowest takes 21 among 11 others, is taken to hang.
+_LONGEST = 100
 _SCRIPT = """
 import jax, jax.numpy as jnp, numpy as np
 import jaxkernels as jk

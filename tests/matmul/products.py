@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 import re
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numerics import assert_accurate
+from numerics import assert_accurate, compile_quickly
 
 from jaxkernels.core import dispatch, hardware, winners
 from jaxkernels.core.cases import random_array
@@ -84,19 +85,31 @@ def types_of(spec: MatmulSpec) -> list[ArrayType]:
 
 
 def random_operands(spec: MatmulSpec) -> list[np.ndarray]:
+    """The same ones for equal specs."""
     rng = np.random.default_rng(0)
     return [random_array(rng, array.shape, array.dtype) for array in types_of(spec)]
 
 
-def assert_right(spec: MatmulSpec, operands: list[np.ndarray], results: Any) -> None:
-    """Holds what a kernel returned to the error rule."""
-    named = lambda results: {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(results))}
-    with jax.default_device(jax.devices("cpu")[0]):
-        plain = xla_matmul.run(spec, xla_matmul.Config(), *map(jnp.asarray, operands))
-        with jax.enable_x64(True):
-            wide = dataclasses.replace(spec, out_dtype=jnp.dtype(jnp.float64))
-            exact = xla_matmul.run(wide, xla_matmul.Config(), *(jnp.asarray(x.astype(np.float64)) for x in operands))
-    assert_accurate(named(results), named(plain), named(exact))
+def assert_right(spec: MatmulSpec, results: Any) -> None:
+    """Holds what a kernel returned of `random_operands` to the error rule."""
+    assert_accurate(_named(results), *_expected(spec))
+
+
+def _named(results: Any) -> dict[str, np.ndarray]:
+    return {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(results))}
+
+
+@functools.lru_cache(maxsize=2)
+def _expected(spec: MatmulSpec) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The results in plain JAX: in the spec's dtypes, and in float64."""
+    operands = random_operands(spec)
+    run = lambda spec, xs: compile_quickly(functools.partial(xla_matmul.run, spec, xla_matmul.Config()))(*xs)
+    with jax.default_matmul_precision("highest"):
+        plain = run(spec, operands)
+    with jax.enable_x64(True):
+        wide = dataclasses.replace(spec, out_dtype=jnp.dtype(jnp.float64))
+        exact = run(wide, [x.astype(np.float64) for x in operands])
+    return _named(plain), _named(exact)
 
 
 _TAKES = "takes two bfloat16 or two float16 operands, or without epilogue any two of bfloat16, float16 and float32, not"

@@ -312,7 +312,7 @@ def check(spec: MatmulSpec, config: Config, *, runs: int = 3) -> None:
     bits = lambda results: [np.asarray(x).tobytes() for x in jax.tree.leaves(results)]
     for _ in range(runs - 1):
         assert bits(product(*on_device)) == bits(outs)
-    assert_right(spec, operands, outs)
+    assert_right(spec, outs)
 
 
 @pytest.mark.gpu
@@ -323,6 +323,7 @@ def test_schedules(config: Config, layouts: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize("options", [{}, dict(bias=True, activation="gelu"), dict(out_dtype="float32")], ids=str)
 @pytest.mark.parametrize("config", [c for c in SCHEDULES.values() if c.split_k == 1], ids=str)
