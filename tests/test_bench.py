@@ -756,8 +756,8 @@ TABLE = """\
 | 64x4096x4096 nn (decode) | bfloat16 | cublaslt 2,857 GB/s | 3,000 GB/s (1.05 x, 62% of limit) |
 | geometric mean |  |  | 1.050 x |
 
-TFLOP/s, burst; x: times as fast as the fastest baseline. NVIDIA H200, driver 580.159, jax 0.11.2, 2026-11-20, \
-commit 0123456789ab; `jaxkernels bench gemm`, gemm.json.
+TFLOP/s, burst; x: ratio to the fastest baseline. NVIDIA H200, driver 580.159, jax 0.11.2, 2026-11-20, \
+commit 0123456789ab; data: gemm.json, by `jaxkernels bench gemm`.
 """
 
 
@@ -862,7 +862,7 @@ def test_summary_has_a_line_for_each_suite(documents):
         "| --- | --- | --- | --- |\n"
         "| gemm-square | pallas | 1.050 (1.05 to 1.05, of 2) | - |\n"
         "\n"
-        "Times as fast as the fastest baseline: geometric mean (least to most, of so many rows).\n"
+        "Ratio to the fastest baseline: geometric mean (least to most, of the number of rows).\n"
         "<!-- end -->\n"
     )
 
@@ -906,14 +906,14 @@ def test_a_row_in_two_files_is_refused(documents):
 
 
 def test_a_suite_may_be_of_several_files(tmp_path):
-    """Its table has the suite's order, and says how many rows are of which run."""
+    """Its table has the suite's order, and gives the number of rows of each run."""
     run = lambda commit, *rows: Results(ENVIRONMENT | dict(commit=commit), rows)
     results.save(run("1" * 40, row(), row(regime="sustained")), tmp_path / "a.json")
     results.save(run("2" * 40, row(shape="2048x2048x2048 nn"), row(shape="16384x16384x16384 nn")), tmp_path / "b.json")
     library = report.Library(tmp_path)
     text = report.render("<!-- benchmark: gemm-square -->\n<!-- end -->\n", library, where="README.md")
     assert re.findall(r"^\| (\d+)x", text, re.MULTILINE) == ["2048", "8192", "16384"]
-    of_runs = re.findall(r"(\d) rows: [^`]*commit (\d)\d*; `[^`]*`, (\w\.json)\.", text)
+    of_runs = re.findall(r"(\d) rows: [^`]*commit (\d)\d*; data: (\w\.json), by `[^`]*`\.", text)
     assert of_runs == [("2", "2", "b.json"), ("1", "1", "a.json")]
     assert "of 3)" in report.summary(library)
 
@@ -931,7 +931,7 @@ def test_training_steps_have_a_table_of_their_own():
     text = report.table([report.Found(step, pathlib.Path("train.json"), Results(ENVIRONMENT, (step,)))])
     assert "| preset | dtype | xla (baseline) | cudnn (baseline) | auto |" in text
     assert "| 66.0 ms, 496,485 tokens/s, MFU 39.8% (1.02 x) |" in text
-    assert "x: times as fast as the fastest baseline." in text
+    assert "x: ratio to the fastest baseline." in text
 
 
 def test_tables_of_a_real_run_name_every_problem():

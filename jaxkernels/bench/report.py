@@ -1,8 +1,8 @@
 """The benchmark tables of the documentation, written from committed results.
 
-A table stands between two comments, `<!-- benchmark: gemm-square -->` and `<!-- end -->`. The first names a suite, and
-may name a regime after it ("burst" if it does not; training steps have one only); or it is `<!-- benchmark: all -->`:
-a line for each suite.
+A table stands between two comments, `<!-- benchmark: gemm-square -->` and `<!-- end -->`. The first comment names a
+suite. A regime may follow the name; the default is "burst". (Training steps have one regime only.)
+`<!-- benchmark: all -->` is a table with one line for each suite.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxkernels.core.measure import REGIMES
 
 __all__ = ["Library", "geometric_mean", "ratios", "render", "summary", "table"]
 
-#: In place of a suite's name: a summary of all.
+#: In place of a suite's name: a summary of all suites.
 _ALL = "all"
 
 _BLOCK = re.compile(r"(<!-- benchmark: (?P<name>[^>]*?) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
@@ -40,7 +40,7 @@ class Found:
 
 
 class Library:
-    """The results in a folder, by suite, of which each row is in one file.
+    """The results in a folder, by suite. Each row of a suite is in one file.
 
     Raises:
       InputError: two files hold the same row, or one cannot be read.
@@ -74,7 +74,7 @@ class Library:
 
 
 def _is_benchmark(path: pathlib.Path) -> bool:
-    """Other figures, of other schemas, may lie in the folder too."""
+    """Whether a JSON file holds benchmark results. The folder may hold other figures, with other schemas."""
     try:
         values = json.loads(path.read_text())
     except ValueError as e:
@@ -83,15 +83,15 @@ def _is_benchmark(path: pathlib.Path) -> bool:
 
 
 def render(text: str, library: Library, *, where: str) -> str:
-    """The text with every table in it written anew.
+    """Returns the text with all its tables written anew.
 
     Args:
       text: a Markdown document.
-      library: where the figures come from.
+      library: the results.
       where: the document's name, for messages.
 
     Raises:
-      InputError: a comment is not of the form, is not closed, or names what is not there.
+      InputError: a comment has the wrong form, is not closed, or names a suite or regime without results.
     """
     blocks = len(_BLOCK.findall(text))
     if (markers := len(_MARKER.findall(text))) != blocks:
@@ -116,18 +116,18 @@ def render(text: str, library: Library, *, where: str) -> str:
 
 
 def summary(library: Library) -> str:
-    """A line for each suite and backend in Markdown: the geometric mean of its ratios, and how far they reach."""
+    """A Markdown table with a line for each suite and backend: geometric mean, smallest and largest ratio."""
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for (suite, regime, backend), found in ratios(library).items():
         text = f"{geometric_mean(found):.3f} ({min(found):.2f} to {max(found):.2f}, of {len(found)})"
         cells.setdefault((suite, backend), {})[regime] = text
     lines = [[*key, *(by_regime.get(regime, "-") for regime in REGIMES)] for key, by_regime in cells.items()]
     text = _markdown(["suite", "backend", *REGIMES], lines)
-    return text + "\nTimes as fast as the fastest baseline: geometric mean (least to most, of so many rows).\n"
+    return text + "\nRatio to the fastest baseline: geometric mean (least to most, of the number of rows).\n"
 
 
 def ratios(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[float]]:
-    """(suite, regime, backend) -> how many times as fast as the fastest baseline in each row."""
+    """(suite, regime, backend) -> the ratio to the fastest baseline in each row."""
     found: dict[tuple[str, str, str], list[float]] = {}
     for row in rows:
         for side in row.ours:
@@ -137,7 +137,7 @@ def ratios(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[float]]:
 
 
 def table(found: Sequence[Found]) -> str:
-    """Rows of one suite in Markdown, and below them where they come from."""
+    """Rows of one suite as a Markdown table, with the runs that measured them below it."""
     rows = [x.row for x in found]
     names = list(dict.fromkeys(side.name for row in rows for side in row.ours))
     is_training = rows[0].tokens is not None
@@ -177,7 +177,7 @@ def _baseline(row: Row) -> str:
 
 
 def _tflops(row: Row, side: Side) -> str:
-    """TFLOP/s, or GB/s where memory is the nearer limit."""
+    """TFLOP/s, or GB/s if memory is the limit."""
     if row.limits is not None and row.limits[1] > row.limits[0]:
         return f"{row.num_bytes / side.seconds / 1e9:,.0f} GB/s"
     return f"{row.flops_per_s(side) / 1e12:.4g}"
@@ -201,7 +201,7 @@ def _step(row: Row, side: Side | None) -> str:
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:
-    """None of no values."""
+    """Returns None if there are no values."""
     logarithms = [math.log(value) for value in values]
     return math.exp(math.fsum(logarithms) / len(logarithms)) if logarithms else None
 
@@ -212,17 +212,17 @@ def _mean(ratios: Iterable[float | None]) -> str:
 
 
 def _sources(found: Sequence[Found], *, is_training: bool) -> str:
-    what = "Step time, speed" if is_training else f"TFLOP/s, {found[0].row.regime}"
+    content = "Step time and speed" if is_training else f"TFLOP/s, {found[0].row.regime}"
     runs = collections.Counter(x.path for x in found)
     texts = [_run(next(x for x in found if x.path == path)) for path in runs]
     if len(runs) > 1:
         texts = [f"{n} rows: {text}" for n, text in zip(runs.values(), texts)]
-    return f"{what}; x: times as fast as the fastest baseline. {' '.join(texts)}\n"
+    return f"{content}; x: ratio to the fastest baseline. {' '.join(texts)}\n"
 
 
 def _run(found: Found) -> str:
-    where = found.run.environment
-    machine = [where["device"], *([f"driver {where['driver']}"] if where["driver"] else [])]
-    machine += [f"jax {where['versions']['jax']}", where["date"][:10]]
-    machine += [f"commit {where['commit'][:12]}"] if where["commit"] else []
-    return f"{', '.join(machine)}; `{where['command']}`, {found.path.name}."
+    environment = found.run.environment
+    machine = [environment["device"], *([f"driver {environment['driver']}"] if environment["driver"] else [])]
+    machine += [f"jax {environment['versions']['jax']}", environment["date"][:10]]
+    machine += [f"commit {environment['commit'][:12]}"] if environment["commit"] else []
+    return f"{', '.join(machine)}; data: {found.path.name}, by `{environment['command']}`."
