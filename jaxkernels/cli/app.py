@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pathlib
 import signal
-from collections.abc import Collection
 from typing import Annotated, Any
 
 import typer
@@ -17,10 +16,10 @@ from typer.core import TyperGroup
 
 import jaxkernels
 from jaxkernels.cli.bench import bench, report, study
+from jaxkernels.cli.train import train
 from jaxkernels.cli.tune import tune
-from jaxkernels.core import dispatch, hardware
+from jaxkernels.core import dispatch
 from jaxkernels.core.errors import InputError
-from jaxkernels.models.config import PRESETS, TrainingConfig
 
 __all__ = ["app", "main"]
 
@@ -46,17 +45,6 @@ app = typer.Typer(
     cls=_Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
 )
 
-_MODEL, _DATA, _SCHEDULE, _RUN = "Model", "Text", "Schedule", "Run"
-
-
-def _described(attribute: str) -> str:
-    """Each preset's value of an attribute, as the default that help shows."""
-    return ", ".join(f"{name}: {getattr(preset, attribute)}" for name, preset in PRESETS.items())
-
-
-def _sizes() -> str:
-    return ", ".join(f"{name} ({preset.model.num_params / 1e6:,.1f} M parameters)" for name, preset in PRESETS.items())
-
 
 def _print_version(asked: bool) -> None:
     if asked:
@@ -78,210 +66,7 @@ def _jaxkernels(
     """
 
 
-@app.command()
-def train(
-    preset: Annotated[
-        str | None, typer.Option(help=f"Size: {_sizes()}.", show_default="tiny", rich_help_panel=_MODEL)
-    ] = None,
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Kernels for every matmul and attention: {', '.join(dispatch.backend_names())}.",
-            show_default="the fastest that can run here, for each operation",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Compute in bfloat16, float16 or float32; parameters are float32 in any case.",
-            show_default="float32 on a CPU, else bfloat16",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None,
-    remat: Annotated[
-        bool | None,
-        typer.Option(
-            "--remat/--no-remat",
-            help="Recompute activations in the backward pass: less memory, more work.",
-            show_default="for 1b",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None,
-    scan: Annotated[
-        bool | None,
-        typer.Option(
-            "--scan/--no-scan",
-            help="Loop over the layers instead of compiling each: compiles faster.",
-            show_default="for 1b",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None,
-    data: Annotated[
-        pathlib.Path | None,
-        typer.Option(
-            help="A UTF-8 text file, or a folder of them.",
-            show_default="the Python standard library's source",
-            rich_help_panel=_DATA,
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            help="bytes, or bpe: byte pairs learnt from the text.",
-            show_default=_described("tokenizer"),
-            rich_help_panel=_DATA,
-        ),
-    ] = None,
-    vocab_size: Annotated[
-        int | None,
-        typer.Option(help="Entries of the bpe vocabulary.", show_default="32768, tiny: 4096", rich_help_panel=_DATA),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(help="Optimizer steps.", show_default=_described("steps"), rich_help_panel=_SCHEDULE),
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(help="Sequences in a step.", show_default=_described("batch_size"), rich_help_panel=_SCHEDULE),
-    ] = None,
-    sequence_length: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens in a sequence.", show_default=_described("sequence_length"), rich_help_panel=_SCHEDULE
-        ),
-    ] = None,
-    learning_rate: Annotated[
-        float | None,
-        typer.Option(
-            help="Peak of the schedule: a linear warm-up, then a cosine down to a tenth.",
-            show_default=_described("learning_rate"),
-            rich_help_panel=_SCHEDULE,
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="Seed of weights, batches and sample.", show_default="0", rich_help_panel=_SCHEDULE),
-    ] = None,
-    deterministic: Annotated[
-        bool | None,
-        typer.Option(
-            "--deterministic/--no-deterministic",
-            help="On a GPU, equal runs have equal losses, bit for bit; without, XLA also autotunes its own matmuls.",
-            show_default="deterministic",
-            rich_help_panel=_SCHEDULE,
-        ),
-    ] = None,
-    out: Annotated[
-        pathlib.Path | None,
-        typer.Option(
-            help="The run's folder.",
-            show_default="a new one in ./runs; with --resume the newest there",
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Continue a run from its newest checkpoint, to the same losses. Options come from the run. You may "
-            "change --data (to another place of the same text), --eval-every, --checkpoint-every and --steps. "
-            "A change of --steps also changes the schedule of the learning rate.",
-            rich_help_panel=_RUN,
-        ),
-    ] = False,
-    init_from: Annotated[
-        pathlib.Path | None,
-        typer.Option(
-            help="Start from the weights of another run's newest checkpoint. Other options default to that run's. "
-            "The optimizer and the schedule start anew.",
-            show_default="random weights",
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
-    checkpoint_every: Annotated[
-        int | None,
-        typer.Option(help="Steps between checkpoints.", show_default="a quarter of the steps", rich_help_panel=_RUN),
-    ] = None,
-    eval_every: Annotated[
-        int | None,
-        typer.Option(help="Steps between evaluations.", show_default="a tenth of the steps", rich_help_panel=_RUN),
-    ] = None,
-    devices: Annotated[
-        int | None,
-        typer.Option(help="Devices to split the batch over.", show_default="all", rich_help_panel=_RUN),
-    ] = None,
-) -> None:
-    """Train a language model. The default is a tiny one on Python's own source: minutes on a laptop.
-
-    It shows loss, speed, time left, and MFU if the peak of the chip is known. At the end the run's folder holds
-    config.json, metrics.jsonl, checkpoints/, loss.png and sample.txt.
-    """
-    if backend is not None and backend not in dispatch.backend_names():
-        raise InputError(
-            f"train: unknown backend {backend!r}; use one of {', '.join(dispatch.backend_names())}, "
-            "or leave --backend out for the fastest that can."
-        )
-    options: dict[str, Any] = dict(
-        data=None if data is None else str(data.absolute()),
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        dtype=dtype,
-        backend=backend,
-        remat=remat,
-        scan=scan,
-        steps=steps,
-        batch_size=batch_size,
-        sequence_length=sequence_length,
-        learning_rate=learning_rate,
-        seed=seed,
-        deterministic=deterministic,
-        checkpoint_every=checkpoint_every,
-        eval_every=eval_every,
-    )
-    import jax
-
-    from jaxkernels.models import config as config_lib
-    from jaxkernels.models import training
-    from jaxkernels.models.run import Run, latest_run
-
-    visible = jax.devices()
-    if devices is not None and not 1 <= devices <= len(visible):
-        raise InputError(f"train: --devices must be from 1 to {len(visible)}, the devices here; got {devices}.")
-    used = visible[:devices]
-    if backend is not None and not dispatch.runs_on(backend, hardware.chip_of(used[0])):
-        raise InputError(
-            f"train: --backend {backend} does not run on {hardware.chip_of(used[0]).platform}, the devices here. "
-            "Leave --backend out, or use --backend xla."
-        )
-    if resume:
-        if init_from is not None:
-            raise InputError("train: --init-from starts a new run, --resume continues one: give one of them.")
-        run = Run.open(out or latest_run())
-        _check_same(run.config, run.folder, {"preset": preset, **options}, training.CHANGEABLE)
-        training.resume(run, devices=used, **{name: options[name] for name in training.CHANGEABLE})
-    elif init_from is not None:
-        config = training.warm_config(Run.open(init_from), preset=preset, **options)
-        training.train(config, out=out, devices=used)
-    else:
-        config = config_lib.training_config(preset or "tiny", platform=used[0].platform, **options)
-        training.train(config, out=out, devices=used)
-
-
-def _check_same(
-    config: TrainingConfig, folder: pathlib.Path, options: dict[str, Any], changeable: Collection[str]
-) -> None:
-    """Raises InputError where an option that is given, and not changeable, differs from the run's."""
-    differences = []
-    for name, value in options.items():
-        theirs = getattr(config, name) if hasattr(config, name) else getattr(config.model, name)
-        if value is not None and value != theirs and name not in changeable:
-            differences.append(f"{name}={theirs!r} there, {value!r} here")
-    if differences:
-        raise InputError(
-            f"train: {folder} was started with other options: {'; '.join(differences)}. "
-            "Leave them out to resume it, or start a new run."
-        )
+app.command()(train)
 
 
 @app.command()
@@ -290,8 +75,8 @@ def sample(
         pathlib.Path | None,
         typer.Argument(help="The run's folder.", show_default="the newest in ./runs"),
     ] = None,
-    prompt: Annotated[str, typer.Option(help="Text to continue. Without it a new document begins.")] = "",
-    tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 256,
+    prompt: Annotated[str, typer.Option(help="Text to continue. The default is to begin a new document.")] = "",
+    tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 256,
     temperature: Annotated[
         float, typer.Option(help="Below 1: more predictable; above 1: more varied; 0: always the likeliest token.")
     ] = 0.8,

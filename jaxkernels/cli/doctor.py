@@ -1,4 +1,4 @@
-"""What this machine can run, and why not what it cannot: the report behind `jaxkernels doctor`."""
+"""The report of `jaxkernels doctor`: which backends run on this machine, and why the others do not."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Availability:
 
     Attributes:
       name: the backend.
-      reasons: why not; empty where it is available.
-      note: what else is worth knowing.
+      reasons: the reasons why it does not run; empty if it runs.
+      note: versions of its parts.
     """
 
     name: str
@@ -45,14 +45,14 @@ class Availability:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `examine` found.
+    """The report.
 
     Attributes:
       system: Python and the operating system.
-      versions: package -> version, None where it is not installed.
-      devices: JAX's devices, one line for each; the error instead where JAX finds none.
-      driver: the NVIDIA driver, or why there is none.
-      backends: every backend.
+      versions: package -> version; None if it is not installed.
+      devices: JAX's devices, one line each; the error if JAX finds none.
+      driver: the version of the NVIDIA driver, or the reason why there is none.
+      backends: all backends.
       caches: folder -> bytes in it.
     """
 
@@ -65,7 +65,7 @@ class Report:
 
 
 def examine() -> Report:
-    """Looks at this machine. Nothing is compiled or run."""
+    """Examines this machine. Nothing is compiled or run on the device."""
     devices, chip = _devices()
     backends = [Availability(name, tuple(_kernel_reasons(name, chip))) for name in dispatch.backend_names()]
     backends = [backend for backend in backends if backend.name != "cuda"]
@@ -80,7 +80,7 @@ def examine() -> Report:
 
 
 def as_json(report: Report) -> str:
-    """The report for a program; each backend also says `available`."""
+    """The report as JSON. Each backend also has the field `available`."""
     values = dataclasses.asdict(report)
     values["backends"] = {
         backend.name: dict(available=backend.available, reasons=list(backend.reasons), note=backend.note)
@@ -109,7 +109,7 @@ def as_text(report: Report) -> str:
 def _devices() -> tuple[tuple[str, ...], hardware.Chip]:
     try:
         devices = jax.devices()
-    except RuntimeError as e:  # A plugin that is installed and cannot start.
+    except RuntimeError as e:  # A plugin is installed but cannot start.
         return (f"none: {e}",), hardware.host("no device")
     lines = []
     for device in devices:
@@ -120,7 +120,7 @@ def _devices() -> tuple[tuple[str, ...], hardware.Chip]:
 
 
 def _driver() -> str:
-    """The driver's own version, and the CUDA version up to which it runs programs."""
+    """The version of the driver, and the newest CUDA version that it supports."""
     try:
         libcuda = ctypes.CDLL("libcuda.so.1")
     except OSError as e:
@@ -128,15 +128,15 @@ def _driver() -> str:
     number = ctypes.c_int()
     status = libcuda.cuDriverGetVersion(ctypes.byref(number))
     if status != 0:
-        return f"libcuda.so.1 does not tell its version (error {status})"
+        return f"libcuda.so.1 does not report its version (error {status})"
     cuda = f"CUDA {number.value // 1000}.{number.value % 1000 // 10}"
     module = pathlib.Path("/proc/driver/nvidia/version")
     found = re.search(r"\d+\.\d+(?:\.\d+)?", module.read_text()) if module.exists() else None
-    return f"NVIDIA {found.group()}, runs programs up to {cuda}" if found else f"runs programs up to {cuda}"
+    return f"NVIDIA {found.group()}, supports up to {cuda}" if found else f"supports up to {cuda}"
 
 
 def _kernel_reasons(name: str, chip: hardware.Chip) -> list[str]:
-    """Why a backend's kernels do not run on the chip: there are none, they do not load, or say so themselves."""
+    """Why a backend's kernels do not run on the chip: none exist, they do not load, or they do not support it."""
     if name not in dispatch.backend_names():
         return ["no operation has a kernel of this backend yet"]
     reasons = []
@@ -157,7 +157,7 @@ def _kernel_reasons(name: str, chip: hardware.Chip) -> list[str]:
 
 
 def _cuda(chip: hardware.Chip) -> Availability:
-    """The CUDA engine: its launcher, NVRTC, a chip its kernels are written for, and what its kernels say."""
+    """Whether the CUDA backend runs: launcher, NVRTC, chip, and the limits of its kernels."""
     try:
         from jaxkernels.ffi.compiler import nvrtc_version
         from jaxkernels.ffi.handler import status as launcher_status
@@ -189,7 +189,7 @@ def _triton(chip: hardware.Chip) -> Availability:
 
 
 def _caches() -> dict[str, int]:
-    """The folders below the package's cache folder, and JAX's compilation cache where one is set."""
+    """Folder -> bytes: the folders in the package's cache, and JAX's compilation cache if it is set."""
     root = cache_root()
     folders = [path for path in sorted(root.iterdir()) if path.is_dir()] if root.is_dir() else []
     if jax.config.jax_compilation_cache_dir:
