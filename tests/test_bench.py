@@ -335,7 +335,7 @@ def test_compiler_options_are_tried_until_the_program_is_what_is_wanted(monkeypa
     options = (dict(xla_cpu_enable_fast_math=False), dict(xla_cpu_enable_fast_math=True))
     contender = Contender("forced", lambda x: x["lhs"] @ x["rhs"], compiler_options=options, wanted="no such call")
     monkeypatch.setitem(matmul_baselines.BASELINES, "xla", Baseline(lambda *_: None, lambda problem: iter([contender])))
-    assert rows()[0].refused["forced"] == "RuntimeError: XLA makes no call of 'no such call' of it"
+    assert rows()[0].refused["forced"] == "RuntimeError: XLA compiles it without a call of 'no such call'"
     contender = dataclasses.replace(contender, wanted="dot")
     monkeypatch.setitem(matmul_baselines.BASELINES, "xla", Baseline(lambda *_: None, lambda problem: iter([contender])))
     assert rows()[0].fastest_baseline.name == "forced"
@@ -807,7 +807,7 @@ def test_a_run_goes_on_where_it_was_cut_off(tmp_path):
     before = results.load(path)
     result = bench(*shapes, "--resume")
     assert result.exit_code == 0, result.output
-    assert "goes on behind 1 rows" in result.stdout
+    assert "resuming after 1 rows" in result.stdout
     assert "2 problems are left" in result.stdout
     after = results.load(path)
     assert [r.shape for r in after.rows] == ["32x48x40 nn", "33x48x40 nn", "34x48x40 nn"]
@@ -826,17 +826,20 @@ def test_what_no_run_can_go_on_with(tmp_path):
     path = tmp_path / "a.json"
     goes_on = ("--shapes", "32x48x40", "--regime", "burst", "--resume")
     assert refusal("bench", "gemm", *goes_on) == (
-        "error: bench: --resume needs a file with the rows of products or attentions; got no --json.\n"
+        "error: bench: --resume needs a --json file with rows of gemm or attention; got no --json.\n"
     )
-    assert "got train, whose suites are one row each." in refusal("bench", "train", "--resume", "--json", path)
+    assert "got train, whose suites have one row each." in refusal("bench", "train", "--resume", "--json", path)
     where = dict(command="b", date="2026-11-23", device="NVIDIA H200", commit=None, versions=dict(jax="0.12.0"))
     results.save(Results(where | dict(commit="abc+"), (row(op="attention"),)), path)
     assert refusal("bench", "gemm", *goes_on, "--json", path) == (
-        f"error: bench: {path} has rows of attention, not of gemm. Write another file with --json.\n"
+        f"error: bench: {path} has rows of attention, not of gemm. Choose another file with --json.\n"
     )
     for changes, message in (
-        ({}, "the same commit; got None, and abc before"),
-        (dict(commit="abc", versions=dict(jax="0.12.1")), "the same jax; got 0.12.1, and 0.12.0 before"),
+        ({}, "the same commit as the earlier run; got None, before it was abc"),
+        (
+            dict(commit="abc", versions=dict(jax="0.12.1")),
+            "the same jax as the earlier run; got 0.12.1, before it was 0.12.0",
+        ),
     ):
         with pytest.raises(InputError, match=message):
             results.resumed(results.load(path), where | changes, ())
@@ -1006,7 +1009,7 @@ def test_messages_keep_their_brackets_and_a_bench_that_times_nothing_fails(regis
     result = invoke("bench", "gemm", "--shapes", "32x48x40:float32", "--regime", "burst", "--backend", "xla")
     assert f"jaxkernels xla: matmul[xla]: {reason}. " in result.stdout
     assert result.exit_code == 1
-    assert result.stderr == "error: bench: no kernel of ours was timed in 1 rows; the reasons stand above.\n"
+    assert result.stderr == "error: bench: none of our kernels was timed in 1 rows; see the reasons above.\n"
 
 
 @pytest.mark.parametrize("update", ["[/] [128]", "4x128 [red]"])
@@ -1029,8 +1032,8 @@ def test_spinner_of_a_bench_keeps_brackets(update, monkeypatch):
 def test_wrong_results_fail_the_command(wrong_backend):
     result = invoke("bench", "gemm", "--shapes", "32x48x40:float32", "--regime", "burst", "--backend", "wrong")
     assert result.exit_code == 1
-    assert "nothing of ours was timed: " in result.stdout
-    assert "1 rows have wrong results of ours, see above" in result.stdout
+    assert "none of our kernels was timed: " in result.stdout
+    assert "1 rows have wrong results of our kernels; see above" in result.stdout
 
 
 @pytest.fixture
@@ -1111,16 +1114,16 @@ def test_suites_are_listed():
         (["gemm", "--rows", "0"], "bench: --rows must be at least 1; got 0."),
         (
             ["gemm", "--suite", "gemm-smoke", "--match", "H(128"],
-            "bench: --match 'H(128' is no regular expression: missing ), unterminated subpattern at position 1.",
+            "bench: --match 'H(128' is not a regular expression: missing ), unterminated subpattern at position 1.",
         ),
         (
             ["gemm", "--suite", "gemm-smoke", "--match", "H128"],
-            f"bench: --match 'H128' is found in none of {len(SUITES['gemm-smoke'].problems)} rows. The first: "
+            f"bench: --match 'H128' matches none of {len(SUITES['gemm-smoke'].problems)} rows. The first row is "
             f"{SUITES['gemm-smoke'].problems[0].shape}.",
         ),
         (
             ["train", "--suite", "train-tiny", "--match", "x"],
-            "bench: --match chooses rows of products or attentions; a suite of train is one row.",
+            "bench: --match selects rows of gemm or attention; a suite of train has one row only.",
         ),
     ],
 )  # fmt: skip
@@ -1134,6 +1137,6 @@ def test_large_suites_are_named_where_there_is_no_gpu(monkeypatch):
     result = invoke("bench", "gemm", "--regime", "burst")
     assert result.exit_code == 0
     assert result.stdout.splitlines()[0] == (
-        "no GPU here: only gemm-smoke, by the host's clock. Ask for the others by name, with --suite: gemm-square, "
+        "no GPU: only gemm-smoke runs, timed by the host's clock. Select others with --suite: gemm-square, "
         "gemm-llm, gemm-decode, gemm-odd, gemm-batched, gemm-epilogue, gemm-fp32."
     )

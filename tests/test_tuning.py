@@ -217,7 +217,8 @@ def test_candidates_that_fail_are_dropped_with_their_reason(lab):
     reasons = {c.config: c.reason for c in result.candidates if c.seconds is None}
     assert reasons[Config(64, 1)] == f"dropped: matmul[fake]: {Config(64, 1)} does not compile"
     assert (
-        reasons[Config(128, 1)] == "dropped: result 0 is wrong: off by 0.5 of its size on average, 0.5 of its maximum"
+        reasons[Config(128, 1)]
+        == "dropped: result 0 is wrong: errors of 0.5 of its size on average, 0.5 of its maximum"
     )
     assert all(str(Config(128, 1)) not in name for names in lab.measured for name in names)
 
@@ -244,7 +245,7 @@ def test_nothing_is_kept_where_nothing_is_right(lab, tmp_path):
     lab.wrong = set(SPACE)
     result = tuner.tune("matmul", make_spec(), "fake", top=2)
     assert result.winner is None
-    assert "none is right: the default stays" in str(result)
+    assert "no candidate is correct; the default is used" in str(result)
     assert list(tmp_path.iterdir()) == []
     assert dispatch.choose("matmul", make_spec(), "fake").source == "default"
 
@@ -303,7 +304,7 @@ def test_real_stopwatch_measures_on_this_machine(lab):
 
 def test_refusals_of_the_tuner(lab):
     h200 = hardware.lookup("NVIDIA H200")
-    message = "tune: needs a device to measure on, and NVIDIA H200 (compute capability 9.0) is not one of this process."
+    message = "tune: needs a device of this process to measure on; got NVIDIA H200 (compute capability 9.0)."
     with raises_exactly(NotImplementedError, message):
         tuner.tune("matmul", make_spec(target=h200))
     with raises_exactly(ValueError, "tune: top must be a positive int; got top=0. It counts configurations."):
@@ -406,7 +407,7 @@ def test_autotune_tunes_every_operation_of_a_program(lab):
         assert result.winner.config.depth == 2
     again = jk.autotune(step, *abstract)
     assert (again.results, again.num_kept) == ((), len(ops))
-    assert str(again) == f"{len(ops)} already tuned, or with nothing to choose"
+    assert str(again) == f"{len(ops)} already tuned, or with only one configuration"
 
 
 def test_autotune_keeps_to_the_backend_that_is_named(lab):
@@ -419,9 +420,9 @@ def test_autotune_keeps_to_the_backend_that_is_named(lab):
 def test_autotune_has_nothing_to_do(lab):
     assert str(jk.autotune(jnp.sin, A)) == "no jaxkernels operation in this program"
     f = lambda a, b: jk.matmul(a, b, backend="xla")
-    assert str(jk.autotune(f, A, B)) == "1 already tuned, or with nothing to choose"
+    assert str(jk.autotune(f, A, B)) == "1 already tuned, or with only one configuration"
     assert lab.measured == []
-    with raises_exactly(ValueError, "autotune: f must be a function; got None. Give its arguments after it."):
+    with raises_exactly(ValueError, "autotune: f must be a function; got None. Pass its arguments after it."):
         jk.autotune(None, A, B)
 
 
@@ -577,14 +578,14 @@ def test_tuning_under_shard_map_and_vmap(lab, meshes):
 
 def test_refusals_of_the_context_manager(monkeypatch):
     with (
-        raises_exactly(ValueError, "tuning: enabled must be True or False; got 4. Give top and budget_s by keyword."),
+        raises_exactly(ValueError, "tuning: enabled must be True or False; got 4. Pass top and budget_s by keyword."),
         jk.tuning(4),
     ):
         pass
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     message = (
-        "tuning: 4 processes run this program, and each would choose for itself. Tune in one process first, with a "
-        "JAXKERNELS_CACHE_DIR that all share, and run them without."
+        "tuning: must run in a single process, because each process would choose its own kernels; got 4 processes. "
+        "Tune in one process first, with a JAXKERNELS_CACHE_DIR that all share, and run the program without jk.tuning."
     )
     with raises_exactly(NotImplementedError, message), jk.tuning():
         pass
@@ -621,9 +622,11 @@ def test_command_refuses_in_one_line():
     assert (
         refusal("gemm", "--shapes=64x64x64") == "error: tune: needs a CUDA GPU to measure on; this machine has cpu.\n"
     )
-    assert refusal("gemm") == "error: tune: nothing to tune; name sizes with --shapes or a suite with --suite.\n"
+    assert refusal("gemm") == (
+        "error: tune: no shapes are given. Name shapes with --shapes, or a suite with --suite.\n"
+    )
     assert refusal("gemm", "--shapes=64x64x64", "--backend=cublas") == (
-        f"error: tune: unknown backend 'cublas'; use one of {known}, or leave --backend out for all.\n"
+        f"error: tune: unknown backend 'cublas'; use one of {known}, or leave --backend out to tune all.\n"
     )
     assert "64x64" in refusal("gemm", "--shapes=64x64")
     assert "no-such-suite" in refusal("attention", "--suite=no-such-suite")
@@ -653,7 +656,7 @@ def test_command_tunes_shapes_and_writes_a_table(lab, monkeypatch, tmp_path):
         assert result.stdout.count("-> fake  Config(block=64, depth=2)") == 2
         assert "m=64 n=32 k=48 mk,nk" in result.stdout
         again = invoke("gemm", "--shapes=64x64x32", "--backend=fake")
-        assert again.stdout.endswith("already tuned, or nothing to choose\n")
+        assert again.stdout.endswith("already tuned, or there is only one configuration\n")
         lab.measured.clear()
         assert invoke("gemm", "--shapes=64x64x32", "--backend=fake", "--force").exit_code == 0
         assert lab.measured
@@ -682,5 +685,5 @@ def test_command_fails_where_a_kernel_cannot_be_tuned(lab, monkeypatch):
     with measurable(monkeypatch):
         result = invoke("gemm", "--shapes=8x8x8", "--backend=fake", "--top=1")
     assert result.exit_code == 1
-    assert result.stderr == "error: tune: 1 kernels could not be tuned; their reasons stand above.\n"
-    assert "none is right: the default stays" in result.stdout
+    assert result.stderr == "error: tune: 1 kernels could not be tuned; see the reasons above.\n"
+    assert "no candidate is correct; the default is used" in result.stdout

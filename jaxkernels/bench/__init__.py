@@ -1,7 +1,12 @@
-"""Benchmarks: what the kernels reach, against the fastest alternative in the same process.
+"""Benchmarks: the speed of the kernels, compared with the fastest alternative in the same process.
 
-`measure` times calls in turns and knows nothing of what they compute; `accuracy` says whether a result may be timed.
-`cases` and `suites` are the tables of what is timed, `baselines` the alternatives; `runner` puts them together into
-rows, `training` does so for training steps. `results` stores rows, `report` and `plots` show them, `cli` holds the
-commands.
+- `suites`: the problems of all operations, and shapes from the command line;
+- `runner`: compiles, checks and times problems, and makes rows of them; `training` does so for training steps;
+- `lowering`: lowers the programs, in this process or in others;
+- `accuracy`: the error rule; a result that breaks it is not timed;
+- `results`: rows, their JSON, and the comparison of two runs; `report` and `plots` make tables and pictures of them;
+- `telemetry`: clock rate, power and temperature of the GPU;
+- `study`: the effect of the pipeline's slots and clusters on a GEMM.
+
+`jaxkernels.core.measure` times the calls. The suites and baselines of an operation are in its folder.
 """

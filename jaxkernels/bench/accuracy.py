@@ -1,7 +1,7 @@
-"""The rule for how far a result may be from a reference.
+"""The error rule: how far a result may be from the reference.
 
-A kernel may be at most twice as far from a reference in float64 as the same formula in plain JAX and the operands' own
-dtype is. The tests hold every kernel to it, and a benchmark times nothing that breaks it.
+The error of a kernel against a float64 reference may be at most twice the error of the same formula in plain JAX, in
+the dtype of the operands. The tests apply the rule to every kernel. A benchmark does not time a result that breaks it.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def largest_difference(x: jax.Array, reference: jax.Array) -> jax.Array:
 
 
 def error_ratio(distance: float, plain_distance: float, largest: float, dtype: Any) -> float:
-    """How far a result is from the reference, in units of how far plain JAX is; at most `ALLOWED` is right.
+    """The error of a result, divided by the error of plain JAX. A result is accepted up to `ALLOWED`.
 
-    max|x - reference| / (max|plain - reference| + a little of the largest value). That little is an eighth of the
-    dtype's ulp, and for float32 the 2^-21 that a sum of float32 terms may lose where plain JAX happens to lose less:
-    tensor cores truncate their float32 accumulators, while XLA may split the same sum.
+    The formula is max|x - reference| / (max|plain - reference| + tolerance max|reference|). The tolerance is an eighth
+    of the dtype's ulp, but at least 2^-21. A sum of float32 terms may lose 2^-21 where plain JAX happens to lose less:
+    tensor cores truncate their float32 accumulators, and XLA may split the same sum.
 
     Args:
-      distance: max|x - reference|; NaN where x has a NaN or an infinity that the reference lacks.
+      distance: max|x - reference|; NaN if x has a NaN or an infinity that the reference lacks.
       plain_distance: max|plain - reference|.
       largest: max|reference|.
-      dtype: the result's.
+      dtype: the dtype of the result.
     """
     unit = plain_distance + max(float(jnp.finfo(dtype).eps) / 4, 2.0**-20) * largest / ALLOWED
     return float(distance / unit) if unit else (0.0 if distance == 0 else float("inf"))

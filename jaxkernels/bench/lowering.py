@@ -1,8 +1,9 @@
-"""From a problem and a way to compute it to programs that XLA can compile, here or in processes of their own.
+"""Lowers a problem to programs that XLA can compile, in this process or in worker processes.
 
-To lower a kernel of Pallas takes half a second of Python, and the threads of a process take turns at that. `Workers`
-lower for the chip without having it, and hand back what `jax.export` makes of a program: StableHLO, which the process
-that has the chip compiles. They touch no GPU, so that they work on while others are timed.
+Lowering a Pallas kernel takes half a second of Python, and the threads of one process cannot do it at the same time.
+`Workers` are processes that lower for the chip without having it. They return programs exported by `jax.export`
+(StableHLO), and the process that has the chip compiles these. Workers do not touch the GPU, so they can work while
+other programs are timed.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ __all__ = ["Lowered", "Workers", "lower", "masks", "our_function", "save", "shap
 
 
 def our_function(problem: Problem, backend: str) -> Callable[[dict[str, jax.Array]], Any]:
-    """The problem's forward pass by one of our backends: operands -> result."""
+    """The problem's forward pass on one of our backends: operands -> result."""
     return functools.partial(problem.case.forward, backend=backend)
 
 
 def save(problem: Problem, function: Callable[..., Any], operands: dict[str, Any]) -> tuple[Any, Any]:
-    """The forward pass, and the pullback to what is differentiated: a pytree of what was saved."""
+    """Returns the result and the pullback to the differentiated operands; the pullback is a pytree of residuals."""
     moving = {name: operands[name] for name in problem.case.moving}
     return jax.vjp(lambda moving: function(operands | moving), moving)
 
@@ -52,20 +53,20 @@ def struct(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def shapes(problem: Problem) -> tuple[dict[str, Any], Any]:
-    """Operands and cotangent without values."""
+    """Shapes and dtypes of the operands and of the cotangent."""
     operands = {name: struct(x) for name, x in (problem.case.draws | masks(problem)).items()}
     return operands, struct(problem.case.out_type)
 
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """A contender's programs, lowered.
+    """The lowered programs of a contender.
 
     Attributes:
-      program: operands -> result, or (what the forward pass saved, cotangent) -> gradients by name.
-      forward: operands -> (result, what the backward pass needs); None where the problem is a forward pass.
-      kernels: the kernels that were chosen for our operations in them.
-      seconds: what it took.
+      program: operands -> result, or (residuals, cotangent) -> gradients by name.
+      forward: operands -> (result, residuals for the backward pass); None if the problem is a forward pass.
+      kernels: the kernels chosen for our operations in the programs.
+      seconds: the time that lowering took.
     """
 
     program: Any
@@ -75,7 +76,7 @@ class Lowered:
 
 
 def lower(problem: Problem, contender: Contender) -> Lowered:
-    """Lowers in this process, for its default device."""
+    """Lowers in this process, for the default device."""
     begin = time.perf_counter()
     with dispatch.recording() as choices:
         forward, program = _lower(problem, contender, lambda f, *xs: jax.jit(f).lower(*xs), lambda x: x.out_info)
@@ -85,7 +86,7 @@ def lower(problem: Problem, contender: Contender) -> Lowered:
 def _lower(
     problem: Problem, contender: Contender, make: Callable[..., Any], results_of: Callable[[Any], Any]
 ) -> tuple[Any | None, Any]:
-    """The forward pass (None where the problem is one) and the program, as `make` makes them of function and types."""
+    """The forward pass (None if the problem is a forward pass) and the program: `make` of a function and its types."""
     operands, cotangent = shapes(problem)
     operands = jax.eval_shape(contender.prepare, operands)
     if problem.direction == "forward":
@@ -111,18 +112,18 @@ def _described(choices: list[dispatch.Choice]) -> tuple[str, ...]:
 
 
 class Workers:
-    """Processes that lower our kernels for a chip; a context, which ends them.
+    """Processes that lower our kernels for a chip. Leaving the context ends them.
 
     Args:
-      count: how many.
-      chip: what for; see `can_serve`.
+      count: the number of processes.
+      chip: the chip to lower for; see `can_serve`.
     """
 
     def __init__(self, count: int, chip: Chip):
         if chip.platform == "cuda":
-            # Lowering would do it too: it makes known what the compiled kernels call at run time.
+            # Registers the custom calls of compiled Pallas kernels. Lowering here would do the same.
             importlib.import_module("jax.experimental.mosaic.gpu")
-            with contextlib.suppress(RuntimeError):  # Without a GPU or without the launcher: nothing will run.
+            with contextlib.suppress(RuntimeError):  # No GPU or no launcher: the kernels will not run.
                 jk.ffi.register()
         self._platform = chip.platform
         self._pool = concurrent.futures.ProcessPoolExecutor(
@@ -131,7 +132,7 @@ class Workers:
 
     @staticmethod
     def can_serve(chip: Chip) -> bool:
-        """Whether a process without the chip knows the same of it."""
+        """Whether a process without the chip has the same description of it."""
         try:
             return chip.platform == "cpu" or (chip.platform == "cuda" and hardware.lookup(chip.name) == chip)
         except ValueError:
@@ -144,13 +145,13 @@ class Workers:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def start(self, problem: Problem, backend: str) -> Callable[[], Lowered]:
-        """Has a kernel lowered; the function that waits for it raises what `lower` raises."""
+        """Starts to lower a kernel. The returned function waits for it, and raises the errors of `lower`."""
         future = self._pool.submit(_export, problem, backend, self._platform)
 
         def finish() -> Lowered:
             try:
                 exported = future.result()
-            except concurrent.futures.BrokenExecutor:  # Processes may be killed for their memory: then do it here.
+            except concurrent.futures.BrokenExecutor:  # A worker was killed (out of memory): lower here.
                 return lower(problem, Contender(backend, our_function(problem, backend)))
             forward, program = map(_restored, (exported.forward, exported.program))
             return dataclasses.replace(exported, forward=forward, program=program)
@@ -174,9 +175,9 @@ def _prepare(target: str | None) -> None:
 
 
 def _export(problem: Problem, backend: str, platform: str) -> Lowered:
-    """In a worker: programs as bytes."""
+    """Lowers in a worker. The programs are serialised."""
     begin = time.perf_counter()
-    # What is restored is of the same version.
+    # The check is about other versions; both processes have the same one.
     allowed = [export.DisabledSafetyCheck.custom_call(jk.ffi.TARGET)]
     make = lambda f, *xs: export.export(jax.jit(f), platforms=(platform,), disabled_checks=allowed)(*xs)
     results_of = lambda made: jax.tree.unflatten(made.out_tree, made.out_avals)
@@ -186,6 +187,6 @@ def _export(problem: Problem, backend: str, platform: str) -> Lowered:
         forward, program = (None if one is None else one.serialize() for one in made)
     except NotImplementedError:
         raise
-    except Exception as e:  # Not every class of error survives the way to another process.
+    except Exception as e:  # Some classes of errors cannot be pickled.
         raise RuntimeError(f"{type(e).__name__}: {e}") from None
     return Lowered(program, forward, _described(choices), time.perf_counter() - begin)

@@ -1,4 +1,4 @@
-"""Pictures of a run: each suite as bars, baseline and ours as shares of the chip's limit, and under the rooflines."""
+"""Pictures of a run. For each suite: bars (baseline and ours, as shares of the chip's limit) and a roofline."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["plot"]
 
 _BASELINE_COLOUR = "tab:gray"
 
-#: A picture of more could not be read.
+#: More rows in one picture would be too small to read.
 _ROWS_OF_BARS = 48
-#: So many intensities of a roofline are marked each.
+#: Up to this many intensities of a roofline get a tick each.
 _MAX_TICKS = 8
 
 
 def plot(results: Results, folder: pathlib.Path) -> list[pathlib.Path]:
     """Draws PNGs for each suite and regime that has timed rows, and returns their paths.
 
-    They are a roofline, and bars: of long suites on several pages.
+    These are a roofline, and bars. The bars of a long suite take several pages.
     """
     folder.mkdir(parents=True, exist_ok=True)
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -44,7 +44,7 @@ def plot(results: Results, folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _by_side(rows: Sequence[Row], value: Callable[[Row, Side], float | None]) -> dict[str, list[float]]:
-    """A value of every row by side, NaN where a side is not in it."""
+    """Side -> its value in every row; NaN if the row lacks the side."""
 
     def of(row: Row, side: Side | None) -> float:
         found = None if side is None else value(row, side)
@@ -66,7 +66,7 @@ def _percent_of_limit(row: Row, side: Side) -> float | None:
 
 
 def _bars(rows: Sequence[Row], title: str) -> Figure:
-    """The share of the chip's limit; TFLOP/s where a row has none."""
+    """Bars of the share of the chip's limit; of TFLOP/s if the limit of a row is not known."""
     is_known = all(row.limits is not None for row in rows)
     sides = _by_side(rows, _percent_of_limit if is_known else _tflops)
     figure = Figure(figsize=(9, 1.5 + 0.12 * len(rows) * (len(sides) + 0.5)), layout="constrained")
@@ -87,8 +87,10 @@ def _bars(rows: Sequence[Row], title: str) -> Figure:
 
 
 def _roofline(rows: Sequence[Row], title: str) -> Figure | None:
-    """FLOP/s over FLOPs per byte, and of attentions over FLOPs per exponential; None for training steps, whose bytes
-    are not counted."""
+    """FLOP/s over FLOPs per byte, and for attention also over FLOPs per exponential.
+
+    None for training steps: their bytes are not counted.
+    """
     rows = [row for row in rows if row.num_bytes]
     if not rows:
         return None
@@ -114,7 +116,7 @@ def _roofline(rows: Sequence[Row], title: str) -> Figure | None:
 
 
 def _roofs(axes: Axes, limits: Iterable[tuple[float | None, float | None]], intensity: np.ndarray) -> None:
-    """Each slope up to its peak, and what is left of it where the two units take turns."""
+    """Draws the roofs: the lower of slope and peak, and the speed if the two units never overlap (dashed)."""
     x = np.geomspace(intensity.min() / 2, intensity.max() * 2, 200)
     for peak, rate in limits:
         if peak is not None and rate is not None:

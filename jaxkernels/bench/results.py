@@ -1,4 +1,4 @@
-"""What a run measured, and everything needed to repeat it: dataclasses, their JSON, and what moved between two runs."""
+"""The results of a run and all that is needed to repeat it; their JSON; the comparison of two runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
     "save", "write",
 ]  # fmt: skip
 
-#: Of the JSON; a file of another schema is refused.
+#: The schema of the JSON; files with another schema are refused.
 SCHEMA = 1
 
 _PACKAGES = (
@@ -33,7 +33,7 @@ _PACKAGES = (
     "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cuda-nvrtc", "jax-triton", "triton", "tokamax", "flax", "numpy",
 )  # fmt: skip
 
-#: Clock rates of two sides further apart than this make their comparison doubtful.
+#: If the clock rates of two sides differ by more than this, their row gets a flag.
 _MAX_DRIFT = 0.03
 
 
@@ -45,9 +45,9 @@ class Side:
       name: a backend, or a baseline and its variant.
       is_ours: whether it is a backend of this package.
       seconds: the median time of one call.
-      samples: its times; None where it was too slow to compete and `seconds` comes from a single round of bursts.
+      samples: the measured times; None if the side was too slow to compete: `seconds` is then from one round of bursts.
       error_ratio: see `jaxkernels.bench.accuracy.error_ratio`.
-      kernels: the kernel and configuration of every operation of ours in it, as `jaxkernels.explain` gives them.
+      kernels: kernel and configuration of each of our operations in it, as in `jaxkernels.explain`.
     """
 
     name: str
@@ -60,22 +60,22 @@ class Side:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A problem in one regime: all sides, in turns.
+    """A problem in one regime: all sides, measured in turns.
 
     Attributes:
-      suite, label, op, shape, dtype: what was computed.
+      suite, label, op, shape, dtype: the problem.
       regime: how it was timed.
-      flops, num_bytes, num_exps: what the work needs, by `jaxkernels.bench.suites.Problem`.
-      peak_flops_per_s, memory_bytes_per_s, exps_per_s: the chip's, None where not known.
-      is_warm: inputs stayed in the cache; otherwise they were rotated past it.
-      sides: everything that was right and timed.
-      refused: why the others were not: those that cannot, failed or computed something else.
-      checked: "all", or which part of the result was held against the reference.
-      tokens: of a training step, else None.
-      device: the chip while it was measured, None where nothing samples it.
-      seconds: what of the run's own time went into the row: "compile" (its share, many at once), "check", "look" (the
-        first of each side) and "time"; in the first of several regimes' rows, but for "time".
-      programs: side -> what "lower" and "compile" took, on one of the threads that worked at once.
+      flops, num_bytes, num_exps: the work of the problem (`jaxkernels.core.problems.Problem`).
+      peak_flops_per_s, memory_bytes_per_s, exps_per_s: rates of the chip; None if not known.
+      is_warm: whether the operands stayed in the cache. Otherwise copies were rotated, so that they did not.
+      sides: the sides that were correct and timed.
+      refused: side -> the reason why it was not timed: it does not support the problem, failed, or was wrong.
+      checked: the part of the result that was compared with the reference, or "all".
+      tokens: the tokens of a training step, else None.
+      device: clock, power and temperature during the measurement; None if they are not sampled.
+      seconds: the time that the run spent on the row: "compile" (a share, as many compile at once), "check", "look"
+        (the first look at each side) and "time". The row of a problem's first regime has the first three.
+      programs: side -> the seconds that "lower" and "compile" took on a thread; many threads worked at once.
     """
 
     suite: str
@@ -101,12 +101,12 @@ class Row:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What makes two rows of two runs the same."""
+        """Equal keys mean the same row in two runs."""
         return *self.problem, self.regime
 
     @property
     def problem(self) -> tuple[str, ...]:
-        """What makes two rows of one run, of two regimes, the same problem's."""
+        """Equal in the rows of one problem in different regimes."""
         return self.suite, self.shape, self.dtype
 
     @property
@@ -129,23 +129,23 @@ class Row:
         return self.flops / side.seconds
 
     def share_of_peak(self, side: Side) -> float | None:
-        """Of the FLOP/s the chip has for this arithmetic."""
+        """The side's share of the chip's peak FLOP/s for this arithmetic."""
         return None if self.peak_flops_per_s is None else self.flops_per_s(side) / self.peak_flops_per_s
 
     @property
     def limits(self) -> tuple[float, float] | None:
-        """Seconds that the FLOPs take at the peak rate, and the bytes at the memory's; no kernel beats the larger."""
+        """The seconds of the FLOPs at the peak rate, and of the bytes at the memory's. The larger is the limit."""
         if self.peak_flops_per_s is None or self.memory_bytes_per_s is None:
             return None
         return self.flops / self.peak_flops_per_s, self.num_bytes / self.memory_bytes_per_s
 
     def share_of_limit(self, side: Side) -> float | None:
-        """Of the nearer limit; bytes that stay in the cache can lift it above 1."""
+        """The side's share of the limit. It can exceed 1 if bytes stay in the cache."""
         return None if self.limits is None else max(self.limits) / side.seconds
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """What to know before believing the row."""
+        """Conditions that make the row less reliable."""
         flags = ["warm"] if self.is_warm else []
         clocks = {
             side.name if side.is_ours else f"{side.name} (baseline)": statistics.median(side.samples.probed)
@@ -158,9 +158,9 @@ class Row:
 
 
 def cells(row: Row, side: Side) -> list[str]:
-    """What a table shows of a timed side: name, time, speed, share of peak, ratio, error ratio, flags.
+    """The table cells of a timed side: name, time, speed, share of peak, ratio, error ratio, flags.
 
-    The speed is in TFLOP/s, of a training step in tokens/s.
+    The speed is in TFLOP/s. For a training step it is in tokens/s.
     """
     share, ratio, baseline = row.share_of_peak(side), row.ratio(side), row.fastest_baseline
     seconds = side.seconds
@@ -185,14 +185,14 @@ def line(row: Row, side: Side) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """A run: where, when and how, and its rows."""
+    """A run: its environment and its rows."""
 
     environment: dict[str, Any]
     rows: tuple[Row, ...]
 
 
 def environment(device: Any, telemetry: Telemetry, command: list[str]) -> dict[str, Any]:
-    """Where a run takes place: versions, device, driver, commit."""
+    """The environment of a run: command, date, device, driver, versions, commit."""
     return dict(
         command=" ".join(["jaxkernels", *command]),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -211,25 +211,26 @@ def environment(device: Any, telemetry: Telemetry, command: list[str]) -> dict[s
 
 
 def resumed(earlier: Results, where: dict[str, Any], problems: Collection[tuple[str, ...]]) -> Results:
-    """What a run begins with that goes on with an earlier one: its rows, and where both took place.
+    """The rows and the environment with which a resumed run starts.
 
-    The last problem's rows are left out if they can be measured anew: an interrupt may have come between its regimes.
+    An interrupt may have come between two regimes of the last problem. If the resumed run measures that problem again,
+    its rows are left out.
 
     Args:
       earlier: the run so far.
-      where: the environment of the run that goes on.
-      problems: what that run is to measure, as `Row.problem`.
+      where: the environment of the resumed run.
+      problems: the problems that the resumed run measures, as `Row.problem`.
 
     Raises:
-      InputError: one table of both would mix chips, versions or commits.
+      InputError: the two runs have different chips, versions or commits.
     """
     same = lambda x: dict(device=x["device"], commit=x["commit"] and x["commit"].removesuffix("+")) | x["versions"]
     before, now = same(earlier.environment), same(where)
     for name in before | now:
         if before.get(name) != now.get(name):
             raise InputError(
-                f"bench: --resume goes on with a run of the same {name}; got {now.get(name)}, and {before.get(name)} "
-                "before. Write another file with --json."
+                f"bench: --resume needs the same {name} as the earlier run; got {now.get(name)}, before it was "
+                f"{before.get(name)}. Write another file with --json."
             )
     cut_off = {row.problem for row in earlier.rows[-1:]}.intersection(problems)
     rows = tuple(row for row in earlier.rows if row.problem not in cut_off)
@@ -241,7 +242,7 @@ def resumed(earlier: Results, where: dict[str, Any], problems: Collection[tuple[
 
 
 def _commit() -> str | None:
-    """The checkout's commit, with "+" if files differ from it; None where the package is installed without one."""
+    """The checkout's commit, with "+" if files differ from it; None if the package is not in a checkout."""
     root = pathlib.Path(__file__).parents[2]
     if not (root / "pyproject.toml").exists():
         return None
@@ -253,19 +254,19 @@ def _commit() -> str | None:
 
 
 def save(results: Results, path: pathlib.Path) -> None:
-    """Writes JSON, the whole of it or nothing; times in seconds."""
+    """Writes JSON atomically; times in seconds."""
     write(
         dict(schema=SCHEMA, environment=results.environment, rows=[dataclasses.asdict(r) for r in results.rows]), path
     )
 
 
 def write(values: dict[str, Any], path: pathlib.Path) -> None:
-    """Writes JSON that people read and diff, the whole of it or nothing."""
+    """Writes JSON atomically, in a form that is easy to read and to diff."""
     write_whole(path, json.dumps(_rounded(values), indent=1) + "\n")
 
 
 def _rounded(value: Any) -> Any:
-    """Six digits of every measured number."""
+    """Rounds every float to six digits."""
     if isinstance(value, dict):
         return {name: _rounded(x) for name, x in value.items()}
     if isinstance(value, list | tuple):
@@ -287,10 +288,10 @@ def load(path: pathlib.Path) -> Results:
 
 
 def read(path: pathlib.Path, command: str) -> Any:
-    """What a file of JSON holds.
+    """Reads a JSON file.
 
     Raises:
-      InputError: it is missing or holds something else; `command` is who says so.
+      InputError: the file is missing or is not JSON. The message begins with `command`.
     """
     try:
         return json.loads(path.read_text())
@@ -316,8 +317,8 @@ class Change:
     """One side of one row in two runs.
 
     Attributes:
-      row, side: of the new run.
-      old, new: the side's samples.
+      row, side: the row and the side in the new run.
+      old, new: the side's samples in the two runs.
     """
 
     row: Row
@@ -327,19 +328,19 @@ class Change:
 
     @property
     def factor(self) -> float:
-        """How many times as fast it has become."""
+        """The old time over the new time."""
         return self.old.median / self.new.median
 
     @property
     def verdict(self) -> Literal["faster", "slower", "noise"]:
-        """Noise as long as the spans from p10 to p90 meet."""
+        """The change is noise if the spans from p10 to p90 overlap."""
         if self.new.p90 < self.old.p10:
             return "faster"
         return "slower" if self.new.p10 > self.old.p90 else "noise"
 
 
 def compare(old: Results, new: Results) -> list[Change]:
-    """Every side that both runs timed, in the new run's order."""
+    """The sides that both runs timed, in the order of the new run."""
     key = lambda row, side: (row.key, side.name, side.is_ours)
     before = {key(row, side): side.samples for row in old.rows for side in row.sides if side.samples is not None}
     return [

@@ -1,8 +1,8 @@
-"""From problems to rows: compile, check against the reference, then time, all sides in turns.
+"""Makes rows of problems: compiles, checks against the reference, then times all sides in turns.
 
-Programs are compiled by a pool of threads for some problems at a time, and nothing is timed meanwhile: XLA's autotuner
-uses the GPU. A side that is refused, fails or computes something else is recorded with the reason and gets no number.
-The sustained regime, which takes longest, is timed of ours and of those baselines that bursts find about the fastest.
+A pool of threads compiles the programs of a group of problems. Meanwhile nothing is timed, because XLA's autotuner uses
+the GPU. A side that is not supported, fails or is wrong is recorded with the reason, and not timed. The sustained
+regime takes longest. It times our sides, and the baselines that are about the fastest in bursts.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ __all__ = ["Settings", "our_key", "run"]
 
 _Arrays = dict[str, jax.Array]
 
-#: Problems whose programs are compiled, and held, at a time.
+#: Problems whose programs are compiled, and kept in memory, at the same time.
 _CHUNK = 48
 
 #: See `jaxkernels.core.measure.measure`.
 _BUDGET_SECONDS = {"burst": 0.5, "sustained": 0.7}
 
-#: A baseline this much slower than the fastest is not timed beyond a first look, and not beyond bursts.
+#: A baseline slower than the fastest by more than these factors is timed in the first look only, or in bursts only.
 _OUTPACED = 1.05
 _OUTPACED_IN_BURSTS = 1.02
 
-#: The backend that can everything; the baseline of that name is the same program, or a like one.
+#: The backend that supports every problem. The baseline of that name is the same program, or nearly the same.
 _FALLBACK = "xla"
 
-#: JAX takes about this long to launch a program: shorter ones leave gaps, so launching them back to back is no load.
+#: JAX takes about this long to launch a program. Shorter programs leave gaps, so they put no sustained load on the GPU.
 _LAUNCH_SECONDS = 30e-6
 
-#: A reason is cut here: compilers can be wordy.
+#: A longer reason is cut: messages of compilers can be long.
 _REASON_LENGTH = 240
 
 
@@ -61,13 +61,13 @@ class Settings:
 
     Attributes:
       device: the device to run on.
-      backends: names of ours to time; None: each that supports a problem (xla only where no other does: the baseline of
-        that name is the same program).
+      backends: our backends to time. None: each that supports a problem; xla only if no other does, because the
+        baseline of that name is the same program.
       baselines: names of the baselines; None: all.
-      regimes: which to time, in order.
-      clock: None: the one for the device.
-      telemetry: entered by the caller.
-      processes: how many lower our kernels, while others are timed; 0: this one does, before.
+      regimes: the regimes to time, in order.
+      clock: None: the default clock of the device.
+      telemetry: a context that the caller has entered.
+      processes: the number of processes that lower our kernels while others are timed; 0: this process lowers them.
     """
 
     device: Any
@@ -82,19 +82,19 @@ class Settings:
 def run(
     problems: Iterable[tuple[str, Problem]], settings: Settings, status: Callable[[str], None] = lambda text: None
 ) -> Iterator[Row]:
-    """Measures problems, given with the name of their suite; a row for each in each regime, as they come.
+    """Measures problems, and yields a row for each problem and regime.
 
     Args:
       problems: (suite, problem) pairs.
-      settings: what to compare.
-      status: told what is going on.
+      settings: the sides to compare.
+      status: called with a description of the current step.
     """
     problems = list(problems)
     chip = hardware.chip_of(settings.device)
     shared: dict[Any, concurrent.futures.Future[Any]] = {}
     with contextlib.ExitStack() as stack:
         pool = concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count())
-        # Whoever interrupts a run wants its rows, and not what is being compiled for others.
+        # An interrupt ends the run at once, without waiting for programs that are being compiled.
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)
         ours = [dict.fromkeys(_our_backends(settings)) for _ in problems]
         if settings.processes and Workers.can_serve(chip):
@@ -113,14 +113,14 @@ def run(
             for plan in plans:
                 plan.wait()
                 plan.seconds["compile"] = (time.perf_counter() - begin) / len(chunk)
-            while plans:  # Compiled programs go as soon as their row is done, and with them their device memory.
+            while plans:  # Dropping a plan frees its programs and their device memory.
                 plan = plans.pop(0)
                 status(f"timing {start + len(chunk) - len(plans)} of {len(problems)}: {plan.problem.shape}")
                 yield from plan.rows()
 
 
 class _Plan:
-    """One problem on its way to its rows: what is being compiled for it, then what came of that."""
+    """One problem: its programs while they are compiled, then the compiled programs, then its rows."""
 
     def __init__(
         self,
@@ -132,14 +132,14 @@ class _Plan:
         shared: dict[Any, concurrent.futures.Future[Any]],
     ):
         self.problem = problem
-        #: Of the run's time, by what it went into.
+        #: Phase -> seconds of the run's time.
         self.seconds: dict[str, float] = {}
-        #: What each program took to lower and to compile, on a thread beside others.
+        #: Side -> the seconds of lowering and compiling, on one of several threads.
         self._programs: dict[str, dict[str, float]] = {}
         self._suite, self._settings = suite, settings
         self._chip = hardware.chip_of(settings.device)
         self._clock = settings.clock or clock_for(settings.device.platform)
-        #: Why a side has no number, by its key.
+        #: Key of a side -> the reason why it is not timed.
         self._refused: dict[str, str] = {}
         self._contestants: dict[str, _Contestant] = {}
 
@@ -164,7 +164,7 @@ class _Plan:
         self._compiling[contender.name] = self._submit(functools.partial(_compile, contender, False, lower))
 
     def _compile_ours(self, name: str, started: Callable[[], Lowered] | None = None) -> None:
-        """Compiles a backend's kernel, which a worker has started to lower, or which is lowered here."""
+        """Compiles a backend's kernel. A worker lowers it if `started` is given; else this process does."""
         contender = Contender(name, lowering.our_function(self.problem, name))
         lower = started or functools.partial(lowering.lower, self.problem, contender)
         self._compiling[our_key(name)] = self._submit(functools.partial(_compile, contender, True, lower))
@@ -179,11 +179,11 @@ class _Plan:
                 continue
             try:
                 yield from baseline.contenders(self.problem)
-            except Exception as e:  # Another library's: whatever it raises is its reason.
+            except Exception as e:  # The baseline is another library, which may raise anything.
                 self._refused[name] = _reason(e)
 
     def wait(self) -> None:
-        """Collects the programs; what did not compile is refused with the error."""
+        """Waits for the programs. A side that did not compile is refused with the error."""
         self._judge.wait()
         self._programs["reference"] = self._judge.seconds
         compiling, self._compiling = self._compiling, {}
@@ -196,17 +196,17 @@ class _Plan:
         self._contestants = dict(sorted(self._contestants.items(), key=lambda item: not item[1].is_ours))
 
     def fall_back(self) -> None:
-        """Has the backend that can everything compiled if no other of ours can this, and none was asked for."""
+        """Compiles the xla backend if none of ours supports the problem, and no backend was named."""
         if self._settings.backends is None and not any(c.is_ours for c in self._contestants.values()):
             self._compile_ours(_FALLBACK)
 
     def rows(self) -> Iterator[Row]:
-        """Checks and times; one row for each regime, or one without sides where nothing can be checked."""
+        """Checks and times. Yields a row for each regime, or one row without sides if the check fails."""
         with jax.default_device(self._settings.device):
             try:
                 with self._counted("check"):
                     checked, errors, calls, is_warm = self._check()
-            except Exception as e:  # Out of memory, most likely: the next problem may fit.
+            except Exception as e:  # Most likely out of memory: the next problem may fit.
                 self._refused["reference"] = _reason(e)
                 yield self._row(self._settings.regimes[0], (), "nothing", is_warm=False)
                 return
@@ -238,7 +238,7 @@ class _Plan:
                     timed = self._contenders_within(_OUTPACED_IN_BURSTS, seconds)
 
     def _contenders_within(self, factor: float, seconds: dict[str, float]) -> list[str]:
-        """All of ours, and the baselines that take at most `factor` times as long as the fastest of them."""
+        """All our sides, and the baselines that take at most `factor` times as long as the fastest baseline."""
         theirs = [value for key, value in seconds.items() if not self._contestants[key].is_ours]
         return [
             key for key, value in seconds.items() if self._contestants[key].is_ours or value <= factor * min(theirs)
@@ -251,7 +251,7 @@ class _Plan:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
 
     def _check(self) -> tuple[str, dict[str, float], dict[str, Call], bool]:
-        """What was checked, the error ratios of the sides that are right, and the calls to time."""
+        """Returns the checked part, the error ratios and calls of the correct sides, and `is_warm`."""
         judge = self._judge
         operands, cotangent = judge.draw(0)
         verdict = judge.verdict(operands, cotangent)
@@ -262,7 +262,7 @@ class _Plan:
             try:
                 arguments = contestant.arguments(operands, cotangent)
                 errors[key] = verdict(contestant.results(contestant.program(*arguments)))
-                if not errors[key] <= accuracy.ALLOWED:  # NaN is not, either.
+                if not errors[key] <= accuracy.ALLOWED:  # Also true of NaN.
                     raise _WrongResultError(f"wrong: {errors[key]:.3g} times as far from the reference as plain JAX")
                 rest = [contestant.arguments(*one) for one in sets[1:]]
                 calls[key] = Call(contestant.program, [arguments, *rest])
@@ -271,7 +271,7 @@ class _Plan:
         return judge.description, errors, calls, not is_cold
 
     def _first_looks(self, calls: dict[str, Call]) -> dict[str, float]:
-        """The median of one round of bursts of each side, alone, so that one that fails does not stop the others."""
+        """The median of one round of bursts for each side. Sides run alone: a failure does not stop the others."""
         looks = {}
         for key, call in calls.items():
             try:
@@ -283,7 +283,7 @@ class _Plan:
     def _time(self, calls: dict[str, Call], regime: Regime) -> dict[str, Samples]:
         try:
             return self._measure(calls, regime)
-        except Exception as e:  # One side's failure spoils the turns: none of this regime counts.
+        except Exception as e:  # A side failed, so the turns are incomplete: this regime is dropped.
             self._refused[regime] = _reason(e)
             return {}
 
@@ -299,7 +299,7 @@ class _Plan:
 
     def _row(self, regime: Regime, sides: tuple[Side, ...], checked: str, *, is_warm: bool) -> Row:
         problem = self.problem
-        seconds, self.seconds = self.seconds, {}  # What has been counted is not counted again in the next regime's row.
+        seconds, self.seconds = self.seconds, {}  # The next regime's row does not count this time again.
         return Row(
             suite=self._suite,
             label=problem.label,
@@ -334,7 +334,7 @@ class _WrongResultError(RuntimeError):
 
 
 def our_key(backend: str) -> str:
-    """The key of a backend's side: a baseline may have the backend's name."""
+    """The key of a backend's side. It differs from the key of a baseline with the same name."""
     return f"jaxkernels {backend}"
 
 
@@ -347,20 +347,20 @@ def _reason(error: BaseException) -> str:
 
 
 def _on[T](device: Any, work: Callable[[], T]) -> T:
-    """Works with a default device, which a thread of a pool does not inherit."""
+    """Calls `work` with a default device, which the threads of a pool do not inherit."""
     with jax.default_device(device):
         return work()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Contestant:
-    """A contender, compiled.
+    """A compiled contender.
 
     Attributes:
-      program: operands -> result, or (what the forward pass saved, cotangent) -> gradients by name.
-      forward: operands -> (result, what the backward pass needs); None where the problem is a forward pass.
-      kernels: of ours: which kernels it got.
-      seconds: what it took to lower and to compile.
+      program: operands -> result, or (residuals, cotangent) -> gradients by name.
+      forward: operands -> (result, residuals for the backward pass); None if the problem is a forward pass.
+      kernels: the kernels chosen for our operations; empty for a baseline.
+      seconds: the seconds of lowering, waiting and compiling.
     """
 
     contender: Contender
@@ -371,7 +371,7 @@ class _Contestant:
     seconds: dict[str, float]
 
     def arguments(self, operands: _Arrays, cotangent: jax.Array) -> tuple[Any, ...]:
-        """What the timed program is called with."""
+        """The arguments of the timed program."""
         operands = self.contender.prepare(operands)
         if self.forward is None:
             return (operands,)
@@ -379,7 +379,7 @@ class _Contestant:
         return saved, cotangent.astype(out.dtype)
 
     def results(self, out: Any) -> _Arrays:
-        """The result under the names of the reference's."""
+        """The results, with the names that the reference uses."""
         return self.contender.finish({"out": out} if self.forward is None else _as_gradients(out))
 
 
@@ -402,16 +402,16 @@ def _compile(contender: Contender, is_ours: bool, lower: Callable[[], Lowered]) 
 
 
 def _compiled(lowered: Any, contender: Contender) -> Any:
-    """The program by the first compiler options that make it what is wanted."""
+    """Compiles with the first compiler options that give a program with the wanted call."""
     for options in contender.compiler_options:
         compiled = lowered.compile(compiler_options=options)
         if not contender.wanted or contender.wanted in (compiled.as_text() or ""):
             return compiled
-    raise RuntimeError(f"XLA makes no call of {contender.wanted!r} of it")
+    raise RuntimeError(f"XLA compiles it without a call of {contender.wanted!r}")
 
 
 def _compile_draw(draw: Draw) -> Any:
-    """(seed, scale) -> normal random numbers. Only the shape and the dtype of the draw count."""
+    """(seed, scale) -> normal random numbers, with the shape and dtype of the draw."""
 
     def normal(seed: jax.Array, scale: jax.Array) -> jax.Array:
         return (scale * jax.random.normal(jax.random.key(seed), draw.shape, jnp.float32)).astype(draw.dtype)
@@ -419,25 +419,26 @@ def _compile_draw(draw: Draw) -> Any:
     return jax.jit(normal).lower(np.uint32(0), np.float32(1)).compile()
 
 
-#: Plain JAX must round as its dtypes say, although the difference from the reference is taken in the same program. How
-#: fast it is does not matter: the autotuner would take most of the time of a run. But where an algorithm is asked for
-#: (`precision="BF16_BF16_F32_X3"`) XLA's choices differ in their error, and the one that users get is the measure.
+#: Compiler options of the check. Plain JAX must round to its dtypes, although the same program subtracts the reference.
+#: The autotuner is off, because the speed of the check does not matter and autotuning would take most of a run. It
+#: stays on if an algorithm is given (`precision="BF16_BF16_F32_X3"`): XLA's choices then differ in their error, and the
+#: check must use the one that users get.
 _JUDGING = {"xla_allow_excess_precision": False}
 _UNTUNED = {"xla_gpu_autotune_level": 0}
 
 
 class _Judge:
-    """Draws a problem's operands and says how far results are from the reference.
+    """Draws a problem's operands and computes the error of results.
 
     Args:
       problem: the problem.
-      submit_once: has work done by a thread, but once in a run for each key. To draw an array and to compare it takes
-        the same program for each shape; an attention has one reference for both directions and for any mask. Compiling
-        one for each problem would take longer than all else.
+      submit_once: submits work to a thread, once in a run for each key. Drawing and comparing arrays takes one program
+        for each shape. An attention has one reference for both directions and for any mask. Compiling them anew for
+        each problem would take most of a run.
 
     Attributes:
-      description: which part of a result is held against the reference.
-      seconds: what it took to lower and to compile the reference.
+      description: the part of a result that is compared with the reference.
+      seconds: the seconds of lowering and compiling the reference.
     """
 
     def __init__(
@@ -476,12 +477,12 @@ class _Judge:
         self._referring = submit_once(("reference", self._case, direction), self._compile_reference)
 
     def wait(self) -> None:
-        """Until everything is compiled or failed: `draw` and `verdict` then raise."""
+        """Waits until all programs are compiled. If one failed, `draw` or `verdict` raises its error."""
         taking = [] if self._taking is None else [self._taking]
         concurrent.futures.wait([*self._drawing.values(), *taking, *self._comparing.values(), self._referring])
 
     def draw(self, copy: int) -> tuple[_Arrays, jax.Array]:
-        """Operands and cotangent; the masks are always the same."""
+        """Random operands and cotangent. The masks are the same in every copy."""
         arrays = {
             name: self._drawing[name].result()(np.uint32(copy * len(self._draws) + i), np.float32(draw.scale))
             for i, (name, draw) in enumerate(self._draws.items())
@@ -490,7 +491,7 @@ class _Judge:
         return arrays | {name: jnp.asarray(x) for name, x in self._masks.items()}, cotangent
 
     def verdict(self, operands: _Arrays, cotangent: jax.Array) -> Callable[[_Arrays], float]:
-        """The function from a result (or gradients by name) to its error ratio: the worst of its arrays."""
+        """Returns a function from results (or gradients by name) to the largest error ratio of their arrays."""
         part = {**operands, "out": cotangent}
         if self._taking is not None:
             part = self._taking.result()(part)
@@ -539,7 +540,7 @@ class _Judge:
             return jax.jit(compare).lower(result, reference).compile(_JUDGING | _UNTUNED)
 
     def _judge(self, part: _Arrays) -> tuple[_Arrays, dict[str, tuple[Any, Any]]]:
-        """The reference in float64, and of each array: how far plain JAX is from it, and its largest value."""
+        """The reference in float64; for each array the error of plain JAX, and the largest value."""
         case, cotangent = self._case, part["out"]
         part = {name: x for name, x in part.items() if name != "out"}
         references = self._results(case.reference, accuracy.widen(part), accuracy.widen(cotangent))

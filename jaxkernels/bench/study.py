@@ -1,9 +1,9 @@
-"""How a GEMM's pipeline moves its speed: slots of the ring and clusters, for the kernels of both backends.
+"""How the pipeline of a GEMM changes its speed: slots of the ring and clusters, for the kernels of both backends.
 
     for point in study(parse_shape("gemm", "8192x8192x8192"), device):
         print(point)
 
-All points of a shape are measured in turns, in bursts, after their results were checked.
+All points of a shape are checked, then measured in bursts, in turns.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ __all__ = ["Point", "Variant", "load", "lower", "plot", "save", "study", "varian
 
 _SCHEMA = 1
 _SECONDS = 8.0
-#: Of the largest value of the reference: results of 16 bits that are right differ by 2^-8 of themselves.
+#: Allowed error, as a share of the reference's largest value. Correct 16-bit results differ by up to 2^-8.
 _TOLERANCE = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One configuration, and what it is an example of.
+    """One configuration of a kernel.
 
     Attributes:
-      backend: whose kernel.
-      tile: of one block, e.g. "128 x 256".
-      knob: what is varied.
-      value: e.g. "4" slots, "2 x 1" blocks along m and n.
-      config: the backend's.
+      backend: the backend of the kernel.
+      tile: the tile of a block, e.g. "128 x 256".
+      knob: the knob that is varied.
+      value: the value of the knob, e.g. "4" slots, "2 x 1" blocks along m and n.
+      config: the configuration.
     """
 
     backend: str
@@ -87,10 +87,10 @@ _CLUSTERS = {
 
 
 def variants() -> Iterator[Variant]:
-    """Rings of 1 to 8 slots in two tiles, and clusters of the larger tile in its usual ring; not all fit a chip."""
+    """Rings of 1 to 8 slots for two tiles, and clusters for the larger tile. Some do not fit into shared memory."""
     for backend, clusters in _CLUSTERS.items():
         config = dispatch.load("matmul", backend).designs[0].Config
-        # A slot that is released a step late needs another one to go on with.
+        # Releasing a slot one step late needs a second slot.
         late = lambda n, backend=backend: {} if backend == "cuda" else dict(delay_release=min(1, n - 1))
         for block_m, block_n in _TILES:
             tile = f"{block_m} x {block_n}"
@@ -107,10 +107,10 @@ def study(problem: Problem, device: Any, *, clock: Clock | None = None) -> Itera
     Args:
       problem: a product of two row-major matrices, without an epilogue.
       device: the device to run on.
-      clock: None: the one for the device.
+      clock: None: the default clock of the device.
 
     Raises:
-      InputError: the problem is another one, or a variant's result is wrong.
+      InputError: the problem is not such a product, or a variant's result is wrong.
     """
     case = problem.case
     if not isinstance(case, MatmulCase) or case != MatmulCase(case.m, case.n, case.k):
@@ -124,7 +124,9 @@ def study(problem: Problem, device: Any, *, clock: Clock | None = None) -> Itera
     for variant, program in programs.items():
         error = float(jnp.max(jnp.abs(program(*operands) - expected)) / jnp.max(jnp.abs(expected)))
         if not error <= _TOLERANCE:
-            raise InputError(f"study: {variant} is wrong by {error:.2g} of the largest value.")
+            raise InputError(
+                f"study: {variant} has an error of {error:.2g} of the largest value; at most {_TOLERANCE} is allowed."
+            )
     samples = measure(
         {str(i): Call(program, [tuple(operands)]) for i, program in enumerate(programs.values())},
         regime="burst",
@@ -134,14 +136,14 @@ def study(problem: Problem, device: Any, *, clock: Clock | None = None) -> Itera
     peak = peak_flops_per_s(problem, hardware.chip_of(device))
     for variant, times in zip(programs, samples.values()):
         rate = problem.flops / times.median
-        where = (problem.shape, variant.backend, variant.tile, variant.knob, variant.value)
-        yield Point(*where, times.median, times.p10, times.p90, rate, None if peak is None else rate / peak)
+        key = (problem.shape, variant.backend, variant.tile, variant.knob, variant.value)
+        yield Point(*key, times.median, times.p10, times.p90, rate, None if peak is None else rate / peak)
 
 
 def lower(operands: Sequence[Any], variant: Variant, platforms: tuple[str, ...] | None = None) -> Any | None:
-    """The variant's program, lowered for the operands (for other platforms than theirs, if given).
+    """Lowers the variant's program for the operands, and for `platforms` if given.
 
-    None if its ring does not fit into shared memory.
+    Returns None if its ring does not fit into shared memory.
     """
     multiply = functools.partial(jk.matmul, backend=variant.backend, config=variant.config)
     try:
@@ -187,7 +189,7 @@ def plot(points: Sequence[Point], path: pathlib.Path) -> None:
 
 
 def _height(point: Point) -> float:
-    """Percent of peak; TFLOP/s where that is not known."""
+    """Percent of peak; TFLOP/s if the peak is not known."""
     return point.flops_per_s / 1e12 if point.share_of_peak is None else 100 * point.share_of_peak
 
 

@@ -1,4 +1,4 @@
-"""What is timed: the suites of all operations, and training; shapes from the command line."""
+"""The suites of all operations and of training, and shapes from the command line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _cases() -> dict[str, tuple[str, type[Case]]]:
 
 
 def kinds() -> tuple[str, ...]:
-    """What can be timed: operations, and training."""
+    """The names that `jaxkernels bench` takes: operations, and "train"."""
     return *_cases(), "train"
 
 
@@ -42,12 +42,13 @@ def baselines_of(op: str) -> dict[str, Baseline]:
 
 
 def select(op: str, names: list[str], *, has_gpu: bool) -> tuple[list[Suite], list[str]]:
-    """The suites of a run, and the names of those left out because they were not asked for and need a GPU.
+    """The suites of a run, and the names of the suites that are left out for lack of a GPU.
 
-    Without names: all but the smallest where there is a GPU, else the smallest alone.
+    Named suites are taken in any case. Without names, a machine with a GPU takes all but the smallest suites, and a
+    machine without a GPU takes the smallest only.
 
     Raises:
-      InputError: a name is unknown or of another operation.
+      InputError: a name is unknown or belongs to another operation.
     """
     known = {suite.name: suite for suite in all_suites().values() if suite.op == op}
     for name in names:
@@ -64,21 +65,21 @@ def parse_shape(op: str, text: str) -> Problem:
     """A problem from the command line: "4096x4096x4096:nt", "4x4096x16x128:causal:backward".
 
     Raises:
-      InputError: the text is not of the operation's form.
+      InputError: the text does not have the operation's form.
     """
     cases = _cases()
     if op not in cases:
         raise InputError(f"bench: {op} takes no --shapes; choose presets with --suite.")
-    _, of_op = cases[op]
+    _, case_type = cases[op]
     sizes_text, *words = text.split(":")
-    refusal = InputError(f"bench: a shape of {op} is {of_op.form}; got {text!r}.")
+    refusal = InputError(f"bench: a shape of {op} is {case_type.form}; got {text!r}.")
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes_text):
         raise refusal
     dtypes = [word for word in words if word in ("bfloat16", "float16", "float32")]
     rest = [word for word in words if word not in dtypes and word != "backward"]
     sizes = [int(size) for size in sizes_text.split("x")]
     try:
-        case = of_op.parse(sizes, dict(dtype=dtypes[-1]) if dtypes else {}, rest)
+        case = case_type.parse(sizes, dict(dtype=dtypes[-1]) if dtypes else {}, rest)
     except ValueError as e:
         raise InputError(f"bench: {e}; got {text!r}.") from e
     if case is None:
@@ -86,8 +87,8 @@ def parse_shape(op: str, text: str) -> Problem:
     return Problem(case, "backward" if "backward" in words else "forward")
 
 
-#: Products on tensor cores that each multiplication of a float32 algorithm is made of. None: XLA makes fewer than the
-#: name says (154 TFLOP/s at 8192^3 on an H200, where nine would allow 110), and how many is not known.
+#: Float32 algorithm -> tensor core products for each multiplication. None: not known, because XLA computes fewer than
+#: the name says (154 TFLOP/s at 8192^3 on an H200; nine products would allow 110).
 _PASSES: dict[str, int | None] = {
     "TF32_TF32_F32": 1,
     "TF32_TF32_F32_X3": 3,
@@ -98,10 +99,11 @@ _PASSES: dict[str, int | None] = {
 
 
 def peak_flops_per_s(problem: Problem, chip: Chip) -> float | None:
-    """The chip's rate for the problem's arithmetic, None where it is not known.
+    """The chip's peak rate for the problem's arithmetic; None if it is not known.
 
-    That is the rate of its dtype, or of the float32 precision it asks for: the ordinary units for HIGHEST, the tensor
-    cores over the number of products for a `jax.lax.DotAlgorithmPreset`, and TF32 where it asks for none.
+    For 16-bit dtypes it is the rate of bf16. For float32 it depends on the precision: for HIGHEST the rate of the
+    float32 units; for a `jax.lax.DotAlgorithmPreset` the rate of the tensor cores, divided by the number of products;
+    without a precision the rate of TF32.
     """
     case = problem.case
     if jnp.dtype(case.dtype) != jnp.float32:

@@ -1,7 +1,7 @@
-"""The chip while it is measured: clock rate, power, temperature, and why it slows down.
+"""Samples clock rate, power and temperature of the chip during a measurement.
 
-Needs nvidia-ml-py (the extra "bench") and an NVIDIA driver; without them nothing is sampled, and `Telemetry.reason`
-says why.
+This needs nvidia-ml-py (the extra "bench") and an NVIDIA driver. Without them nothing is sampled, and
+`Telemetry.reason` has the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _INTERVAL_SECONDS = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One look at the chip."""
+    """One sample."""
 
     sm_clock_mhz: float
     power_w: float
@@ -28,7 +28,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Medians over a while, and the ends of the clock rate; None where nothing was sampled."""
+    """Medians over several samples, and the extremes of clock rate and power."""
 
     sm_clock_mhz: float
     sm_clock_min_mhz: float
@@ -39,6 +39,7 @@ class Reading:
 
     @classmethod
     def of(cls, samples: list[Sample]) -> Reading | None:
+        """The reading of some samples; None if there are none."""
         if not samples:
             return None
         clocks, watts = [s.sm_clock_mhz for s in samples], [s.power_w for s in samples]
@@ -53,14 +54,14 @@ class Reading:
 
 
 class Telemetry:
-    """Samples one GPU on a thread of its own, between entering and leaving the context.
+    """Samples one GPU on a separate thread, while the context is entered.
 
     Args:
-      index: which of the devices visible to this process (`jax.Device.local_hardware_id`).
+      index: the index of the GPU among those visible to this process (`jax.Device.local_hardware_id`).
       nvml: the module `pynvml`, or a stand-in; None to import it.
 
     Attributes:
-      reason: why nothing is sampled, or None.
+      reason: the reason why nothing is sampled, or None.
     """
 
     def __init__(self, index: int, nvml: Any = None):
@@ -100,13 +101,13 @@ class Telemetry:
         return float(self._nvml.nvmlDeviceGetClockInfo(self._device, self._nvml.NVML_CLOCK_SM))
 
     def take(self) -> Reading | None:
-        """What was sampled since the last call."""
+        """The reading of the samples since the last call."""
         with self._lock:
             samples, self._samples = self._samples, []
         return Reading.of(samples)
 
     def limits(self) -> dict[str, float]:
-        """The power limit and the highest SM clock the chip is set to."""
+        """The power limit and the highest SM clock of the chip's settings."""
         if self.reason is not None:
             return {}
         nvml = self._nvml
@@ -130,14 +131,14 @@ class Telemetry:
         while not self._stop.wait(_INTERVAL_SECONDS):
             try:
                 sample = self._look()
-            except self._nvml.NVMLError:  # The driver is busy for a moment: the next look will tell.
+            except self._nvml.NVMLError:  # The driver may be busy; the next sample will succeed.
                 continue
             with self._lock:
                 self._samples.append(sample)
 
 
 def _handle(nvml: Any, index: int) -> Any:
-    """NVML counts all devices of the machine; the process may see some of them, in an order of its own."""
+    """NVML's handle of a visible device. NVML counts all devices; CUDA_VISIBLE_DEVICES selects and orders them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     name = visible[index].strip() if index < len(visible) else ""
     if name.startswith(("GPU-", "MIG-")):

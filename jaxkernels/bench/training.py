@@ -1,4 +1,4 @@
-"""Training steps as rows: what the kernels are worth to a whole model."""
+"""Times whole training steps, and makes rows of them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _AUTO = "auto"
 
 #: The fraction of the loss that counts as an error ratio of 1.
 _LOSS_UNIT = 0.005
-_CHECKED = "the loss of the first step, against xla's: an error ratio of 1 is half a percent"
+_CHECKED = "the loss of the first step, compared with xla's: an error ratio of 1 is half a percent"
 
 _ROUNDS, _BUDGET_SECONDS = 5, 30
 
 _AttentionFn = Callable[..., jax.Array]
 
-#: Baselines -> the attention that replaces ours; products are XLA's in all of them. The fastest counts.
+#: Baseline -> the attention that replaces ours. All baselines use XLA's products.
 _BASELINES: dict[str, _AttentionFn | None] = {
     "xla": None,
     "cudnn": functools.partial(jax.nn.dot_product_attention, implementation="cudnn"),
@@ -39,7 +39,7 @@ _BASELINES: dict[str, _AttentionFn | None] = {
 
 
 class _Steps:
-    """A model that takes one training step at each call, always on the same batch."""
+    """A model. Each call is a training step on the same batch."""
 
     def __init__(self, config: TrainingConfig, device: Any, attention_fn: _AttentionFn | None = None):
         self._trainer = Trainer(config, [device], attention_fn)
@@ -56,17 +56,17 @@ class _Steps:
 def run(
     presets: Iterable[tuple[str, str]], settings: Settings, status: Callable[[str], None] = lambda text: None
 ) -> Iterator[Row]:
-    """Times the training step of presets, given with the name of their suite; one row each.
+    """Times the training step of presets, and yields a row for each.
 
-    Our sides are the backends, and "auto", where each operation chooses. The baselines are "xla", with XLA's products
-    and attention, and "cudnn", with XLA's products and cuDNN's attention: the fastest counts. All sides have the
-    preset's `scan` and `remat`. XLA is free to autotune (`deterministic=False`), which makes the baselines faster. A
-    step is timed by the host's clock, from its start to its result, one after the other.
+    Our sides are the backends, and "auto": `backend=None` for every operation. The baselines are "xla", with XLA's
+    products and attention, and "cudnn", with XLA's products and cuDNN's attention. The ratio is to the faster one. All
+    sides have the preset's `scan` and `remat`. XLA may autotune (`deterministic=False`), which makes the baselines
+    faster. Steps run one after the other; the host's clock times each from its start to its result.
 
     Args:
       presets: (suite, preset name) pairs.
-      settings: what to compare; regimes and baselines are not looked at.
-      status: told what is going on.
+      settings: the sides to compare; `regimes` and `baselines` are ignored.
+      status: called with a description of the current step.
     """
     chip = hardware.chip_of(settings.device)
     backends = settings.backends or (_AUTO, *dispatch.backend_names())
@@ -93,7 +93,7 @@ def run(
                     refused[key] = f"wrong: its first loss is {losses[key]:.4f}, {next(iter(losses))}'s {reference:.4f}"
                 else:
                     steps[key] = step
-            except Exception as e:  # No kernel for this model, or no memory: the others may do.
+            except Exception as e:  # No kernel for this model, or out of memory: the other sides may work.
                 refused[key] = f"{type(e).__name__}: {e}".splitlines()[0]
         status(f"{preset}: timing")
         settings.telemetry.take()
@@ -138,7 +138,7 @@ def _row(
         flops=tokens * config.model.flops_per_token(config.sequence_length),
         num_bytes=0,
         peak_flops_per_s=peak_flops_per_s(settings.device, config.model.dtype),
-        memory_bytes_per_s=None,  # A step is many kernels: their bytes have no sum that would bound it.
+        memory_bytes_per_s=None,  # The bytes of a step are not counted.
         is_warm=False,
         sides=sides,
         refused=refused,

@@ -51,7 +51,7 @@ def bench(
     rows: Annotated[
         int | None,
         typer.Option(
-            help="At most this many rows of each suite, spread over it: for a first look.",
+            help="At most this many rows of each suite, evenly spaced: for a first look.",
             show_default="all",
             rich_help_panel=_WHAT,
         ),
@@ -59,8 +59,8 @@ def bench(
     match: Annotated[
         str | None,
         typer.Option(
-            help="Only rows of suites in whose shape, dtype or name, as tables show them, this regular expression is "
-            "found: 'H128.*backward', '70B'.",
+            help="Only rows whose shape, dtype or name (as shown in tables) matches this regular expression: "
+            "'H128.*backward', '70B'.",
             show_default="all",
             rich_help_panel=_WHAT,
         ),
@@ -74,40 +74,43 @@ def bench(
     backend: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"One of ours: {', '.join(dispatch.backend_names())}; may be repeated.",
-            show_default="all that can",
+            help=f"A backend to time: {', '.join(dispatch.backend_names())}; may be repeated.",
+            show_default="all that support the row",
             rich_help_panel=_AGAINST,
         ),
     ] = None,
     baseline: Annotated[
         list[str] | None,
         typer.Option(
-            help="What to compare with; may be repeated.", show_default="all that can", rich_help_panel=_AGAINST
+            help="A baseline to compare with; may be repeated.",
+            show_default="all that support the row",
+            rich_help_panel=_AGAINST,
         ),
     ] = None,
     json: Annotated[
-        pathlib.Path | None, typer.Option("--json", help="Write everything there.", rich_help_panel=_OUT)
+        pathlib.Path | None, typer.Option("--json", help="Write all results to this file.", rich_help_panel=_OUT)
     ] = None,
     resume: Annotated[
         bool,
         typer.Option(
             "--resume",
-            help="Go on with the run that --json holds: measure what it lacks, and its last problem, which an "
+            help="Continue the run in the --json file: measure the missing rows, and its last problem again, which an "
             "interrupt may have cut off.",
             rich_help_panel=_OUT,
         ),
     ] = False,
     plot: Annotated[
-        pathlib.Path | None, typer.Option(help="Draw pictures into a folder.", rich_help_panel=_OUT)
+        pathlib.Path | None, typer.Option(help="Draw plots into this folder.", rich_help_panel=_OUT)
     ] = None,
     compare: Annotated[
-        pathlib.Path | None, typer.Option(help="Show what moved since an earlier JSON.", rich_help_panel=_OUT)
+        pathlib.Path | None,
+        typer.Option(help="Show the changes since an earlier JSON file.", rich_help_panel=_OUT),
     ] = None,
 ) -> None:
     """Time the kernels against the fastest alternatives in the same process, after checking their results.
 
-    A line is `op shape dtype backend | time | speed | share of peak | times as fast as the fastest baseline | error`.
-    On a GPU times are those of the device (CUPTI); elsewhere the host's clock and small suites show that it works.
+    A line is `op shape dtype backend | time | speed | share of peak | ratio to the fastest baseline | error`.
+    On a GPU, times are device times (CUPTI). On a CPU, only small suites run, timed by the host's clock.
     """
     from jaxkernels.bench import results as results_lib
     from jaxkernels.bench import suites
@@ -120,15 +123,8 @@ def bench(
         return
     if rows is not None and rows < 1:
         raise InputError(f"bench: --rows must be at least 1; got {rows}.")
-    if resume and (json is None or op == "train"):
-        given = "train, whose suites are one row each" if op == "train" else "no --json"
-        raise InputError(f"bench: --resume needs a file with the rows of products or attentions; got {given}.")
     old = None if compare is None else results_lib.load(compare)
-    earlier = results_lib.load(json) if resume and json is not None and json.exists() else None
-    if earlier is not None and any(row.op != op for row in earlier.rows):
-        raise InputError(
-            f"bench: {json} has rows of {earlier.rows[0].op}, not of {op}. Write another file with --json."
-        )
+    earlier = _earlier(op, json) if resume else None
     _check_outputs("bench", json, plot)
     settings = _settings(op, regime, backend, baseline)
     work = _work(op, suite or [], shapes or [], rows, match, settings, console)
@@ -145,14 +141,31 @@ def bench(
     if old is not None:
         _show_changes(old, results, console)
     if wrong := sum(map(_is_wrong, results.rows)):
-        console.print(f"{wrong} rows have wrong results of ours, see above")
+        console.print(f"{wrong} rows have wrong results of our kernels; see above")
         raise typer.Exit(1)
     if not any(row.ours for row in results.rows):
-        raise InputError(f"bench: no kernel of ours was timed in {len(results.rows)} rows; the reasons stand above.")
+        raise InputError(f"bench: none of our kernels was timed in {len(results.rows)} rows; see the reasons above.")
+
+
+def _earlier(op: str, json: pathlib.Path | None) -> Results | None:
+    """The run to resume; None if its file does not exist yet."""
+    from jaxkernels.bench import results as results_lib
+
+    if json is None or op == "train":
+        given = "train, whose suites have one row each" if op == "train" else "no --json"
+        raise InputError(f"bench: --resume needs a --json file with rows of gemm or attention; got {given}.")
+    if not json.exists():
+        return None
+    earlier = results_lib.load(json)
+    if any(row.op != op for row in earlier.rows):
+        raise InputError(
+            f"bench: {json} has rows of {earlier.rows[0].op}, not of {op}. Choose another file with --json."
+        )
+    return earlier
 
 
 def _check_outputs(command: str, json: pathlib.Path | None, plot: pathlib.Path | None) -> None:
-    """Raises InputError where results could not be written: before they are measured."""
+    """Raises InputError if the results could not be written. Called before they are measured."""
     for option, path, folder in (("--json", json, json and json.parent), ("--plot", plot, plot)):
         try:
             if path is not None and folder is not None:
@@ -164,7 +177,7 @@ def _check_outputs(command: str, json: pathlib.Path | None, plot: pathlib.Path |
 
 
 def _is_wrong(row: Row) -> bool:
-    """Whether a kernel of ours breaks the error rule; baselines may."""
+    """Whether one of our kernels breaks the error rule. Baselines may break it."""
     ours = [reason for name, reason in row.refused.items() if name.startswith("jaxkernels ")]
     return any(reason.startswith("wrong:") for reason in ours)
 
@@ -219,7 +232,7 @@ def _work(
     settings: Settings,
     console: Console,
 ) -> list[tuple[str, Any]]:
-    """(suite, problem) pairs; of training (suite, preset)."""
+    """(suite, problem) pairs; for training (suite, preset) pairs."""
     from jaxkernels.bench import suites
 
     own = [("shapes", suites.parse_shape(op, text)) for text in shapes]
@@ -229,12 +242,12 @@ def _work(
     selected, left_out = suites.select(op, names, has_gpu=has_gpu)
     if left_out:
         console.print(
-            f"no GPU here: only {', '.join(s.name for s in selected)}, by the host's clock. "
-            f"Ask for the others by name, with --suite: {', '.join(left_out)}."
+            f"no GPU: only {', '.join(s.name for s in selected)} runs, timed by the host's clock. "
+            f"Select others with --suite: {', '.join(left_out)}."
         )
     if op == "train":
         if match is not None:
-            raise InputError("bench: --match chooses rows of products or attentions; a suite of train is one row.")
+            raise InputError("bench: --match selects rows of gemm or attention; a suite of train has one row only.")
         return [(suite.name, suite.name.removeprefix("train-")) for suite in selected]
     step = lambda suite: 1 if rows is None else math.ceil(len(suite.problems) / rows)
     work = [(suite.name, problem) for suite in selected for problem in suite.problems[:: step(suite)]]
@@ -242,22 +255,22 @@ def _work(
 
 
 def _matching(work: list[tuple[str, Any]], match: str | None) -> list[tuple[str, Any]]:
-    """The pairs in whose problem a regular expression is found."""
+    """The pairs whose problem matches a regular expression."""
     if match is None:
         return work
     try:
         pattern = re.compile(match)
     except re.error as e:
-        raise InputError(f"bench: --match {match!r} is no regular expression: {e}.") from e
+        raise InputError(f"bench: --match {match!r} is not a regular expression: {e}.") from e
     found = [(suite, p) for suite, p in work if pattern.search(f"{p.shape} {p.case.dtype} {p.label}")]
     if not found:
         raise InputError(
-            f"bench: --match {match!r} is found in none of {len(work)} rows. The first: {work[0][1].shape}."
+            f"bench: --match {match!r} matches none of {len(work)} rows. The first row is {work[0][1].shape}."
         )
     return found
 
 
-#: A run that ends otherwise than by itself or an interrupt loses no more than this of its JSON.
+#: A run that is killed loses at most the rows of this time.
 _SAVE_SECONDS = 20.0
 
 
@@ -269,7 +282,7 @@ def _run(
     json: pathlib.Path | None,
     earlier: Results | None,
 ) -> Results:
-    """Measures, showing and now and then saving the rows as they come; an interrupt keeps the rows so far."""
+    """Measures rows, shows each, and saves them from time to time. An interrupt keeps the rows measured so far."""
     from jaxkernels.bench import results as results_lib
     from jaxkernels.bench import runner, training
 
@@ -285,7 +298,7 @@ def _run(
             rows.extend(earlier.rows)
             done = {row.problem for row in rows}
             work = [item for item, key in zip(work, keys) if key not in done]
-            console.print(f"goes on behind {len(rows)} rows of {json}: {len(work)} problems are left")
+            console.print(f"resuming after {len(rows)} rows of {json}; {len(work)} problems are left")
         _show_environment(where, console)
         if settings.telemetry.reason is not None:
             console.print(f"clocks, power and temperature are not sampled: {settings.telemetry.reason}")
@@ -309,12 +322,12 @@ def _show_environment(where: dict[str, Any], console: Console) -> None:
     console.print(f"{where['device']}, driver {where['driver']}, jax {where['versions']['jax']}, {where['clock']}")
 
 
-#: Columns of the live table: problem and side, time, speed, share of peak, ratio; the rest is as wide as it is.
+#: Column widths of the live table: problem and side, time, speed, share of peak, ratio, error.
 _WIDTHS = (64, 12, 18, 15, 26, 11)
 
 
 def _show(row: Row, settings: Settings, console: Console) -> None:
-    """The lines of one row: ours, then what was asked for and cannot or went wrong, then the chip."""
+    """Prints a row: our sides, the reasons of named sides that were not timed, and the chip's clock and power."""
     from jaxkernels.bench.results import cells, line
 
     for side in row.ours:
@@ -325,11 +338,11 @@ def _show(row: Row, settings: Settings, console: Console) -> None:
             console.print(line(row, side))
     if not row.ours:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in row.refused.items())
-        console.print(f"{row.op} {row.shape} {row.dtype} | {row.regime} | nothing of ours was timed: {reasons}")
+        console.print(f"{row.op} {row.shape} {row.dtype} | {row.regime} | none of our kernels was timed: {reasons}")
     else:
-        asked_for = [f"jaxkernels {name}" for name in settings.backends or ()] + list(settings.baselines or ())
+        named = [f"jaxkernels {name}" for name in settings.backends or ()] + list(settings.baselines or ())
         for name, reason in row.refused.items():
-            if name in asked_for or reason.startswith("wrong:"):
+            if name in named or reason.startswith("wrong:"):
                 console.print(f"{row.op} {row.shape} {row.dtype} | {row.regime} | {name}: {reason}")
     if row.device is not None:
         d = row.device
@@ -339,10 +352,10 @@ def _show(row: Row, settings: Settings, console: Console) -> None:
 
 
 def _summary(results: Results, console: Console) -> None:
-    """A line for each suite, regime and backend: the geometric mean of its ratios, and how far they reach."""
+    """Prints a line for each suite, regime and backend: geometric mean, smallest and largest ratio."""
     from jaxkernels.bench.report import geometric_mean, ratios
 
-    table = Table(title="times as fast as the fastest baseline")
+    table = Table(title="ratio to the fastest baseline")
     for name in ("suite", "regime", "backend", "rows", "geometric mean", "least", "most"):
         table.add_column(name)
     for key, found in ratios(results.rows).items():
@@ -352,19 +365,19 @@ def _summary(results: Results, console: Console) -> None:
 
 
 def _phases(results: Results, console: Console) -> None:
-    """Where the run's time went: on the main thread, then on those that lower and compile."""
+    """Prints where the run's time went: in the main thread, and in the threads that lower and compile."""
     phases = _sums(row.seconds for row in results.rows)
     if phases:
         parts = [f"{name} {seconds:.1f}" for name, seconds in phases.items()]
         console.print(f"seconds: {', '.join(parts)}; {results.environment['seconds']:.1f} in all")
     programs: dict[str, list[dict[str, float]]] = {}
     for row in results.rows:
-        if "compile" in row.seconds:  # A later regime's row has the same programs.
+        if "compile" in row.seconds:  # Rows of later regimes have the same programs.
             for name, seconds in row.programs.items():
                 programs.setdefault(name, []).append(seconds)
     for name, each in programs.items():
         parts = [f"{step} {seconds:.1f}" for step, seconds in _sums(each).items()]
-        console.print(f"    {name}: {', '.join(parts)}, many at once")
+        console.print(f"    {name}: {', '.join(parts)}, in many threads at once")
 
 
 def _sums(parts: Iterable[dict[str, float]]) -> dict[str, float]:
@@ -381,7 +394,7 @@ def _show_changes(old: Results, new: Results, console: Console) -> None:
     changes = compare(old, new)
     moved = [change for change in changes if change.verdict != "noise"]
     console.print(
-        f"{len(changes)} times in both runs, {len(moved)} moved beyond noise (their spans p10 to p90 do not meet)"
+        f"{len(changes)} times in both runs; {len(moved)} changed beyond noise (their p10 to p90 do not overlap)"
     )
     for change in sorted(moved, key=lambda change: change.factor):
         row, side = change.row, change.side
@@ -393,12 +406,12 @@ def _show_changes(old: Results, new: Results, console: Console) -> None:
 
 def study(
     shapes: Annotated[list[str] | None, typer.Option(help="Products MxNxK; may be repeated.")] = None,
-    json: Annotated[pathlib.Path | None, typer.Option("--json", help="Write every point there.")] = None,
-    plot: Annotated[pathlib.Path | None, typer.Option(help="Draw them into this file.")] = None,
+    json: Annotated[pathlib.Path | None, typer.Option("--json", help="Write every point to this file.")] = None,
+    plot: Annotated[pathlib.Path | None, typer.Option(help="Draw the points into this file.")] = None,
 ) -> None:
     """Time the GEMMs of both backends with rings of 1, 2, 3, ... slots and with several clusters, after checking them.
 
-    It shows what the pipeline is worth; `jaxkernels tune` is what finds the fastest configuration.
+    It shows the effect of the pipeline's depth. To find the fastest configuration, use `jaxkernels tune`.
     """
     import jax
 
@@ -448,12 +461,12 @@ def report(
 
     console = plain_console()
     if not results.is_dir():
-        raise InputError(f"report: there is no folder {results}. Give the benchmarks' folder with --results.")
+        raise InputError(f"report: the folder {results} does not exist. Name the benchmarks' folder with --results.")
     library = Library(results)
     stale = []
     for path in files or [pathlib.Path("README.md"), *sorted(pathlib.Path("docs").glob("**/*.md"))]:
         if not path.is_file():
-            raise InputError(f"report: there is no file {path}.")
+            raise InputError(f"report: the file {path} does not exist.")
         text = path.read_text()
         written = render(text, library, where=str(path))
         if written != text:

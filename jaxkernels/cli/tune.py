@@ -28,21 +28,22 @@ def tune(
         list[str] | None,
         typer.Option(
             help="gemm: MxNxK, then any of :nt :tn :tt :DTYPE; attention: BxTxSxNxKxH, then any of :causal :DTYPE. "
-            "Several: separated by commas."
+            "Separate several with commas."
         ),
     ] = None,
     suite: Annotated[list[str] | None, typer.Option(help="A suite of `jaxkernels bench`; may be repeated.")] = None,
     backend: Annotated[
-        str | None, typer.Option(help="Tune this backend alone.", show_default="all, and which of them is fastest")
+        str | None,
+        typer.Option(help="Tune this backend only.", show_default="all; also stores which of them is fastest"),
     ] = None,
     top: Annotated[
-        int, typer.Option(min=1, help="Configurations of a backend measured first; half as many follow.")
+        int, typer.Option(min=1, help="Configurations of a backend to measure first; then half as many follow.")
     ] = 8,
     budget: Annotated[float, typer.Option(min=1.0, help="Seconds for one kernel.")] = 15.0,
-    force: Annotated[bool, typer.Option("--force", help="Measure again what has a winner.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also measure kernels that have a stored winner.")] = False,
     table: Annotated[
         pathlib.Path | None,
-        typer.Option(help="Write all winners of this device to a file, as jaxkernels/core/tables holds them."),
+        typer.Option(help="Write all winners of this device to a file, in the format of jaxkernels/core/tables."),
     ] = None,
 ) -> None:
     """Measure which configurations are fastest on this GPU, and keep them for every program on this machine.
@@ -55,10 +56,10 @@ def tune(
     if backend is not None and backend not in dispatch.backend_names():
         raise InputError(
             f"tune: unknown backend {backend!r}; use one of {', '.join(dispatch.backend_names())}, "
-            "or leave --backend out for all."
+            "or leave --backend out to tune all."
         )
     if not shapes and not suite:
-        raise InputError("tune: nothing to tune; name sizes with --shapes or a suite with --suite.")
+        raise InputError("tune: no shapes are given. Name shapes with --shapes, or a suite with --suite.")
     problems = [suites.parse_shape(op, text) for item in shapes or [] for text in item.split(",")]
     problems += [p for s in suites.select(op, suite, has_gpu=True)[0] for p in s.problems] if suite else []
     chip = hardware.chip_of(jax.devices()[0])
@@ -67,7 +68,7 @@ def tune(
     failed = 0
     for name, spec in dict.fromkeys(_kernels(problems, backend)):
         if not force and dispatch.is_tuned(name, spec, backend):
-            print(f"{name}  {spec}\n  already tuned, or nothing to choose")
+            print(f"{name}  {spec}\n  already tuned, or there is only one configuration")
             continue
         try:
             result = tuner.tune(name, spec, backend, top=top, budget_s=budget)
@@ -80,11 +81,11 @@ def tune(
     if table is not None:
         _write_table(table, winners.entries(chip))
     if failed:
-        raise InputError(f"tune: {failed} kernels could not be tuned; their reasons stand above.")
+        raise InputError(f"tune: {failed} kernels could not be tuned; see the reasons above.")
 
 
 def _kernels(problems: Iterable[Problem], backend: str | None) -> Iterator[tuple[str, Any]]:
-    """The (operation, spec) of every kernel that the problems call: those of the gradients, too."""
+    """The (operation, spec) of every kernel that the problems call, including the kernels of gradients."""
     for problem in problems:
         case = problem.case
         operands: dict[str, Any] = {

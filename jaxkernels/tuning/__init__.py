@@ -1,5 +1,5 @@
-"""Measured choices: which configuration, and which backend, is fastest for a spec on a chip.
+"""Measures which configuration, and which backend, is fastest for a spec on a chip.
 
-`tuner` measures, and `autotune` is the public face. `core/winners.py` keeps the winners; `core/dispatch.py` reads them
-whenever a program is lowered.
+`tuner` measures, and `autotune` has the public functions. `core/winners.py` stores the winners. `core/dispatch.py`
+reads them when a program is lowered.
 """

@@ -1,4 +1,4 @@
-"""Tuning as a user meets it: `autotune(f, *args)` for a program, `with tuning():` for whatever is lowered inside."""
+"""The public functions: `autotune(f, *args)` tunes a program, `with tuning():` tunes all that is lowered inside."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["Report", "autotune", "tuning"]
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `autotune` did; printing it shows everything that was measured.
+    """The results of `autotune`. Printing it shows all measurements.
 
     Attributes:
-      results: of what was tuned now, in program order.
-      failures: (operation and spec, why it could not be tuned).
-      num_kept: operations whose winner was known before.
-      num_given: operations whose configuration the caller gives.
+      results: one for each tuned operation, in program order.
+      failures: (operation and spec, the reason why it was not tuned).
+      num_kept: operations that had a winner before, or have only one configuration.
+      num_given: operations whose configuration is given by the caller.
     """
 
     results: tuple[Result, ...]
@@ -38,42 +38,43 @@ class Report:
     def __str__(self) -> str:
         lines = [str(result) for result in self.results]
         lines += [f"{what}\n  not tuned: {reason}" for what, reason in self.failures]
-        lines += [f"{self.num_kept} already tuned, or with nothing to choose"] * bool(self.num_kept)
-        lines += [f"{self.num_given} with a configuration of the caller's"] * bool(self.num_given)
+        lines += [f"{self.num_kept} already tuned, or with only one configuration"] * bool(self.num_kept)
+        lines += [f"{self.num_given} with a configuration from the caller"] * bool(self.num_given)
         return "\n".join(lines) or "no jaxkernels operation in this program"
 
     __repr__ = __str__
 
 
 def autotune(f: Callable[..., Any], *args: Any, top: int = 8, budget_s: float = 15.0, **kwargs: Any) -> Report:
-    """Measures the kernels of every operation in `f(*args, **kwargs)` on this machine, and keeps the fastest.
+    """Measures the kernels of every operation in `f(*args, **kwargs)` on this machine, and stores the fastest.
 
-    `f` itself is not run: it is traced and lowered, as by `jax.jit`, and each different operation found is measured
-    on operands of its own. What has a winner already is left as it is. Winners go to the cache on disk, so that later
-    processes have them too; where several hosts run one program, let one of them tune and all share its cache folder
-    (`JAXKERNELS_CACHE_DIR`), as they must lower the same program.
+    `f` is traced and lowered, as by `jax.jit`, but not run. Each different operation in it is measured on random
+    operands, unless it already has a winner. Winners are stored in the cache on disk, so later processes use them too.
 
-    A program that was compiled before keeps the kernels it has. To have it lowered again call its `clear_cache()`, or
-    `jax.clear_caches()`. On a mesh with Auto axes the operations found are those of the whole arrays; lower and compile
-    inside `with jaxkernels.tuning():` to tune those of the shards.
+    - Several hosts that run one program must lower the same program. Tune on one of them, and let all share its cache
+      folder (`JAXKERNELS_CACHE_DIR`).
+    - A program that is already compiled keeps its kernels. To lower it again, call its `clear_cache()`, or
+      `jax.clear_caches()`.
+    - On a mesh with Auto axes, the operations are measured at the size of the whole arrays. To tune them at the size of
+      the shards, lower and compile inside `with jaxkernels.tuning():`.
 
     Args:
-      f: a function; it may be jitted, and take gradients inside.
-      *args, **kwargs: its arguments, or `jax.ShapeDtypeStruct`s in place of arrays.
-      top: configurations of each backend that are measured in the first round; half as many follow.
-      budget_s: seconds for one operation, after which nothing new is begun.
+      f: a function. It may be jitted, and may compute gradients.
+      *args, **kwargs: its arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
+      top: configurations of each backend in the first round; the second round measures half as many.
+      budget_s: seconds for one operation. After that no further configuration is started.
 
     Returns:
       A `Report`; print it.
 
     Raises:
-      Whatever tracing `f` raises; ValueError where `f` is no function, `top` no positive int, or `budget_s` no
-      positive number.
+      ValueError: `f` is not a function, `top` not a positive int, or `budget_s` not a positive number.
+      The errors of tracing `f`.
     """
     if not callable(f):
-        raise ValueError(f"autotune: f must be a function; got {f!r}. Give its arguments after it.")
+        raise ValueError(f"autotune: f must be a function; got {f!r}. Pass its arguments after it.")
     check_settings("autotune", top, budget_s)
-    # Under a policy of our own: not that of an enclosing `tuning`.
+    # The policy of an enclosing `tuning` must not apply here.
     with dispatch.policy(dispatch.Policy()):
         choices = explain(f, *args, **kwargs).choices
         results, failures, num_kept = [], [], 0
@@ -92,7 +93,7 @@ def autotune(f: Callable[..., Any], *args: Any, top: int = 8, budget_s: float = 
 
 @dataclasses.dataclass(frozen=True)
 class _OnTheSpot:
-    """Tunes what a program being lowered needs. Equal settings are equal: JAX need not lower again for them."""
+    """Tunes the operations of a program while it is lowered. Equal settings compare equal: JAX lowers once for them."""
 
     top: int
     budget_s: float
@@ -103,11 +104,11 @@ class _OnTheSpot:
 
         def run() -> None:
             with _tuning, dispatch.policy(dispatch.Policy()):
-                if dispatch.is_tuned(op, spec, backend):  # Another thread was faster.
+                if dispatch.is_tuned(op, spec, backend):  # Another thread has tuned it meanwhile.
                     return
                 tune(op, spec, backend, top=self.top, budget_s=self.budget_s)
 
-        # In a thread of its own, where nothing is being traced, lowered or recorded.
+        # A new thread has no trace, lowering or recording in progress.
         try:
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(run).result()
@@ -120,37 +121,39 @@ _tuning = threading.Lock()
 
 @contextlib.contextmanager
 def tuning(enabled: bool = True, *, top: int = 8, budget_s: float = 15.0) -> Iterator[None]:
-    """Says how programs lowered inside the block get their kernels.
+    """Tunes the operations of programs that are lowered inside the block; with False, ignores all winners.
 
     >>> with jk.tuning():
-    ...     y = train_step(x)  # measures what has no winner yet, once
+    ...     y = train_step(x)  # measures each operation that has no winner, once
     >>> with jk.tuning(False):
-    ...     y = train_step(x)  # as if nothing had ever been measured
+    ...     y = train_step(x)  # the cost models choose
 
-    JAX takes the block for part of what a program depends on: a function that was compiled outside is traced and
-    compiled again when it is called inside, and the other way round. Called outside again, it is what it was: to give
-    winners found inside to programs compiled outside before, call `jax.clear_caches()`.
+    Programs depend on the block. A function that was compiled outside is traced and compiled again if it is called
+    inside, and vice versa. Outside, it still has the kernels that it was compiled with: call `jax.clear_caches()` to
+    compile it with the winners found inside.
 
-    The block holds for the thread that enters it, and cannot reach a program that is not lowered in it: one from
-    `.compile()`, an exported one, one lowered for a chip that this process does not have. It does reach the
-    shards of an Auto mesh, if the program is compiled inside.
+    The block applies to the thread that enters it, and to programs that are lowered inside. It does not apply to a
+    program from `.compile()`, to an exported program, or to a program lowered for a chip that this process does not
+    have. It applies to the shards of an Auto mesh if the program is compiled inside.
 
     Args:
-      enabled: True: measure what has no winner, on the spot (seconds for each), and keep it as `autotune` does.
-        False: take no winners, neither the user's nor the package's; the cost models choose.
-      top, budget_s: as of `autotune`.
+      enabled: True: measure each operation that has no winner (some seconds for each), and store the winner as
+        `autotune` does. False: use no winners, neither the user's nor the package's; the cost models choose.
+      top, budget_s: as in `autotune`.
 
     Raises:
-      NotImplementedError: on several hosts, which would choose each for itself and lower different programs.
-      ValueError: `enabled` is not a bool, `top` no positive int, or `budget_s` no positive number.
+      NotImplementedError: several hosts run the program. Each would choose kernels by itself, and they would lower
+        different programs.
+      ValueError: `enabled` is not a bool, `top` not a positive int, or `budget_s` not a positive number.
     """
     if not isinstance(enabled, bool):
-        raise ValueError(f"tuning: enabled must be True or False; got {enabled!r}. Give top and budget_s by keyword.")
+        raise ValueError(f"tuning: enabled must be True or False; got {enabled!r}. Pass top and budget_s by keyword.")
     check_settings("tuning", top, budget_s)
     if enabled and jax.process_count() > 1:
         raise NotImplementedError(
-            f"tuning: {jax.process_count()} processes run this program, and each would choose for itself. Tune in one "
-            "process first, with a JAXKERNELS_CACHE_DIR that all share, and run them without."
+            "tuning: must run in a single process, because each process would choose its own kernels; "
+            f"got {jax.process_count()} processes. Tune in one process first, with a JAXKERNELS_CACHE_DIR that all "
+            "share, and run the program without jk.tuning."
         )
     policy = dispatch.Policy(tune=_OnTheSpot(top, budget_s)) if enabled else dispatch.Policy(use_winners=False)
     with dispatch.policy(policy):

@@ -1,9 +1,9 @@
-"""Measures the configurations of one kernel call, and keeps the fastest.
+"""Measures the configurations of one kernel call, and stores the fastest.
 
-Two rounds: first the configurations that the cost model ranks best (of those it cannot tell apart the first, and
-always the default); then the winner's neighbours, which differ from it in one knob. Each is compiled (on a pool of
-threads, before anything is timed), its results are compared with those of the reference, and what is left is timed in
-turns by the bench's own method.
+There are two rounds. The first has the default, and the configurations that the cost model ranks best; if it gives
+several the same time, the first of them. The second has the neighbours of the fastest: configurations that differ from
+it in one knob. In each round a pool of threads compiles all configurations. Then their results are compared with the
+reference, and the correct ones are timed in turns (`jaxkernels.core.measure`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from jaxkernels.core.types import ArrayType
 
 __all__ = ["Candidate", "Measure", "Result", "TuningError", "check_settings", "device_for", "tune"]
 
-# A wrong kernel is wrong by the size of the results themselves; rounding differs by less than a hundredth of them.
+# The errors of a wrong kernel are as large as the results. Rounding errors are below a hundredth of them.
 _MAX_RMS_ERROR = 0.03
 _MAX_ERROR = 0.1
-#: The share of the budget after which no further candidate is compiled, so that there is time to measure the others.
+#: After this share of the budget no further candidate is compiled, so that the others can still be measured.
 _COMPILE_SHARE = 0.5
 
 #: One measurement at a time: two would slow each other down.
@@ -41,17 +41,17 @@ _measuring = threading.Lock()
 
 
 class TuningError(RuntimeError):
-    """There is nothing to compare candidates with on this device."""
+    """The operands or the reference of an operation could not be made on this device."""
 
 
 class Samples(Protocol):
-    """What a measurement gives for each call."""
+    """The measurement of a call."""
 
     @property
     def median(self) -> float: ...
 
 
-#: As `jaxkernels.core.measure.measure`.
+#: A function like `jaxkernels.core.measure.measure`.
 Measure = Callable[..., Mapping[str, Samples]]
 
 
@@ -60,10 +60,10 @@ class Candidate:
     """A configuration that was tried.
 
     Attributes:
-      backend, config: what.
-      estimate: the cost model's time in seconds, None where the backend needs none.
+      backend, config: the backend and its configuration.
+      estimate: the cost model's time in seconds; None if the design has no cost model.
       seconds: the measured time, or None.
-      reason: why it was not measured, or None.
+      reason: the reason why it was not measured, or None.
     """
 
     backend: str
@@ -81,12 +81,12 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What `tune` found.
+    """The result of `tune`.
 
     Attributes:
-      op, spec, backend: as they were asked for.
-      candidates: everything that was tried: the measured ones, fastest first, then those that were dropped.
-      seconds: what tuning took.
+      op, spec, backend: the arguments of `tune`.
+      candidates: all candidates: the measured ones, fastest first, then the others.
+      seconds: the time that tuning took.
     """
 
     op: str
@@ -97,30 +97,32 @@ class Result:
 
     @property
     def winner(self) -> Candidate | None:
-        """The fastest, or None where none could be measured, or there was nothing to choose."""
+        """The fastest candidate; None if none was measured, or if there is only one configuration."""
         first = next(iter(self.candidates), None)
         return None if first is None or first.seconds is None else first
 
     def __str__(self) -> str:
         if not self.candidates:
-            return f"{self.op}  {self.spec}\n  nothing to choose: one configuration of one backend"
+            return f"{self.op}  {self.spec}\n  there is only one configuration"
         marks = ["->" if candidate is self.winner else "  " for candidate in self.candidates]
         lines = [f"  {mark} {candidate}" for mark, candidate in zip(marks, self.candidates)]
         head = f"{self.op}  {self.spec}  (tuned in {self.seconds:.1f} s)"
-        return "\n".join([head, *lines, *(["     none is right: the default stays"] if self.winner is None else [])])
+        return "\n".join(
+            [head, *lines, *(["     no candidate is correct; the default is used"] if self.winner is None else [])]
+        )
 
 
 def device_for(chip: hardware.Chip) -> Any | None:
-    """A device of this process that is such a chip, or None."""
+    """A device of this process with this chip, or None."""
     try:
         devices = jax.local_devices(backend=chip.platform)
-    except RuntimeError:  # JAX knows no such platform here.
+    except RuntimeError:  # JAX does not have this platform here.
         return None
     return next((device for device in devices if hardware.chip_of(device) == chip), None)
 
 
 def check_settings(label: str, top: Any, budget_s: Any) -> None:
-    """Raises ValueError unless these can be the `top` and `budget_s` of `tune`."""
+    """Raises ValueError if `top` or `budget_s` is not valid in `tune`."""
     positive_whole(label, "top", top, "It counts configurations.")
     positive_number(label, "budget_s", budget_s, "It is the seconds for one operation.")
 
@@ -138,30 +140,30 @@ def tune(
 
     Args:
       op: the operation's name in `dispatch.REGISTRY`.
-      spec: what is computed; its target must be a device of this process.
-      backend: the backend to tune, or None for all that can run the spec.
-      top: configurations of one backend in the first round; half as many follow in the second.
-      budget_s: seconds after which nothing new is begun. The defaults are measured in any case.
-      measure: times calls as `jaxkernels.core.measure.measure` does.
+      spec: the spec of the kernel. Its target must be a device of this process.
+      backend: the backend to tune; None: all that support the spec.
+      top: configurations of one backend in the first round; the second round measures half as many.
+      budget_s: seconds after which no further configuration is started. The defaults are measured in any case.
+      measure: a function that times calls, like `jaxkernels.core.measure.measure`.
 
     Returns:
-      Everything tried. A candidate that does not compile, or whose results are wrong, has its reason.
+      All candidates. A candidate that does not compile, or is wrong, has the reason.
 
     Raises:
-      NotImplementedError: no such device is here, or the named backend cannot run the spec.
-      TuningError: operands and reference cannot be made, for want of memory.
+      NotImplementedError: this process does not have the device, or the named backend does not support the spec.
+      TuningError: there is not enough memory for the operands and the reference.
       ValueError: an argument is out of range, or no backend has this name.
     """
     check_settings("tune", top, budget_s)
     dispatch.check(op, spec, backend)
     device = device_for(spec.target)
     if device is None:
-        raise NotImplementedError(f"tune: needs a device to measure on, and {spec.target} is not one of this process.")
+        raise NotImplementedError(f"tune: needs a device of this process to measure on; got {spec.target}.")
     backends = dispatch.usable_backends(op, spec, backend)
     begin = time.monotonic()
     if sum(len(dispatch.search_space(op, name, spec)) for name in backends) <= 1:
         return Result(op, spec, backend, (), 0.0)
-    # The caller's policy is about the program being lowered, not about what is measured for it.
+    # The caller's policy applies to the program being lowered, not to the kernels measured here.
     with _measuring, dispatch.policy(dispatch.Policy(use_winners=False)):
         try:
             trial = _Trial(op, spec, device, begin, budget_s, measure)
@@ -194,7 +196,7 @@ def _by_estimate(op: str, backend: str, spec: Any, configs: Iterable[Any]) -> li
 
 
 def _ranked(op: str, backend: str, spec: Any, top: int) -> list[Any]:
-    """The default, then the best by the cost model; of those within half a percent the first stands for all."""
+    """The default, then the best by the cost model. All but the first of nearly equal estimates come last."""
     configs = [dispatch.default_config(op, backend, spec)]
     ordered = _by_estimate(op, backend, spec, dispatch.search_space(op, backend, spec))
     kinds = {f"{_estimate(op, backend, spec, config) or 0.0:.2e}": config for config in reversed(ordered)}
@@ -205,7 +207,7 @@ def _ranked(op: str, backend: str, spec: Any, top: int) -> list[Any]:
 
 
 def _neighbours(config: Any, space: Iterable[Any]) -> list[Any]:
-    """Members of the space, of the same design, that differ from `config` in one field."""
+    """The configurations of the same design that differ from `config` in one field."""
     values = dataclasses.astuple(config)
     distance = lambda other: sum(a != b for a, b in zip(values, dataclasses.astuple(other)))
     return [other for other in space if type(other) is type(config) and distance(other) == 1]
@@ -248,7 +250,7 @@ class _Trial:
             self._rotated = [self._operands, *(copy() for _ in range(num_rotations(num_bytes)[0] - 1))]
 
     def add(self, backend: str, configs: Sequence[Any], limit: int | None = None) -> None:
-        """Lines up configurations that have not been tried."""
+        """Queues configurations that were not tried yet."""
         new = [config for config in configs if (backend, config) not in self._tried][:limit]
         for config in new:
             candidate = Candidate(backend, config, _estimate(self._op, backend, self._spec, config))
@@ -256,7 +258,7 @@ class _Trial:
             self._new.append(candidate)
 
     def run(self) -> None:
-        """Compiles, checks and times what was lined up."""
+        """Compiles, checks and times the queued configurations."""
         new, self._new = self._new, []
         fits = self._compile(new)
         calls = {f"{c.backend} {c.config}": Call(compiled, self._rotated) for c, compiled in fits.items()}
@@ -273,7 +275,7 @@ class _Trial:
             self._settle(candidate, seconds=samples[f"{candidate.backend} {candidate.config}"].median)
 
     def candidates(self) -> tuple[Candidate, ...]:
-        """All, the fastest first, those without a time last."""
+        """All candidates: the fastest first, those without a time last."""
         return tuple(sorted(self._tried.values(), key=lambda c: float("inf") if c.seconds is None else c.seconds))
 
     def best(self) -> Candidate | None:
@@ -281,14 +283,17 @@ class _Trial:
         return None if first is None or first.seconds is None else first
 
     def _tracing(self) -> contextlib.AbstractContextManager[None]:
-        """As the operation is traced in a program."""
+        """The context in which the operation is traced in a program."""
         return _jax.ignore_x64([*self._operands, *self._types])
 
     def _settle(self, candidate: Candidate, **found: Any) -> None:
         self._tried[candidate.backend, candidate.config] = dataclasses.replace(candidate, **found)
 
     def _compile(self, candidates: list[Candidate]) -> dict[Candidate, Callable[..., Any]]:
-        """Those that compile and are right, compiled. XLA's own tuning may use the device: timing waits for all."""
+        """Compiles candidates, and returns the correct ones.
+
+        All are compiled before any is timed, because XLA's autotuning uses the device.
+        """
         sharding = jax.sharding.SingleDeviceSharding(self._device)
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in self._operands]
         tried_before = len(self._tried) > len(candidates)
@@ -309,7 +314,7 @@ class _Trial:
             try:
                 compiled = future.result()
                 wrong = self._compare(jax.tree.leaves(compiled(*self._operands)))
-            except Exception as e:  # Whatever is wrong with it, the others are not to suffer.
+            except Exception as e:  # A candidate that fails must not stop the others.
                 self._settle(candidate, reason=f"dropped: {_first_line(e)}")
                 continue
             if wrong is None:
@@ -319,7 +324,7 @@ class _Trial:
         return fits
 
     def _compare(self, results: list[jax.Array]) -> str | None:
-        """What is wrong with the results, or None."""
+        """The reason why the results are wrong, or None."""
         types = [ArrayType.of(x) for x in results]
         expected = [ArrayType.of(x) for x in self._types]
         if types != expected:
@@ -327,12 +332,12 @@ class _Trial:
         for i, errors in enumerate(self._errors(results, self._expected)):
             rms, largest = map(float, errors)
             if not (rms <= _MAX_RMS_ERROR and largest <= _MAX_ERROR):
-                return f"result {i} is wrong: off by {rms:.2g} of its size on average, {largest:.2g} of its maximum"
+                return f"result {i} is wrong: errors of {rms:.2g} of its size on average, {largest:.2g} of its maximum"
         return None
 
 
 def _errors(result: jax.Array, expected: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Errors relative to the expected values: root mean square, and maximum; infinite where NaNs differ."""
+    """Errors relative to the expected values: root mean square and maximum; infinite if NaN positions differ."""
     x, y = result.astype(jnp.float32), expected.astype(jnp.float32)
     same = (x == y) | (jnp.isnan(x) & jnp.isnan(y))
     error = jnp.where(same, 0.0, jnp.abs(x - y))
