@@ -3,12 +3,12 @@
 nnx.MultiHeadAttention(..., attention_fn=attention_fn)
 linen.MultiHeadDotProductAttention(..., attention_fn=make_attention_fn(backend="pallas"))
 
-Causal attention is fast if the kernel knows the rule: a mask array that is computed under `jit` is only data to it.
+Causal attention is fast if the kernel knows that it is causal. A mask array that is computed under `jit` does not tell.
 
 fast, NNX:    layer(x, is_causal=True)
 fast, Linen:  MultiHeadDotProductAttention(..., attention_fn=make_attention_fn(is_causal=True)), then layer(x)
+fast, both:   a causal mask that is a concrete array, made outside of `jit`: its values are recognised
 slow, both:   layer(x, mask=make_causal_mask(tokens)) under `jit`: XLA runs it
-fast, both:   a causal mask that is a concrete array, made outside of `jit`: it is recognised
 """
 
 from __future__ import annotations
@@ -55,39 +55,39 @@ def attention_fn(
 ) -> Float[Array, "*B T N D"]:
     """Computes attention in place of `flax.nnx.dot_product_attention` or `flax.linen.dot_product_attention`.
 
-    It takes the parameters of both: Linen passes those that the signature names. A call that needs the attention
-    weights as an array, or another arithmetic than the kernels', runs Flax's own function if no backend is named.
+    It takes the parameters of both; Linen passes the parameters that the signature names. Some calls need the attention
+    weights as an array, or other arithmetic than the kernels have. Without a named backend, these run Flax's function.
 
     Args:
       query, key, value: any batch dimensions, or none; N a multiple of K (grouped heads, also for Linen).
-      bias, mask: broadcastable to (*B, N, T, S); a mask of any dtype, where nonzero means seen (Flax
-        makes float32 masks of 0 and 1). A concrete mask that is exactly causal becomes `is_causal`. A traced mask
-        does not: the fast kernels take none.
-      broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout on the weights runs Flax's own function.
-      dtype, promote_dtype: the operands are promoted to `dtype` (default: their common one) first.
-      precision: as `jax.lax.Precision`. For 16-bit operands every setting gives the same; for float32, more than the
-        default runs Flax's own function.
-      module: the attention weights are sown there, by Flax's own function.
+      bias, mask: broadcastable to (*B, N, T, S). A mask has any dtype; nonzero means visible (Flax makes float32 masks
+        of 0 and 1). A concrete mask that is exactly causal is replaced by `is_causal`. A traced mask is not, and the
+        fast kernels do not support masks.
+      broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout on the weights runs Flax's function.
+      dtype, promote_dtype: the operands are first promoted to `dtype` (default: their common dtype).
+      precision: as `jax.lax.Precision`. It makes no difference for 16-bit operands. For float32, more than the default
+        runs Flax's function.
+      module: the module in which Flax's function sows the attention weights.
       is_causal: query i sees keys j <= i.
-      force_fp32_for_softmax: the softmax is computed in float32 in any case. Linen's layers always give it: where
-        Flax's own function runs, it is Linen's if this or another of Linen's arguments is given, else NNX's.
-      einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: the caller's own products run Flax's own
+      force_fp32_for_softmax: the kernels compute the softmax in float32 in any case. Linen's layers always pass this
+        argument. So if Flax's function runs, it is Linen's if an argument of Linen is given, else NNX's.
+      einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: products given by the caller run Flax's
         function.
-      backend: name of the backend that must run it, or None for the fastest that can, or Flax's own function.
+      backend: the backend that must run it. None: the fastest that supports the call, else Flax's function.
 
     Returns:
       The output, (*B, T, N, D), in the promoted dtype.
 
     Raises:
       ValueError: shapes are wrong, or dropout_rate is not in [0, 1).
-      NotImplementedError: a backend is named that cannot compute this: with dropout on the weights, sown weights, an
-        einsum of the caller's own, operands that are not floating, or more than the default precision for float32.
+      NotImplementedError: a backend is named, and the call needs Flax's function: dropout on the weights, sown weights,
+        an einsum of the caller, operands that are not floating-point, or more than the default precision for float32.
 
-    Differentiability: as `jaxkernels.dot_product_attention`; as Flax's own function where that runs.
+    Differentiability: as `jaxkernels.dot_product_attention`, or as Flax's function if that runs.
     """
     op = f"attention_fn[{backend or 'auto'}]"
     if not 0.0 <= dropout_rate < 1.0:
-        raise ValueError(f"{op}: dropout_rate must be in the range [0, 1), got {dropout_rate!r}.")
+        raise ValueError(f"{op}: dropout_rate must be in the range [0, 1); got {dropout_rate!r}.")
     given = (query, key, value)
     query, key, value = promote_dtype(given, dtype=dtype)
     own_einsums = dict(
@@ -98,18 +98,18 @@ def attention_fn(
     own_einsums = {name: einsum for name, einsum in own_einsums.items() if einsum is not None}
     reason = None
     if dropout_rate > 0.0 and not deterministic:
-        reason = f"there is no dropout on attention weights; got {dropout_rate=} and {deterministic=}"
+        reason = f"the kernels have no dropout on attention weights; got {dropout_rate=} and {deterministic=}"
     elif module is not None:
-        reason = "the attention weights are never formed, so they cannot be sown; got a module to sow them in"
+        reason = "the kernels do not store the attention weights, so they cannot be sown; got a module to sow them in"
     elif own_einsums:
         name, einsum = next(iter(own_einsums.items()))
-        reason = f"the products are the kernel's own; got {name}={einsum!r}"
+        reason = f"the kernels compute the products themselves; got {name}={einsum!r}"
     elif not jnp.issubdtype(query.dtype, jnp.floating):
-        reason = f"operands must be floating; got {query.dtype}"
+        reason = f"operands must be floating-point; got {query.dtype}"
     elif query.dtype == jnp.float32 and precision not in (None, "default", jax.lax.Precision.DEFAULT):
         reason = f"float32 is multiplied at JAX's default precision; got {precision=}"
     if reason is not None and backend is not None:
-        raise NotImplementedError(f"{op}: {reason}. Use backend=None, which runs Flax's own function then.")
+        raise NotImplementedError(f"{op}: {reason}. Use backend=None, which runs Flax's function in this case.")
     if reason is not None:
         options: dict[str, Any] = dict(
             broadcast_dropout=broadcast_dropout, dropout_rng=dropout_rng, dropout_rate=dropout_rate,
@@ -144,18 +144,18 @@ def attention_fn(
     return out.reshape(*batch, *out.shape[1:])
 
 
-#: The same function under the names of the layers it is for.
+#: The same function, named after the layers that use it.
 nnx_attention_fn = linen_attention_fn = attention_fn
 
 
 def make_attention_fn(backend: str | None = None, *, is_causal: bool = False) -> Callable[..., Array]:
-    """Returns `attention_fn` with arguments fixed that layers do not have.
+    """Returns `attention_fn` with fixed values of arguments that layers do not pass.
 
     Args:
-      backend: name of the backend that must run it, or None for the fastest that can.
-      is_causal: every call is causal, as for Linen, whose layers have masks only. Leave the causal mask out of the
-        call then. Another mask still counts. For self-attention on whole sequences: a call with other numbers of
-        queries and keys, as in decoding with a cache, raises ValueError.
+      backend: the backend that must run it. None: the fastest that supports the call, else Flax's function.
+      is_causal: whether every call is causal. Linen's layers have masks only, so this is their way to causal attention
+        without a mask; other masks still apply. It is for self-attention on whole sequences. A call with different
+        numbers of queries and keys, as in decoding with a cache, raises ValueError.
     """
     if not is_causal:
         return functools.partial(attention_fn, backend=backend)
@@ -174,14 +174,14 @@ def make_attention_fn(backend: str | None = None, *, is_causal: bool = False) ->
 
 
 def _is_causal_mask(mask: Any, num_queries: int, num_keys: int) -> bool:
-    """Whether a mask lets query i see keys j <= i and no others; False if tracing hides its values."""
+    """Whether the mask makes exactly the keys j <= i visible to query i. False if the mask is traced."""
     if isinstance(mask, Tracer) or mask.shape[-2:] != (num_queries, num_keys):
         return False
     if isinstance(mask, np.ndarray):
         return bool(np.all(mask.astype(bool) == np.tri(num_queries, num_keys, dtype=bool)))
     if not mask.is_fully_addressable:
         return False
-    with jax.ensure_compile_time_eval():  # also while another program is traced, of which the mask is a constant
+    with jax.ensure_compile_time_eval():  # The mask may be a constant of a program that is being traced.
         return bool(_equals_causal(mask))
 
 
@@ -191,7 +191,7 @@ def _equals_causal(mask: jax.Array) -> jax.Array:
 
 
 def _flat_batch(op: str, name: str, x: Array, batch: tuple[int, ...]) -> Array:
-    """Folds the batch dimensions of a bias or mask, (*B, N|1, T|1, S|1), into one; 1 where all of them are."""
+    """Folds the batch dimensions of a bias or mask, (*B, N|1, T|1, S|1), into one; into 1 if all are 1."""
     num_logits_dims = 3
     x = x.reshape((1,) * (len(batch) + num_logits_dims - x.ndim) + x.shape)
     lead = x.shape[:-num_logits_dims]

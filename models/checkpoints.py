@@ -1,4 +1,4 @@
-"""Checkpoints of a run, with Orbax: written in the background, complete or not there at all, and checked when read."""
+"""Checkpoints of a run, with Orbax: written atomically in the background, and checked when they are read."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __all__ = ["Checkpoints", "complete_steps"]
 #: Older checkpoints are deleted.
 _NUM_KEPT = 2
 
-# Orbax reports every file it writes and every error it raises; what matters to a user, training says itself.
+# Orbax logs every file that it writes and every error. Training reports the errors that matter to a user.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 def complete_steps(folder: pathlib.Path) -> list[int]:
-    """The steps that `folder` has checkpoints of, the newest first. Orbax names one that is incomplete otherwise."""
+    """The steps of the complete checkpoints in `folder`, newest first. Orbax names incomplete ones differently."""
     if not folder.is_dir():
         return []
     return sorted(
@@ -45,9 +45,9 @@ def complete_steps(folder: pathlib.Path) -> list[int]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps off standard error what Orbax's parallel readers and writers print when one of them has failed.
+    """Suppresses the tracebacks that Orbax's threads print on standard error after a failure.
 
-    Their threads and coroutines end after the error was raised, and each prints a traceback of its own.
+    If a reader or writer fails, the others end later, and each prints a traceback.
     """
     hooks = sys.unraisablehook, sys.excepthook
     logger = logging.getLogger("asyncio")
@@ -79,18 +79,18 @@ def _quiet() -> Iterator[None]:
 
 
 class Checkpoints:
-    """The checkpoints in one folder; a context manager that waits for the last one to be written.
+    """The checkpoints in one folder. A context manager; leaving it waits until the last one is written.
 
-    A checkpoint has three parts: the parameters, the rest of the training state, and the run's
-    configuration with checksums of the arrays. A checkpoint made for another model is told from a fitting one.
+    A checkpoint has three parts: the parameters, the rest of the training state, and the run's configuration with
+    checksums of the arrays. The configuration shows whether a checkpoint fits a model.
 
     Args:
-      folder: where they are; made if need be.
-      read_only: do not touch the folder: another process may be training there.
-      log: called with a line of text where a checkpoint cannot be read or written.
+      folder: the folder; created if it does not exist.
+      read_only: do not change the folder, because another process may be training there.
+      log: called with a line of text if a checkpoint cannot be read or written.
 
     Raises:
-      InputError: the folder cannot be used; at the end, the last checkpoint could not be written.
+      InputError: the folder cannot be used, or (on leaving) the last checkpoint could not be written.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class Checkpoints:
         self.folder = folder
         self._read_only = read_only
         self._log = log
-        #: The step whose checkpoint is being written, None where none is.
+        #: The step whose checkpoint is being written, or None.
         self._writing: int | None = None
-        #: Why the last checkpoint could not be written, None if it could.
+        #: The reason why the last checkpoint could not be written, or None.
         self._failure: str | None = None
         self._quiet = _quiet()
         self._manager = self._open(cleanup=True)
@@ -130,17 +130,17 @@ class Checkpoints:
             self._remove_partial()
         if kind is None and self._failure is not None:
             newest = self.latest_step()
-            kept = "There is no older one." if newest is None else f"The newest one is of step {newest}."
-            raise InputError(f"run: {self._failure} {kept} Make room, then continue the run with --resume.")
+            kept = "There is no other checkpoint." if newest is None else f"The newest checkpoint is of step {newest}."
+            raise InputError(f"run: {self._failure} {kept} Free some disk space, then continue the run with --resume.")
 
     def latest_step(self) -> int | None:
-        """The step of the newest complete checkpoint, None where there is none."""
+        """The step of the newest complete checkpoint, or None."""
         return next(iter(complete_steps(self.folder)), None)
 
     def save(self, step: int, config: TrainingConfig, params: Any, rest: Any) -> None:
         """Copies the arrays to the host and writes them in the background.
 
-        Where a checkpoint cannot be written, for example to a full disk, `log` is called and the ones before stay.
+        If a checkpoint cannot be written (for example, the disk is full), `log` is called, and older checkpoints stay.
         """
         self.wait()
         parts = dict(params=params, rest=rest)
@@ -153,7 +153,7 @@ class Checkpoints:
             self._fail(e)
 
     def wait(self) -> bool:
-        """Waits until the last checkpoint is written; returns whether it could be."""
+        """Waits until the last checkpoint is written. Returns whether it was written."""
         try:
             self._manager.wait_until_finished()
         except Exception as e:
@@ -162,17 +162,17 @@ class Checkpoints:
         return self._failure is None
 
     def _fail(self, error: Exception) -> None:
-        """Notes that a checkpoint could not be written, and goes on with the ones before."""
+        """Records and logs that a checkpoint could not be written, and reopens the folder."""
         self._failure = f"the checkpoint of step {self._writing} could not be written: {_reason(error)}."
         self._writing = None
         self._log(self._failure)
-        with contextlib.suppress(Exception):  # The same error again.
+        with contextlib.suppress(Exception):  # Raises the same error again.
             self._manager.close()
         self._remove_partial()
         self._manager = self._open(cleanup=False)
 
     def _remove_partial(self) -> None:
-        """Removes what a failed save has left: it takes room. Orbax's other writers may still be adding to it."""
+        """Removes the files of a failed save, which take disk space. Orbax's other writers may still add to them."""
         if self._failure is not None:
             for path in self.folder.glob("*.orbax-checkpoint-tmp"):
                 shutil.rmtree(path, ignore_errors=True)
@@ -180,22 +180,22 @@ class Checkpoints:
     def restore(
         self, config: TrainingConfig, sharding: jax.sharding.Sharding, params: Any, rest: Any = None
     ) -> tuple[Any, Any]:
-        """Reads the newest sound checkpoint back.
+        """Reads the newest undamaged checkpoint.
 
-        Newer ones that cannot be read, or whose arrays differ from their checksums, are reported to `log`. Unless
-        `read_only`, they are moved to the folder `damaged` beside this one: the run will write those steps again.
+        A newer checkpoint that cannot be read, or whose arrays differ from their checksums, is reported to `log`.
+        Unless `read_only`, it is moved to the folder `damaged` beside this one: the run will write that step again.
 
         Args:
-          config: the run's configuration; the checkpoint must have been made for its model.
-          sharding: where the arrays go.
+          config: the run's configuration. The checkpoint must be of its model.
+          sharding: the sharding of the arrays.
           params: the parameters' shapes and dtypes (`jax.eval_shape`).
-          rest: those of the rest of the state, or None to leave it.
+          rest: shapes and dtypes of the rest of the state; None: do not read it.
 
         Returns:
-          (params, rest), rest None if it was not asked for.
+          (params, rest); rest is None if it was not read.
 
         Raises:
-          InputError: there is no checkpoint, none is sound, or it is of another model.
+          InputError: there is no checkpoint, all are damaged, or the checkpoint is of another model.
         """
         parts = dict(params=params) if rest is None else dict(params=params, rest=rest)
         damaged: dict[int, str] = {}
@@ -208,7 +208,7 @@ class Checkpoints:
                 damaged[step] = _reason(e)
                 continue
             for bad, reason in damaged.items():
-                self._log(f"the checkpoint of step {bad} is damaged ({reason}); the one of step {step} is used")
+                self._log(f"the checkpoint of step {bad} is damaged ({reason}); using the one of step {step}")
             if damaged and not self._read_only:
                 self._set_aside(damaged)
             return restored["params"], restored.get("rest")
@@ -218,7 +218,7 @@ class Checkpoints:
         raise InputError(f"run: every checkpoint in {self.folder} is damaged: {reasons}. Start a new run.")
 
     def _read(self, step: int, config: TrainingConfig, sharding: jax.sharding.Sharding, parts: Any) -> Any:
-        """Reads the parts of one checkpoint; raises some exception if they are not what was saved."""
+        """Reads the parts of one checkpoint. Raises an exception of any type if it is damaged."""
         found = self._config(step)
         self._check_model(step, found, config)
         placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), parts)
@@ -233,7 +233,7 @@ class Checkpoints:
         return self._manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))["config"]
 
     def newest_config(self) -> dict[str, Any] | None:
-        """The configuration in the newest checkpoint in which it can be read, None where there is none."""
+        """The configuration in the newest checkpoint with a readable one, or None."""
         for step in complete_steps(self.folder):
             with contextlib.suppress(Exception):  # Damaged, as in `restore`.
                 found = self._config(step)
@@ -274,13 +274,13 @@ def _sum_of_bits(x: jax.Array) -> jax.Array:
 
 
 def checksum(tree: Any) -> int:
-    """A checksum of arrays of 32-bit elements, computed where they are."""
+    """A checksum of arrays of 32-bit elements, computed on their devices."""
     sums = jax.device_get([_sum_of_bits(x) for x in jax.tree.leaves(tree)])
     return zlib.crc32(np.asarray(sums, np.uint32).tobytes())
 
 
 def _reason(error: Exception) -> str:
-    """One line that says what went wrong."""
+    """The error in one line."""
     if isinstance(error, OSError) and error.strerror is not None:
         return error.strerror
     # TensorStore appends descriptions of arrays.

@@ -1,4 +1,4 @@
-"""What a model is and how it is trained: frozen, validated descriptions, and the presets."""
+"""Configurations of models and of training (frozen, validated), and the presets."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from jaxkernels.core.errors import InputError
 __all__ = ["PRESETS", "ModelConfig", "Preset", "TrainingConfig", "preset", "training_config"]
 
 
-#: Integers stay below: steps are counted in int32, and no size of a model comes near.
+#: Integers must be below: steps are counted in int32, and sizes of models are much smaller.
 _INT_LIMIT = 2**31
 
-#: The types a field may be annotated with, and how a message names them. An int is a float too, a bool is no int.
+#: Annotation of a field -> accepted types, and their name in messages. An int is also accepted as a float. A bool is
+#: not accepted as an int.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "int": ((int,), "an int"),
     "float": ((int, float), "a number"),
@@ -26,14 +27,14 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def _require_types(config: object) -> None:
-    """Raises InputError where a field's value is not of the type that the field is annotated with."""
+    """Raises InputError if a field's value does not have the annotated type."""
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         names = str(field.type).split(" | ")
         value = getattr(config, field.name)
         allowed = [_TYPES.get(name, ((globals().get(name, object),), f"a {name}")) for name in names]
         types = tuple(itertools.chain.from_iterable(types for types, _ in allowed))
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            expected = " or ".join(said for _, said in allowed)
+            expected = " or ".join(name for _, name in allowed)
             raise InputError(f"{type(config).__name__}: {field.name} must be {expected}; got {value!r}.")
 
 
@@ -67,14 +68,15 @@ class ModelConfig:
       mlp_dim: hidden width of the feed-forward block.
       rope_theta: base of the rotary wavelengths.
       norm_epsilon: added to the mean square in RMSNorm.
-      tied_embedding: the unembedding is the embedding, transposed; otherwise a matrix of its own.
-      dtype: dtype the model computes in, by name; parameters are kept in float32 whatever it is.
+      tied_embedding: whether the unembedding is the embedding, transposed. Otherwise it is a separate matrix.
+      dtype: name of the dtype the model computes in; parameters are always float32.
       remat: recompute each block's activations in the backward pass instead of keeping them.
-      scan: one `jax.lax.scan` over stacked layers instead of one copy of the block for each: compiles
+      scan: one `jax.lax.scan` over stacked layers instead of a copy of the block for each layer. It compiles
         faster, and changes the parameters' layout but not the function.
-      backend: which kernels run every matmul and attention: the name of one of jaxkernels' backends, or
-        None for the fastest that can, chosen for each operation.
-      deterministic: the attention's gradient has the same bits in every run. Training sets it to its own.
+      backend: the jaxkernels backend that runs every matmul and attention; None: the fastest that supports it, for
+        each operation.
+      deterministic: the attention's gradient has the same bits in every run. Training overrides it with
+        `TrainingConfig.deterministic`.
     """
 
     vocab_size: int
@@ -111,24 +113,24 @@ class ModelConfig:
 
     @property
     def num_matmul_params(self) -> int:
-        """Parameters that a token's forward pass multiplies with, the unembedding included."""
+        """Parameters in matrix products of a token's forward pass, including the unembedding."""
         attention = self.embed_dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.embed_dim * self.mlp_dim) + self.vocab_size * self.embed_dim
 
     @property
     def num_params(self) -> int:
-        """All parameters: the matrices, the norms' scales, and the embedding where it is not tied."""
+        """All parameters: the matrices, the norms' scales, and the embedding if it is not tied."""
         norms = (2 * self.num_layers + 1) * self.embed_dim
         embedding = 0 if self.tied_embedding else self.vocab_size * self.embed_dim
         return self.num_matmul_params + norms + embedding
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """FLOPs a training step must do for one token, forward and backward: 6 N + 6 L T N_h H.
+        """FLOPs of a training step for one token, forward and backward: 6 N + 6 L T N_h H.
 
-        N is `num_matmul_params`: 2 FLOPs each forward, 4 backward. Attention does 4 T H FLOPs per head
-        forward (two products over T keys) and twice that backward; causal masking needs half. What
-        rematerialisation computes again is not counted. (Chowdhery et al. 2022, arXiv:2204.02311,
-        appendix B, which does not halve for causal masking.)
+        N is `num_matmul_params`: 2 FLOPs each in the forward pass, 4 in the backward pass. Attention takes 4 T H FLOPs
+        per head in the forward pass (two products over T keys), and twice that in the backward pass; a causal mask
+        halves both. Recomputation (`remat`) is not counted. Source: Chowdhery et al. 2022, arXiv:2204.02311,
+        appendix B, which does not halve for the causal mask.
         """
         attention = 6 * self.num_layers * sequence_length * self.num_heads * self.head_dim
         return 6.0 * self.num_matmul_params + attention
@@ -139,10 +141,10 @@ class Preset:
     """A model size and the training settings that suit it.
 
     Attributes:
-      model: the model; its `vocab_size` and `dtype` may be replaced by what the run asks for.
+      model: the model. A run may replace its `vocab_size` and `dtype`.
       tokenizer: "bytes" or "bpe".
       steps, batch_size, sequence_length, learning_rate: training defaults; `learning_rate` is the peak.
-      source: where the sizes come from.
+      source: the source of the sizes.
     """
 
     model: ModelConfig
@@ -154,7 +156,7 @@ class Preset:
     source: str
 
 
-#: The vocabulary trained for the larger presets: a multiple of 128, as tensor-core tiles want.
+#: The vocabulary of the larger presets: a multiple of 128, for the tiles of the kernels.
 _BPE_VOCAB = 32_768
 
 #: name -> preset; the parameter counts are asserted in tests/test_model.py.
@@ -240,7 +242,7 @@ def preset(name: str) -> Preset:
     """Returns the preset called `name`.
 
     Raises:
-      InputError: no preset of that name; the message lists the known ones.
+      InputError: there is no preset of that name; the message lists the presets.
     """
     if name not in PRESETS:
         raise InputError(f"preset: unknown preset {name!r}; use one of {', '.join(PRESETS)}.")
@@ -249,27 +251,28 @@ def preset(name: str) -> Preset:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingConfig:
-    """Everything that decides the losses of a run, but for the machine it runs on.
+    """All settings of a run. Its losses depend on them, on the text and on the machine.
 
     Attributes:
-      preset: name of the preset it started from.
+      preset: name of the preset that the settings come from.
       model: the model.
       tokenizer: "bytes" or "bpe".
-      data: path of the text as it was given, or None for the standard library's source.
+      data: path of the text as given; None: the standard library's source.
       steps: optimizer steps.
       batch_size: sequences in a step.
       sequence_length: tokens of a sequence.
       learning_rate: peak of the schedule: linear warm-up over the first twentieth of the steps (at most
         2000), then a cosine down to a tenth.
-      weight_decay: AdamW's, on every matrix but not on the norms' scales.
+      weight_decay: AdamW's weight decay, for every matrix but not for the norms' scales.
       clip_norm: gradients are scaled down to this global norm.
-      seed: of the initialisation, of the batches and of the sample.
-      log_every, eval_every, checkpoint_every: steps between two of each; the last step does all three.
+      seed: seed of the initialisation, the batches and the sample.
+      log_every, eval_every, checkpoint_every: a step with each of these multiples logs, evaluates or saves; the last
+        step does all three.
       eval_batches: validation batches in an evaluation.
       deterministic: on a GPU, compile with `xla_gpu_deterministic_ops`: equal runs have equal losses, bit for
-        bit. XLA then adds up an embedding's gradient in order instead of atomically, and does not autotune
-        its own matmuls; our attention adds up the queries' gradient in order. CPUs are repeatable without it.
-      init_from: folder of the run whose weights it starts from, or None for random weights.
+        bit. XLA then sums an embedding's gradient in order instead of atomically, and does not autotune its own
+        matmuls. Our attention sums the queries' gradient in order. On CPUs equal runs are equal without it.
+      init_from: folder of the run whose weights are the start; None: random weights.
     """
 
     preset: str
@@ -346,12 +349,12 @@ def training_config(
     scan: bool | None = None,
     **overrides: Any,
 ) -> TrainingConfig:
-    """Builds a run's configuration: a preset's, with what is given (not None) in its place.
+    """Builds a run's configuration: the preset's settings, overridden by the arguments that are not None.
 
     Args:
       preset_name: a name from `PRESETS`.
-      platform: of the devices ("cpu", "gpu"): on the CPU the default dtype is float32, as only some CPUs
-        multiply bfloat16 themselves (one that does, an EPYC with AVX512-BF16, took 0.7 of the time with it).
+      platform: the platform of the devices ("cpu", "gpu"). On the CPU the default dtype is float32, because only some
+        CPUs have bfloat16 products. (One that has them, an EPYC with AVX512-BF16, took 0.7 of the time with bfloat16.)
       data, tokenizer, vocab_size, dtype, backend, remat, scan: see `TrainingConfig` and `ModelConfig`.
       **overrides: other fields of `TrainingConfig`.
 
@@ -362,7 +365,9 @@ def training_config(
     tokenizer = tokenizer or base.tokenizer
     if tokenizer == "bytes":
         if vocab_size is not None:
-            raise InputError("train: --vocab-size goes with --tokenizer bpe; a byte vocabulary has 256 entries.")
+            raise InputError(
+                f"train: --vocab-size needs --tokenizer bpe, as a byte vocabulary has 256 entries; got {vocab_size}."
+            )
         vocab_size = 256
     elif vocab_size is None:
         vocab_size = base.model.vocab_size if base.tokenizer == "bpe" else _SMALL_BPE_VOCAB

@@ -1,10 +1,10 @@
-"""Text on disk to batches of tokens: find the text, tokenise it once into a memory-mapped cache, draw from it.
+"""Makes batches of tokens of text on disk: finds the text, tokenises it once into a cache, and draws from the cache.
 
-The cache is a folder for each text and tokenizer. Its meta.json has the size and the SHA-256 of every other file; all
-are checked at each load (1.6 GB/s on one core, like the text itself), and a cache that differs is made anew. Only the
-user who made it, or root, may have written it (`jaxkernels.core.folders`); another user makes another.
+The cache has a folder for each text and tokenizer; its files are memory-mapped. Its meta.json has the size and the
+SHA-256 of every other file. Each load checks them (at 1.6 GB/s on one core; the text itself is hashed, too), and a
+cache that differs is made again. A cache is read only if this user or root wrote it (`jaxkernels.core.folders`).
 
-A batch is a pure function of (seed, step), so a resumed run sees exactly the batches it would have seen.
+A batch is a pure function of (seed, step), so a resumed run gets the same batches as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ from jaxkernels.models.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer
 
 __all__ = ["Document", "TokenData", "batch_at", "find_documents", "load", "validation_batches"]
 
-#: Share of the text, in bytes, that is kept for validation.
+#: Share of the text, in bytes, for validation.
 _VALIDATION_SHARE = 0.05
 
 #: Raise this when the cache's layout, or how text becomes tokens, changes.
 _CACHE_FORMAT = 1
 
-#: Long documents are encoded in pieces of about this many characters, cut at line ends: it bounds the
-#: memory an encoding takes and lets the tokenizer work on several pieces at once.
+#: Long documents are encoded in pieces of about this many characters, cut at line ends. That bounds the memory, and
+#: the tokenizer can work on several pieces at once.
 _PIECE_CHARS = 1 << 18
 
-#: Pieces handed to the tokenizer at a time.
+#: Pieces in one call of the tokenizer.
 _PIECES_AT_ONCE = 64
 
 _META = "meta.json"
 _STREAMS = ("train.bin", "validation.bin")
 
-#: Files that are passed over which a message names.
+#: How many of the skipped files a message names.
 _NUM_NAMED = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A text file, known by its content.
+    """A text file.
 
     Attributes:
-      path: where it is.
-      digest: SHA-256 of its bytes.
+      path: its path.
+      digest: the SHA-256 of its bytes.
       num_bytes: its size.
     """
 
@@ -69,7 +69,7 @@ class Document:
     num_bytes: int
 
     def read(self) -> bytes:
-        """Returns its bytes; raises InputError if they are no longer those of the digest."""
+        """Returns the bytes. Raises InputError if they no longer match the digest."""
         content = _read(self.path)
         if hashlib.sha256(content).hexdigest() != self.digest:
             raise InputError(f"data: {self.path} changed while it was being read. Start again.")
@@ -79,16 +79,15 @@ class Document:
 def find_documents(source: pathlib.Path | None, console: Console | None = None) -> list[Document]:
     """Lists the text files of `source`, ordered by the digest of their content.
 
-    That order is a shuffle which depends on nothing but the text: it spreads every kind of file over
-    training and validation.
+    That order is a shuffle that depends on the text only. It spreads every kind of file over training and validation.
 
     Args:
-      source: a UTF-8 text file; or a folder, of which every UTF-8 file is taken and other files, hidden
-        ones and symbolic links are passed over; or None for the Python standard library's own source.
-      console: where to say which files of a folder are passed over because they are not UTF-8; None: nowhere.
+      source: a UTF-8 text file; or a folder, whose UTF-8 files are taken (hidden files and symbolic links are skipped);
+        or None for the Python standard library's own source.
+      console: prints which files of a folder are skipped because they are not UTF-8; None: prints nothing.
 
     Raises:
-      InputError: nothing there, not readable, empty, or no text.
+      InputError: the source does not exist, is not readable, is empty, or is not text.
     """
     if source is None:
         root = pathlib.Path(sysconfig.get_path("stdlib"))
@@ -97,35 +96,34 @@ def find_documents(source: pathlib.Path | None, console: Console | None = None) 
         root, files = source, list(_walk(source))
     elif source.is_file():
         root, files = source, [source]
-    elif source.exists():  # A pipe or a device: it cannot be read twice, or has no end.
+    elif source.exists():  # A pipe or a device cannot be read twice, or has no end.
         raise InputError(f"data: {source} must be a regular file or a folder. Write the text to a file.")
     else:
         raise InputError(f"data: no such file or folder: {source}.")
 
-    documents, passed_over = [], []
+    documents, skipped = [], []
     console = console or Console(quiet=True)
     with waiting(console, f"reading {len(files):,} files", len(files)) as advance:
         for path in files:
             content = _read(path)
             if not is_text(content):
-                passed_over.append(path)
+                skipped.append(path)
             elif content:
                 documents.append(Document(path, hashlib.sha256(content).hexdigest(), len(content)))
             advance(1)
-    if passed_over == [root]:
+    if skipped == [root]:
         raise InputError(f"data: {root} is not text: it is not valid UTF-8, or has NUL bytes.")
-    # The standard library has files that are not UTF-8 for its own tests.
-    if passed_over and source is not None:
-        names = [str(path.relative_to(root)) for path in passed_over[:_NUM_NAMED]]
-        names += [f"{len(passed_over) - _NUM_NAMED:,} more"] if len(passed_over) > _NUM_NAMED else []
+    # The standard library has files that are not UTF-8, for its own tests: they are not reported.
+    if skipped and source is not None:
+        names = [str(path.relative_to(root)) for path in skipped[:_NUM_NAMED]]
+        names += [f"{len(skipped) - _NUM_NAMED:,} more"] if len(skipped) > _NUM_NAMED else []
         console.print(
-            f"data: passed over {len(passed_over):,} of {len(files):,} files, which are not UTF-8 text: "
-            + ", ".join(names)
+            f"data: skipped {len(skipped):,} of {len(files):,} files, which are not UTF-8 text: " + ", ".join(names)
         )
     if not documents:
         if root in files:
             raise InputError(f"data: {root} is empty.")
-        raise InputError(f"data: {root} holds no text: none of its {len(files)} files is non-empty UTF-8.")
+        raise InputError(f"data: {root} must hold non-empty UTF-8 files; got none among {len(files)} files.")
     return sorted(documents, key=lambda document: document.digest)
 
 
@@ -169,10 +167,10 @@ class TokenData:
 
     Attributes:
       train, validation: token streams, memory-mapped; documents end with `END_OF_TEXT`.
-      tokenizer: what made them.
-      key: names the content and the tokenizer: equal keys mean equal tokens.
-      num_documents: text files.
-      num_bytes: their size.
+      tokenizer: their tokenizer.
+      key: a digest of the content and the tokenizer: equal keys mean equal tokens.
+      num_documents: the number of text files.
+      num_bytes: the size of the text.
     """
 
     train: np.ndarray
@@ -191,14 +189,14 @@ def load(
     sequence_length: int,
     console: Console | None = None,
 ) -> TokenData:
-    """Returns the tokens of `source`, from the cache or made now.
+    """Returns the tokens of `source`, from the cache if it has them.
 
     Args:
       source: as in `find_documents`.
       tokenizer: "bytes" or "bpe".
       vocab_size: entries of the BPE vocabulary.
       sequence_length: tokens of a training sequence; both splits must hold at least one.
-      console: where to say what takes long, and why a cache is made anew; None: nowhere.
+      console: prints the steps that take long, and why a cache is made again; None: prints nothing.
 
     Raises:
       InputError: the text cannot be used, or the cache cannot be written.
@@ -220,8 +218,8 @@ def load(
     needed = sequence_length + 1
     if min(map(len, streams)) < needed:
         raise InputError(
-            f"data: too little text: {len(train)} training and {len(validation)} validation "
-            f"tokens, and one sequence needs {needed}. Give more text or a smaller --sequence-length."
+            f"data: training and validation text must have at least {needed} tokens each (one sequence); "
+            f"got {len(train)} and {len(validation)}. Give more text or a smaller --sequence-length."
         )
     return TokenData(
         train=train,
@@ -234,18 +232,18 @@ def load(
 
 
 class _UnusableError(Exception):
-    """What stands in a cache's place is not what was written there; the text says why."""
+    """A cache is not as it was written. The message has the reason."""
 
 
 def _from_cache(
     folder: pathlib.Path, documents: list[Document], kind: str, vocab_size: int, console: Console
 ) -> tuple[list[np.ndarray], Tokenizer]:
-    """Reads the cache, and makes it first if there is none or it cannot be used."""
+    """Reads the cache. Makes it first if there is none, or if it cannot be used."""
     if os.path.lexists(folder):
         try:
             return _read_cache(folder, kind, console)
         except _UnusableError as e:
-            console.print(f"data: making the token cache {folder} anew: {e}")
+            console.print(f"data: making the token cache {folder} again: {e}")
     try:
         _fill_cache(folder, documents, kind, vocab_size, console)
     except OSError as e:
@@ -257,13 +255,13 @@ def _from_cache(
         return _read_cache(folder, kind, console)
     except _UnusableError as e:
         raise InputError(
-            f"data: the token cache {folder} cannot be used although it was made just now: {e}. "
+            f"data: the token cache {folder} was just made, but cannot be used: {e}. "
             "Set JAXKERNELS_CACHE_DIR to another folder."
         ) from e
 
 
 def _read_cache(folder: pathlib.Path, kind: str, console: Console) -> tuple[list[np.ndarray], Tokenizer]:
-    """Returns the two streams, memory-mapped, and their tokenizer, all checked; raises _UnusableError."""
+    """Returns the two memory-mapped streams and their tokenizer. Raises _UnusableError if a check fails."""
     names = [*_STREAMS, *([] if kind == "bytes" else [tokenizer_lib.FILE_NAME])]
     with contextlib.ExitStack() as stack:
         files: dict[str, io.BufferedReader] = {}
@@ -279,9 +277,9 @@ def _read_cache(folder: pathlib.Path, kind: str, console: Console) -> tuple[list
         except (ValueError, RecursionError) as e:
             raise _UnusableError(f"{_META}: it is not JSON") from e
         if not isinstance(meta, dict) or not isinstance(meta.get("files"), dict):
-            raise _UnusableError(f"{_META}: it holds no checksums")
+            raise _UnusableError(f"{_META}: it has no checksums")
         if changed := [name for name in names if meta["files"].get(name) != found[name]]:
-            raise _UnusableError(f"{', '.join(changed)}: size or checksum is not that of {_META}")
+            raise _UnusableError(f"{', '.join(changed)}: size or checksum differs from {_META}")
         learnt = ByteTokenizer() if kind == "bytes" else tokenizer_lib.from_json(files[tokenizer_lib.FILE_NAME].read())
         dtype = _dtype(learnt)
         if meta.get("dtype") != dtype.name:
@@ -294,7 +292,7 @@ def _dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
 
 
 def _fingerprint(file: io.BufferedReader) -> dict[str, Any]:
-    """Size and digest of an open file, which is then read from its beginning again."""
+    """Size and digest of an open file. Afterwards the file is at its beginning."""
     digest = hashlib.file_digest(file, "sha256").hexdigest()
     num_bytes = file.tell()
     file.seek(0)
@@ -307,9 +305,9 @@ def _map(file: io.BufferedReader, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def _fill_cache(folder: pathlib.Path, documents: list[Document], kind: str, vocab_size: int, console: Console) -> None:
-    """Writes the cache beside its place and renames it there: other processes see all of it or nothing.
+    """Writes the cache into a temporary folder and renames it, so that other processes see all of it or nothing.
 
-    Two processes may write the same one; the second finds it in place and drops its own copy.
+    Two processes may write the same cache. The second finds it there, and deletes its own copy.
     """
     num_bytes = sum(document.num_bytes for document in documents)
     make_private(folder.parent)
@@ -319,8 +317,9 @@ def _fill_cache(folder: pathlib.Path, documents: list[Document], kind: str, voca
         if kind == "bytes":
             tokenizer: Tokenizer = ByteTokenizer()
         else:
-            what = f"learning a byte-pair encoding of {vocab_size:,} tokens from {num_bytes / 1e6:.1f} MB of text"
-            console.print(what)
+            console.print(
+                f"learning a byte-pair encoding of {vocab_size:,} tokens from {num_bytes / 1e6:.1f} MB of text"
+            )
             with waiting(console, "learning"):
                 pieces = (piece for text, _ in _split(documents)[0] for piece in _pieces(text))
                 tokenizer = tokenizer_lib.train_bpe(pieces, vocab_size)
@@ -350,16 +349,16 @@ def _fill_cache(folder: pathlib.Path, documents: list[Document], kind: str, voca
 
 
 def _put_in_place(part: pathlib.Path, folder: pathlib.Path, kind: str) -> None:
-    """Renames `part` to `folder`, where a sound cache stays and anything else is deleted."""
+    """Renames `part` to `folder`. A valid cache that is already there stays; anything else is deleted."""
     try:
         part.rename(folder)
         return
     except OSError:
-        if not os.path.lexists(folder):  # It failed, and not because something stands there.
+        if not os.path.lexists(folder):  # The failure has another cause than an existing folder.
             raise
     try:
         _read_cache(folder, kind, Console(quiet=True))
-        return  # Another process was faster.
+        return  # Another process has made the cache meanwhile.
     except _UnusableError:
         aside = part_of(folder)
         folder.rename(aside)
@@ -376,7 +375,7 @@ def _put_in_place(part: pathlib.Path, folder: pathlib.Path, kind: str) -> None:
 
 
 def _split(documents: list[Document]) -> tuple[Iterator[tuple[str, bool]], Iterator[tuple[str, bool]]]:
-    """Cuts the documents, in order, after 95 % of the bytes; yields (text, whether its document ends with it)."""
+    """Splits the documents, in order, at 95 % of the bytes. Yields (text, whether the document ends there)."""
     cut = round(sum(document.num_bytes for document in documents) * (1 - _VALIDATION_SHARE))
 
     def texts(training: bool) -> Iterator[tuple[str, bool]]:
@@ -387,7 +386,7 @@ def _split(documents: list[Document]) -> tuple[Iterator[tuple[str, bool]], Itera
                 content = document.read()
                 split = max(0, min(len(content), cut - start))
                 while 0 < split < len(content) and content[split] & 0xC0 == 0x80:
-                    split -= 1  # Not inside a character.
+                    split -= 1  # Do not cut inside a character.
                 part = content[:split] if training else content[split:]
                 if part:
                     yield part.decode(), not training or split == len(content)
@@ -405,9 +404,9 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def batch_at(tokens: np.ndarray, *, seed: int, step: int, batch_size: int, sequence_length: int) -> np.ndarray:
-    """Draws the batch of one step: int32 (batch_size, sequence_length + 1), windows at random places.
+    """Draws the batch of one step: windows at random positions, int32 (batch_size, sequence_length + 1).
 
-    A pure function of its arguments: inputs are `[:, :-1]`, targets `[:, 1:]`.
+    Inputs are `[:, :-1]`, targets `[:, 1:]`. The batch depends on the arguments only.
     """
     starts = np.random.default_rng((seed, step)).integers(len(tokens) - sequence_length, size=batch_size)
     return _windows(tokens, starts, sequence_length)
@@ -416,7 +415,7 @@ def batch_at(tokens: np.ndarray, *, seed: int, step: int, batch_size: int, seque
 def validation_batches(
     tokens: np.ndarray, *, num_batches: int, batch_size: int, sequence_length: int
 ) -> Iterator[np.ndarray]:
-    """Yields batches, as of `batch_at`, of windows evenly spread over the stream: the same every time."""
+    """Yields batches like `batch_at`, of windows evenly spread over the stream. They are always the same."""
     starts = np.linspace(0, len(tokens) - sequence_length - 1, num_batches * batch_size).astype(np.int64)
     for chunk in starts.reshape(num_batches, batch_size):
         yield _windows(tokens, chunk, sequence_length)

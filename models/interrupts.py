@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM during training: the first asks the loop to save and stop, the second stops at once."""
+"""Ctrl-C and SIGTERM during training: after the first the loop saves and stops; the second stops at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Interrupted(KeyboardInterrupt):
     """A signal ended the training.
 
     Attributes:
-      signum: its number; a process that it ends exits with 128 + signum.
+      signum: the number of the signal. The process exits with 128 + signum.
     """
 
     def __init__(self, signum: int):
@@ -26,10 +26,10 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interrupts:
-    """Notes the first signal; the second raises `Interrupted` wherever the program is. A context manager.
+    """A context that records the first signal. The second raises `Interrupted` at once.
 
-    Signals that the process ignores stay ignored, as under nohup. Outside of the main thread, where Python installs no
-    handlers, nothing changes.
+    Signals that the process ignores (as under nohup) stay ignored. Outside of the main thread the context has no
+    effect, because Python installs handlers only there.
     """
 
     def __init__(self) -> None:
@@ -51,8 +51,8 @@ class Interrupts:
         if self.signum is not None:
             raise Interrupted(signum)
         self.signum = signum
-        # Not print: the signal may have interrupted one.
-        os.write(2, b"\ninterrupted: stops after this step and saves it; once more: stops at once\n")
+        # print must not be used here: the signal may have interrupted a print.
+        os.write(2, b"\ninterrupted: stopping and saving after this step; interrupt again to stop at once\n")
 
     def check(self) -> None:
         """Raises `Interrupted` if there was a signal."""

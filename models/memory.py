@@ -1,4 +1,4 @@
-"""Device memory of a training step: refuses what cannot fit before it is allocated, and says what would."""
+"""Device memory of a training step: refuses a step that does not fit before it runs, and names settings that fit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BYTES_PER_PARAM = 16
 
 
 def device_bytes(device: Any) -> int | None:
-    """The memory that programs can use on a device, in bytes, or None where that is not known.
+    """The memory that programs can use on a device, in bytes; None if it is not known.
 
     The devices of a CPU share the machine's memory.
     """
@@ -37,21 +37,21 @@ def _limit(devices: Sequence[Any]) -> int | None:
 
 
 def _least_bytes_per_sequence(config: TrainingConfig) -> int:
-    """What a step must keep for each sequence, recomputed or not: the stream before each layer, and the logits."""
+    """The bytes that a step keeps for each sequence, even with `remat`: the input of each layer, and the logits."""
     m = config.model
     itemsize = 4 if m.dtype == "float32" else 2
     return config.sequence_length * (m.num_layers * m.embed_dim + m.vocab_size) * itemsize
 
 
 def check_config(config: TrainingConfig, devices: Sequence[Any]) -> None:
-    """Raises InputError where a step cannot fit into the devices' memory, whatever XLA makes of it."""
+    """Raises InputError if a step cannot fit into the devices' memory, however XLA compiles it."""
     state = _BYTES_PER_PARAM * config.model.num_params
     batch = -(-config.batch_size // len(devices)) * _least_bytes_per_sequence(config)
     _check(config, devices, state, batch, at_least=True)
 
 
 def check_compiled(config: TrainingConfig, devices: Sequence[Any], step: jax.stages.Compiled) -> None:
-    """Raises InputError where a compiled step does not fit into the devices' memory."""
+    """Raises InputError if a compiled step does not fit into the devices' memory."""
     stats = step.memory_analysis()
     if stats is None:
         return
@@ -63,7 +63,7 @@ def check_compiled(config: TrainingConfig, devices: Sequence[Any], step: jax.sta
 
 
 def _check(config: TrainingConfig, devices: Sequence[Any], state: int, batch: int, *, at_least: bool) -> None:
-    """Compares bytes on each device, of the state and of its share of the batch, with the device's memory."""
+    """Compares the bytes of the state and of a device's share of the batch with the device's memory."""
     limit = _limit(devices)
     if limit is None or state + batch <= limit:
         return
@@ -77,9 +77,9 @@ def _check(config: TrainingConfig, devices: Sequence[Any], state: int, batch: in
 
 
 def _advice(config: TrainingConfig, fitting: int, *, recomputing: bool) -> str:
-    """What to change: to `fitting` sequences, if that is known and some, or to recomputed activations."""
+    """Advice for the message: a batch of at most `fitting` sequences, recomputed activations, or a smaller preset."""
     if fitting < 1:
-        return "Not even a batch of one sequence fits: use a smaller --preset."
+        return "A batch of one sequence does not fit either: use a smaller --preset."
     ways = [f"--batch-size {fitting} or less"]
     if recomputing and not config.model.remat:
         ways.append("--remat (less memory, more work)")
@@ -88,7 +88,7 @@ def _advice(config: TrainingConfig, fitting: int, *, recomputing: bool) -> str:
 
 @contextlib.contextmanager
 def explained(config: TrainingConfig) -> Iterator[None]:
-    """Turns XLA's error for exhausted memory into one line with the way out."""
+    """Turns XLA's error for exhausted memory into one line with advice."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, MemoryError) as e:

@@ -1,4 +1,4 @@
-"""The picture of a run: its losses over the steps."""
+"""Plots the losses of a run over its steps."""
 
 from __future__ import annotations
 

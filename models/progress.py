@@ -1,4 +1,4 @@
-"""What training says while it runs: a live bar on a terminal, a line at each evaluation anywhere."""
+"""The output of training: a live bar on a terminal, and a line for each evaluation."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def plain_console() -> Console:
 
 
 class Progress:
-    """Shows loss, tokens/s, time left, and MFU where it is known. A context manager.
+    """Shows loss, tokens/s, time left, and MFU if it is known. A context manager.
 
     Args:
-      console: where to.
+      console: the console to print to.
       start: steps done before.
-      steps: steps in all.
+      steps: all steps of the run.
     """
 
     def __init__(self, console: Console, start: int, steps: int):
@@ -61,13 +61,13 @@ class Progress:
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Shows beside the bar what the loop waits for."""
+        """Shows beside the bar what the loop is doing."""
         self._bar.update(self._task, text=what)
         yield
         self._bar.update(self._task, text=self._text)
 
     def evaluated(self, validation_loss: float) -> None:
-        """Prints a line that stays."""
+        """Prints the line of an evaluation."""
         width = len(f"{self.steps:,}")
         self.console.print(
             f"step {self.step:>{width},}/{self.steps:,}  validation loss {validation_loss:.3f}  {self._text}"
@@ -76,15 +76,15 @@ class Progress:
 
 @contextlib.contextmanager
 def waiting(console: Console, text: str, total: float | None = None) -> Iterator[Callable[[float], None]]:
-    """Shows on a terminal, and only there, that something takes long: a spinner, a bar, the time it has taken.
+    """Shows a spinner, a bar and the elapsed time while something takes long. It shows them on a terminal only.
 
     Args:
-      console: where to.
-      text: what takes long.
-      total: how much there is to do; None if that is not known.
+      console: the console to print to.
+      text: a description.
+      total: the amount of work; None if it is not known.
 
     Yields:
-      A function to call with how much more is done.
+      A function to call with the amount of work that was done since its last call.
     """
     bar = rich_progress.Progress(
         rich_progress.SpinnerColumn(),

@@ -1,4 +1,4 @@
-"""Text from a trained model: one pass over the prompt, then one token at a time with a key/value cache."""
+"""Generates text with a trained model: one pass over the prompt, then one token at a time with a key/value cache."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from jaxkernels.models.transformer import abstract_params, init_cache
 
 __all__ = ["generate", "sample_text", "text_from_run"]
 
-#: The key of every token is made before the first.
+#: The random keys of all tokens are made before the first token.
 _MOST_TOKENS = 1_000_000
 
-#: Logits divided by less may become infinite.
+#: Logits divided by a smaller temperature may become infinite.
 _LEAST_TEMPERATURE = 1e-6
 
 
@@ -51,18 +51,17 @@ def generate(
       params: its parameters, a pure dict of arrays.
       prompt: tokens; T from 1 to `num_slots`.
       key: a PRNG key.
-      num_tokens: tokens to write for each prompt.
-      num_slots: how many tokens back the model looks, usually its training sequence length.
-      temperature: divides the logits; 0 takes the likeliest token.
-      top_k: draw from the k likeliest tokens only.
-      vocab_size: draw from the first `vocab_size` tokens only: a tokenizer may have learnt fewer than
-        the model has room for.
+      num_tokens: tokens to generate for each prompt.
+      num_slots: the tokens that the model looks back, usually its training sequence length.
+      temperature: divides the logits; 0 takes the most probable token.
+      top_k: draw from the k most probable tokens only.
+      vocab_size: draw from the first `vocab_size` tokens only. A tokenizer may have fewer tokens than the model.
 
     Returns:
       The new tokens.
     """
     config = nnx.merge(graphdef, params).config
-    # The layers would cast each weight at each token otherwise.
+    # Cast once. Otherwise the layers would cast each weight for each token.
     params = jax.tree.map(lambda x: x.astype(config.dtype), params)
 
     def draw(logits: Float[Array, "B V"], key: jax.Array) -> Int[Array, " B"]:
@@ -97,13 +96,13 @@ def sample_text(
     top_k: int | None,
     seed: int,
 ) -> str:
-    """Returns the continuation of `prompt`, up to the end of the document if the model writes one.
+    """Returns the continuation of `prompt`, up to the end of the document if the model ends it.
 
-    An empty prompt starts a new document. The kernels are chosen for each operation, whatever backend
-    the model was trained with: one token at a time is other work than training is.
+    An empty prompt starts a new document. The backend is chosen for each operation, even if the model was trained on a
+    named backend, because decoding is other work than training.
 
     Raises:
-      InputError: an option is out of range, or the prompt is no text.
+      InputError: an option is out of range, or the prompt is not UTF-8 text.
     """
     if not 1 <= num_tokens <= _MOST_TOKENS:
         raise InputError(f"sample: --tokens must be from 1 to {_MOST_TOKENS:,}; got {num_tokens}.")
@@ -138,7 +137,7 @@ def sample_text(
 
 
 def text_from_run(run: Run, *, log: Callable[[str], None] = lambda message: None, **options: Any) -> str:
-    """Returns the continuation of a prompt by a run's newest sound checkpoint.
+    """Returns the continuation of a prompt by a run's newest undamaged checkpoint.
 
     Args:
       run: the run.

@@ -1,6 +1,6 @@
-"""Text to tokens and back: bytes as they are, or a byte-pair encoding trained on the spot.
+"""Tokenizers: the bytes of the text, or a byte-pair encoding that is trained on the text.
 
-In both, token 0 separates documents: the byte NUL, which text does not contain, or "<|endoftext|>".
+In both, token 0 separates documents: the byte NUL, which the text does not contain, or "<|endoftext|>".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
 #: The token between documents.
 END_OF_TEXT = 0
 
-#: Name of the tokenizer's file in a run directory and in the token cache; bytes need none.
+#: Name of the BPE's file in a run's folder and in the token cache.
 FILE_NAME = "tokenizer.json"
 
 _SEPARATOR = "<|endoftext|>"
@@ -31,13 +31,13 @@ _NUM_BYTES = 256
 
 #: The separator, the bytes and one merge.
 _MIN_BPE_VOCAB = _NUM_BYTES + 2
-#: Four times the largest vocabularies in use (Gemma's 262,144). The library reserves memory for all of it at once, and
-#: aborts the process where there is none.
+#: Four times the largest vocabulary in use (Gemma's 262,144). The library allocates memory for the whole vocabulary at
+#: once, and aborts the process if it fails.
 _MAX_BPE_VOCAB = 2**20
 
 
 class Tokenizer(Protocol):
-    """What training and sampling need of a tokenizer."""
+    """The interface of a tokenizer."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -66,7 +66,7 @@ class ByteTokenizer:
         return bytes(token for token in tokens if token != END_OF_TEXT).decode(errors="replace")
 
     def save(self, folder: pathlib.Path) -> None:
-        """Nothing to write: bytes are bytes."""
+        """Writes nothing: the byte tokenizer has no parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +90,11 @@ class BpeTokenizer:
 
 
 def check_bpe_vocab_size(vocab_size: int) -> None:
-    """Raises InputError unless a BPE of `vocab_size` entries can be learned."""
+    """Raises InputError if a BPE of `vocab_size` entries cannot be trained."""
     if vocab_size < _MIN_BPE_VOCAB:
         raise InputError(
             f"tokenizer: a BPE vocabulary needs at least {_MIN_BPE_VOCAB} entries (256 bytes, the separator, a merge); "
-            f"got {vocab_size}. Use --tokenizer bytes for less."
+            f"got {vocab_size}. Use a larger --vocab-size, or --tokenizer bytes."
         )
     if vocab_size > _MAX_BPE_VOCAB:
         raise InputError(
@@ -104,10 +104,10 @@ def check_bpe_vocab_size(vocab_size: int) -> None:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
-    """Learns a byte-level BPE of at most `vocab_size` tokens: the separator, the 256 bytes, then merges.
+    """Trains a byte-level BPE of at most `vocab_size` tokens: the separator, the 256 bytes, then merges.
 
     Raises:
-      InputError: `vocab_size` leaves no room for a merge, or is too large.
+      InputError: `vocab_size` is too small for a merge, or too large.
     """
     check_bpe_vocab_size(vocab_size)
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -120,18 +120,18 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
         show_progress=False,
     )
     model.train_from_iterator(texts, trainer)
-    # Text that happens to contain the separator's name is text, not the separator.
+    # If the text contains the separator's name, it is encoded as text, not as the separator.
     model.encode_special_tokens = True
     return BpeTokenizer(model)
 
 
 def load(kind: str, folder: pathlib.Path) -> Tokenizer:
-    """Reads back the tokenizer saved in `folder`; `kind` is "bytes" or "bpe"."""
+    """Reads the tokenizer in `folder`. `kind` is "bytes" or "bpe"."""
     return ByteTokenizer() if kind == "bytes" else from_json((folder / FILE_NAME).read_bytes())
 
 
 def from_json(text: bytes) -> BpeTokenizer:
-    """The BPE of which `save` wrote this text."""
+    """The BPE that `save` wrote as this text."""
     model = tokenizers.Tokenizer.from_buffer(text)
     model.encode_special_tokens = True
     return BpeTokenizer(model)

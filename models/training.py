@@ -1,8 +1,7 @@
-"""Training a language model: one jitted step, a loop that keeps the device busy, and what it reports.
+"""Trains a language model: a jitted step, a loop that keeps the device busy, and its reports.
 
-The losses of a run depend on its `TrainingConfig`, its text, the devices and the versions of the libraries,
-and on nothing else: the batches are a function of (seed, step), so a run that was killed and resumed logs
-the losses it would have logged.
+The losses of a run depend only on its `TrainingConfig`, its text, the devices and the versions of the libraries. The
+batches are a function of (seed, step). So a run that is killed and resumed logs the same losses as one that is not.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ __all__ = [
     "warm_config",
 ]  # fmt: skip
 
-#: Fields of a `TrainingConfig` that may be others when a run is resumed. Only `steps` changes losses to come.
+#: Fields of a `TrainingConfig` that may change when a run is resumed. Only `steps` changes the losses.
 CHANGEABLE = ("data", "steps", "eval_every", "checkpoint_every")
 
-#: What a step measures, in the order of metrics.jsonl.
+#: The measurements of a step, in the order of metrics.jsonl.
 _MEASURED = ("loss", "grad_norm", "learning_rate")
 _NAMES = {"loss": "loss", "grad_norm": "gradient's norm", "learning_rate": "learning rate"}
 
@@ -61,11 +60,11 @@ _SAMPLE_TEMPERATURE = 0.8
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What a step turns into the next one; all float32 but the counters.
+    """The state of a training. All arrays are float32, except for the counters.
 
     Attributes:
-      params: the model's parameters, a pure dict of arrays: the master weights.
-      opt_state: the optimizer's.
+      params: the model's parameters (the master weights), a pure dict of arrays.
+      opt_state: the optimizer's state.
       step: steps done, int32.
     """
 
@@ -86,7 +85,7 @@ def learning_rate(config: TrainingConfig) -> optax.Schedule:
 
 
 def optimizer(config: TrainingConfig) -> optax.GradientTransformation:
-    """AdamW on clipped gradients; weight decay on every matrix, not on the norms' scales."""
+    """AdamW on clipped gradients. Weight decay applies to every matrix, but not to the norms' scales."""
     is_matrix = functools.partial(jax.tree.map_with_path, lambda path, _: path[-1].key != "scale")
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
@@ -97,8 +96,8 @@ def optimizer(config: TrainingConfig) -> optax.GradientTransformation:
 def cross_entropy(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, ""]:
     """Mean negative log-likelihood of the targets, in nats per token, computed in float32.
 
-    The target's logit is picked by comparison, not by index: then the gradient is elementwise too, and XLA
-    never writes the float32 logits to memory; an index's gradient is a scatter into all of them.
+    A comparison selects the target's logit. Its gradient is elementwise, so XLA never writes the float32 logits to
+    memory. The gradient of indexing would be a scatter into all of them.
     """
     logits = logits.astype(jnp.float32)
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
@@ -106,7 +105,7 @@ def cross_entropy(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> 
 
 
 def peak_flops_per_s(device: Any, dtype: str) -> float | None:
-    """The device's published matmul peak for `dtype`, None where we have no figure.
+    """The device's published matmul peak for `dtype`; None if it is not in our table.
 
     For float32 it is the TF32 peak: XLA's default precision for float32 products on a GPU.
     """
@@ -115,15 +114,15 @@ def peak_flops_per_s(device: Any, dtype: str) -> float | None:
 
 
 class Trainer:
-    """The compiled functions of one run, and the devices they run on.
+    """The compiled functions of one run, and their devices.
 
-    The batch is split over a one-dimensional mesh of the devices and the state is kept whole on each
-    (data parallelism); XLA adds up the gradients.
+    Data parallelism: the batch is split over a one-dimensional mesh of the devices, each device has the whole state,
+    and XLA sums the gradients.
 
     Args:
-      config: what to train.
-      devices: the devices; None for all that JAX sees.
-      attention_fn: replaces the model's attention, as `Transformer` takes it.
+      config: the run's configuration.
+      devices: the devices; None: all devices of JAX.
+      attention_fn: replaces the model's attention, as in `Transformer`.
 
     Raises:
       InputError: the batch cannot be split evenly over the devices, or a step does not fit into their memory.
@@ -139,8 +138,8 @@ class Trainer:
         self.devices = _as_devices(devices)
         if config.batch_size % len(self.devices):
             raise InputError(
-                f"train: --batch-size must be a multiple of the {len(self.devices)} devices it is split over; "
-                f"got {config.batch_size}. Change it, or use fewer with --devices."
+                f"train: --batch-size must be a multiple of the number of devices ({len(self.devices)}); "
+                f"got {config.batch_size}. Change it, or use fewer devices with --devices."
             )
         self.config = config
         model = dataclasses.replace(config.model, deterministic=config.deterministic)
@@ -164,20 +163,20 @@ class Trainer:
         self.loss: Callable[[Any, jax.Array], jax.Array] = loss.compile(options)
 
     def init_state(self) -> TrainState:
-        """Returns the state before the first step, a function of the seed."""
+        """Returns the state before the first step. It depends on the seed."""
         key = jax.device_put(jax.random.key(self.config.seed), self.replicated)
         params = init_params(self.config.model, key)
-        # The optimizer's zeros come one program for each shape: a single program would compile each array's kernel.
+        # Not jitted: the optimizer's zeros then take one program for each shape, not one kernel for each array.
         state = TrainState(params, self._optimizer.init(params), jnp.int32(0))
         return jax.device_put(state, self.replicated)
 
     def abstract_state(self) -> TrainState:
-        """Returns its shapes and dtypes."""
+        """Returns the shapes and dtypes of the state."""
         _, params = abstract_params(self.config.model)
         return jax.eval_shape(lambda params: TrainState(params, self._optimizer.init(params), jnp.int32(0)), params)
 
     def put(self, batch: Any) -> jax.Array:
-        """Starts the batch's way to the devices."""
+        """Starts to copy the batch to the devices."""
         return jax.device_put(batch, self._split)
 
     def evaluate(self, params: Any, tokens: Any) -> float:
@@ -215,14 +214,15 @@ def train(
     at once. A run that fails before its first step leaves no folder.
 
     Args:
-      config: what to train. With `init_from` the weights are those of another run, else random.
-      out: folder of the run; None for a new one under ./runs.
-      devices: the devices to train on; None for all that JAX sees.
-      console: where to report; None for standard output.
+      config: the run's configuration. With `init_from` it starts from the weights of another run, else from random
+        weights.
+      out: folder of the run; None: a new one under ./runs.
+      devices: the devices to train on; None: all devices of JAX.
+      console: the console to report to; None: standard output.
 
     Raises:
-      InputError: the text, the folder or an option cannot be used, the memory does not suffice, another process trains
-        in the folder, or a loss is not finite.
+      InputError: the text, the folder or an option cannot be used, there is too little memory, another process is
+        training in the folder, or a loss is not finite.
       NotImplementedError: the config names a backend that cannot run the model here.
     """
     if not isinstance(config, TrainingConfig):
@@ -238,8 +238,8 @@ def train(
     data = _load_data(config, console)
     if source is not None and not _are_same(data.tokenizer, source.tokenizer()):
         raise InputError(
-            f"train: the byte pairs learnt from this text are not those of {source.folder}, so its weights are of "
-            "other tokens. Use that run's text, or a run with --tokenizer bytes."
+            f"train: --init-from needs a run with the same tokens; the byte pairs of this text differ from those of "
+            f"{source.folder}. Use that run's text, or a run with --tokenizer bytes."
         )
     trainer = _compile(config, devices, console)
     run = Run.create(folder, config, data.key, data.tokenizer)
@@ -260,25 +260,24 @@ def resume(
     console: Console | None = None,
     **changes: Any,
 ) -> Run:
-    """Continues a run from its newest sound checkpoint to its end, and returns it; interrupts as in `train`.
+    """Continues a run from its newest undamaged checkpoint to its end, and returns it. Interrupts act as in `train`.
 
-    A run without a checkpoint starts from its first step again.
+    A run without a checkpoint starts again from its first step.
 
     Args:
       run: the run.
-      devices: the devices to train on; None for all that JAX sees.
-      console: where to report; None for standard output.
-      **changes: new values of the fields in `CHANGEABLE`; None keeps the run's. With another number of `steps`, the
-        learning rate follows the schedule of that many steps from here on. It jumps up where a run is prolonged that
-        had decayed already.
+      devices: the devices to train on; None: all devices of JAX.
+      console: the console to report to; None: standard output.
+      **changes: new values of the fields in `CHANGEABLE`; None keeps the old value. If `steps` changes, the learning
+        rate follows the new schedule from here on. It jumps up if it had decayed and the run is extended.
 
     Raises:
-      InputError: no checkpoint is sound or the newest is of another model, the text is not the one the run was started
-        with, another process trains the run, or a loss is not finite.
+      InputError: all checkpoints are damaged, the newest is of another model, the text has changed, another process is
+        training the run, or a loss is not finite.
       NotImplementedError: the config names a backend that cannot run the model here.
     """
     if unknown := sorted(changes.keys() - set(CHANGEABLE)):
-        raise InputError(f"train: {', '.join(unknown)} cannot change; {', '.join(CHANGEABLE)} can.")
+        raise InputError(f"train: only {', '.join(CHANGEABLE)} can change; got {', '.join(unknown)}.")
     console = console or plain_console()
     devices = _as_devices(devices)
     with run.lock():
@@ -289,7 +288,8 @@ def resume(
         data = _load_data(config, console)
         if data.key != run.data_key:
             raise InputError(
-                f"data: the text is no longer the one {run.folder} was started with. Restore it, or start a new run."
+                f"data: the text differs from the text that {run.folder} was started with. Restore it, or start a new "
+                "run."
             )
         trainer = _compile(config, devices, console)
         _run(run, trainer, data, console)
@@ -307,7 +307,7 @@ def _as_devices(devices: Sequence[Any] | None) -> tuple[Any, ...]:
 
 
 def _run(run: Run, trainer: Trainer, data: TokenData, console: Console) -> None:
-    """Trains a run to its end, from its newest checkpoint if it has one; the run must be locked."""
+    """Trains a run to its end, from its newest checkpoint if it has one. The caller has locked the run."""
     say = lambda message: console.print(f"{run.folder}: {message}")
     with Interrupts() as interrupts, _hint_at_resuming(run, console), memory.explained(run.config):
         with run.checkpoints(log=say) as checkpoints:
@@ -325,7 +325,7 @@ def _run(run: Run, trainer: Trainer, data: TokenData, console: Console) -> None:
 
 
 def _first_state(run: Run, trainer: Trainer, data: TokenData, checkpoints: Checkpoints, console: Console) -> TrainState:
-    """The state to go on from: the newest checkpoint's, another run's weights, or random ones."""
+    """The state at the start: from the newest checkpoint, else with another run's weights, else with random ones."""
     c = run.config
     shapes = trainer.abstract_state()
     if checkpoints.latest_step() is not None:
@@ -345,7 +345,7 @@ def _first_state(run: Run, trainer: Trainer, data: TokenData, checkpoints: Check
         _forget_after(run, step, console)
         return state
     if run.has_begun():
-        console.print(f"{run.folder}: holds no checkpoint yet; starts from the first step again")
+        console.print(f"{run.folder}: has no checkpoint yet; starting again from the first step")
     if c != Run.open(run.folder).config:
         run.save_config()
     _forget_after(run, -1, console)
@@ -356,7 +356,7 @@ def _first_state(run: Run, trainer: Trainer, data: TokenData, checkpoints: Check
         log = lambda message: console.print(f"{source.folder}: {message}")
         with waiting(console, "reading the weights"), source.checkpoints(read_only=True, log=log) as others:
             params, _ = others.restore(source.config, trainer.replicated, shapes.params)
-        console.print(f"{run.folder}: starts from the weights of {source.folder}")
+        console.print(f"{run.folder}: starting from the weights of {source.folder}")
         state = dataclasses.replace(state, params=params)
     with waiting(console, "evaluating"):
         loss = trainer.evaluate(state.params, data.validation)
@@ -368,13 +368,13 @@ def _first_state(run: Run, trainer: Trainer, data: TokenData, checkpoints: Check
 
 
 def _forget_after(run: Run, step: int, console: Console) -> None:
-    """Drops the measurements of the steps that will be done again, and damaged lines."""
+    """Deletes the measurements of steps that will be repeated, and damaged lines."""
     metrics = run.metrics()
     if num_damaged := metrics.truncate(step):
-        console.print(f"{metrics.path}: {num_damaged} damaged lines are left out")
+        console.print(f"{metrics.path}: removed {num_damaged} damaged lines")
 
 
-#: Fields of a `ModelConfig` that decide the parameters' shapes, layout and meaning.
+#: Fields of a `ModelConfig` that change the parameters' shapes, layout or meaning.
 _ARCHITECTURE = (
     "vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "rope_theta",
     "norm_epsilon", "tied_embedding", "scan",
@@ -385,12 +385,12 @@ def warm_config(source: Run, **options: Any) -> TrainingConfig:
     """The configuration of a run that starts from the weights of `source`.
 
     Args:
-      source: the run whose newest checkpoint is taken.
-      **options: fields of `TrainingConfig` and `ModelConfig`; None, or none, keeps the source's. Evaluations and
-        checkpoints are a tenth and a quarter of other `steps` apart.
+      source: the run with the weights (of its newest checkpoint).
+      **options: fields of `TrainingConfig` and `ModelConfig`. A field that is None or missing has the source's value.
+        If `steps` is given, `eval_every` and `checkpoint_every` default to a tenth and a quarter of it.
 
     Raises:
-      InputError: a value is out of range, or one that the weights decide is another.
+      InputError: a value is out of range, or does not fit the weights.
     """
     given = {name: value for name, value in options.items() if value is not None}
     if "steps" in given:
@@ -405,7 +405,7 @@ def warm_config(source: Run, **options: Any) -> TrainingConfig:
 
 
 def _check_same_model(config: TrainingConfig, source: Run) -> None:
-    """Raises InputError unless the weights of `source` are weights of `config`'s model."""
+    """Raises InputError if the weights of `source` do not fit the model of `config`."""
     names = [*_ARCHITECTURE, "tokenizer"]
     values = [{**dataclasses.asdict(c.model), "tokenizer": c.tokenizer} for c in (source.config, config)]
     different = [f"{n}={values[0][n]!r} there, {values[1][n]!r} here" for n in names if values[0][n] != values[1][n]]
@@ -427,7 +427,7 @@ def _hint_at_resuming(run: Run, console: Console) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        console.print(f"interrupted; to go on: jaxkernels train --resume --out {shlex.quote(str(run.folder))}")
+        console.print(f"interrupted; to continue: jaxkernels train --resume --out {shlex.quote(str(run.folder))}")
         raise
 
 
@@ -468,7 +468,7 @@ def _loop(
     interrupts: Interrupts,
     console: Console,
 ) -> TrainState:
-    """Trains to the end of the schedule, measuring and saving on the way; after an interrupt, saves and raises it."""
+    """Trains to the end of the schedule, and measures and saves on the way. After an interrupt it saves and raises."""
     c = run.config
     metrics = run.metrics()
     peak = peak_flops_per_s(trainer.devices[0], c.model.dtype)
@@ -490,8 +490,8 @@ def _loop(
             saving = step % c.checkpoint_every == 0 or step == c.steps or stopping
             if not (evaluating or saving or step % c.log_every == 0):
                 continue
-            # Reading a number waits for its step. While the loop goes on, the newest step stays unread, so that
-            # the device has work while the host writes.
+            # Reading a number waits for its step. Unless the loop must stop here, the newest step is not read yet, so
+            # that the device has work while the host writes.
             num_ready = len(pending) if evaluating or saving else len(pending) - 1
             if num_ready:
                 rows = []
@@ -519,7 +519,7 @@ def _loop(
                 progress.evaluated(loss)
             if saving:
                 with progress.doing("saving"):
-                    # The losses so far say nothing of the newest parameters.
+                    # No loss was computed with the newest parameters yet.
                     loss = float(trainer.loss(state.params, batch))
                     if not math.isfinite(loss):
                         raise _diverged(run, checkpoints, step, "loss after the step", loss)
@@ -537,7 +537,7 @@ def _save(run: Run, checkpoints: Checkpoints, state: TrainState) -> None:
 
 
 def _stop(run: Run, checkpoints: Checkpoints, state: TrainState, interrupts: Interrupts, console: Console) -> None:
-    """Saves the state, unless it is saved, and raises the interrupt."""
+    """Saves the state unless it is already saved, and raises the interrupt."""
     checkpoints.wait()
     if checkpoints.latest_step() != int(state.step):
         _save(run, checkpoints, state)
@@ -551,7 +551,7 @@ def _is_finite(row: dict[str, float]) -> bool:
 
 
 def _diverged(run: Run, checkpoints: Checkpoints, step: int, name: str, value: float) -> InputError:
-    """The error for a number that is not finite, with the way out."""
+    """The error for a number that is not finite, with advice."""
     c = run.config
     checkpoints.wait()
     newest = checkpoints.latest_step()
@@ -564,7 +564,7 @@ def _diverged(run: Run, checkpoints: Checkpoints, step: int, name: str, value: f
 
 
 def _finish(run: Run, state: TrainState, data: TokenData, console: Console) -> None:
-    """Draws the losses and lets the model write."""
+    """Plots the losses, and lets the model generate a sample."""
     c = run.config
     rows = run.metrics().read()
     plot_losses(rows, f"{c.preset}: {c.model.num_params / 1e6:,.1f} M parameters", run.folder / "loss.png")

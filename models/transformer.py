@@ -1,4 +1,4 @@
-"""The decoder transformer in Flax NNX; every matrix product and the attention are jaxkernels'.
+"""The decoder transformer in Flax NNX. jaxkernels computes every matrix product and the attention.
 
 Letters in shapes: B batch, T tokens, D embed_dim, N query heads, K key/value heads, H head_dim, F mlp_dim,
 V vocabulary, S slots of the cache.
@@ -22,13 +22,13 @@ from jaxkernels.models.config import ModelConfig
 
 __all__ = ["Cache", "LayerCache", "Transformer", "abstract_params", "init_cache", "init_params"]
 
-_EMBEDDING_STDDEV = 0.02  # small: the logits of a tied embedding start near zero, the loss near ln(V)
+_EMBEDDING_STDDEV = 0.02  # The logits of a tied embedding then start near 0, and the loss near ln(V).
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
-    """Keys (rotated) and values of one layer, (B, S, K, H) each; stacked over layers where the model scans."""
+    """Rotated keys and values of one layer, (B, S, K, H) each. With `scan` they are stacked over layers."""
 
     key: jax.Array
     value: jax.Array
@@ -37,13 +37,13 @@ class LayerCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """What decoding remembers: the keys and values of the last S tokens.
+    """The key/value cache of decoding: keys and values of the last S tokens.
 
-    The slots are a ring: token i lies in slot i % S. A key carries its own rotation, and a query sees
-    only how far back it is, so the order of the slots does not matter.
+    The slots are a ring: token i is in slot i % S. The order of the slots does not matter, because rotated keys carry
+    their positions.
 
     Attributes:
-      layers: one `LayerCache` for each layer, or one that is stacked, as the model's parameters are.
+      layers: one `LayerCache` for each layer, or a stacked one, like the model's parameters.
       length: tokens seen so far, int32.
     """
 
@@ -52,7 +52,7 @@ class Cache:
 
 
 class Projection(nnx.Module):
-    """A matrix without bias: y = activation(x kernel) + residual, in one jaxkernels matmul."""
+    """A linear layer without bias: y = activation(x kernel) + residual, in one jaxkernels matmul."""
 
     def __init__(self, in_features: int, out_features: int, config: ModelConfig, *, rngs: nnx.Rngs, gain: float = 1.0):
         init = nnx.initializers.normal(gain / math.sqrt(in_features))
@@ -88,7 +88,7 @@ class Attention(nnx.Module):
         q, k, v = jnp.split(qkv, (c.num_heads, c.num_heads + c.num_kv_heads), axis=2)
         q, k = rotate(q, rotation), rotate(k, rotation)
         if cache is not None:
-            # A prompt fills an empty cache from slot 0 on; a single token takes the next slot of the ring.
+            # A prompt fills an empty cache from slot 0. A single token takes the next slot of the ring.
             num_slots, num_tokens = cache.key.shape[1], x.shape[1]
             start = (0, length % num_slots if num_tokens == 1 else 0, 0, 0)
             write = lambda old, new: jax.lax.dynamic_update_slice(old, new.astype(old.dtype), start)
@@ -117,7 +117,7 @@ class FeedForward(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention and feed-forward, each on the normalised stream and added to it."""
+    """One layer: attention and feed-forward. Each reads the normalised stream and adds its result to the stream."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, attention_fn: Callable[..., jax.Array] | None = None):
         self.attention_norm = _norm(config, rngs)
@@ -141,9 +141,9 @@ class Transformer(nnx.Module):
 
     Args:
       config: sizes and options.
-      rngs: the stream "params" seeds the initialisation. `scan` and `remat` do not change it.
-      attention_fn: replaces `jaxkernels.dot_product_attention`, but for decoding: called as
-        attention_fn(query, key, value, is_causal=True). To compare with another library's attention.
+      rngs: the stream "params" seeds the initialisation. `scan` and `remat` do not change the initial parameters.
+      attention_fn: replaces `jaxkernels.dot_product_attention`, except in decoding, for comparisons with other
+        libraries. Called as attention_fn(query, key, value, is_causal=True).
 
     References: Vaswani et al. 2017, arXiv:1706.03762; RMSNorm: Zhang and Sennrich 2019, arXiv:1910.07467;
     rotary positions: Su et al. 2021, arXiv:2104.09864; grouped heads: Ainslie et al. 2023, arXiv:2305.13245.
@@ -154,7 +154,7 @@ class Transformer(nnx.Module):
         shape = (config.vocab_size, config.embed_dim)
         init = nnx.initializers.normal(_EMBEDDING_STDDEV)
         self.embedding = nnx.Param(init(rngs.params(), shape, jnp.float32))
-        # XLA compiles the random draws of one block and loops over the layers: see `init_params`.
+        # XLA compiles the random draws of one block, and loops over the layers (see `init_params`).
         keys = jax.random.split(rngs.params(), config.num_layers)
         init_block = lambda key: Block(config, rngs=nnx.Rngs(params=key), attention_fn=attention_fn)
         stacked = nnx.scan(init_block, in_axes=0, out_axes=0)(keys)
@@ -170,8 +170,8 @@ class Transformer(nnx.Module):
     ) -> Float[Array, "B T V"] | tuple[Float[Array, "B T V"], Cache]:
         """Returns the logits of the token after each token, in the config's dtype.
 
-        With a cache it returns (logits, the cache with these tokens added). Then `tokens` is either a
-        prompt, of at most S tokens, for an empty cache, or a single token for each sequence.
+        With a cache it returns (logits, the cache with these tokens added). `tokens` is then a single token for each
+        sequence, or, if the cache is empty, a prompt of at most S tokens.
         """
         c = self.config
         length = jnp.int32(0) if cache is None else cache.length
@@ -180,14 +180,14 @@ class Transformer(nnx.Module):
         x, layers = self._run_layers(x, rotation, None if cache is None else cache.layers, length)
         x = self.norm(x)
         table = (self.embedding if c.tied_embedding else self.unembedding)[...].astype(c.dtype)
-        # Logits in the compute dtype: in float32 their cotangent would make the backward products float32.
+        # Logits have the compute dtype. With float32 logits the backward products would be float32, too.
         logits = jk.dot_general(x, table, (((2,), (1,)), ((), ())), backend=c.backend)
         if cache is None:
             return logits
         return logits, Cache(layers, length + tokens.shape[1])
 
     def _run_layers(self, x: jax.Array, rotation: tuple[jax.Array, jax.Array], caches: Any, length: jax.Array) -> Any:
-        """Returns the stream after the last layer, and the layers' caches as they were given (None: none)."""
+        """Returns the stream after the last layer, and the updated caches (None without caches)."""
 
         def run(block: Block, x: jax.Array, cache: LayerCache | None) -> tuple[jax.Array, LayerCache | None]:
             return block(x, rotation, cache, length)
@@ -206,21 +206,21 @@ class Transformer(nnx.Module):
 def rotation_at(
     positions: Int[Array, " T"], config: ModelConfig
 ) -> tuple[Float[Array, "T 1 h"], Float[Array, "T 1 h"]]:
-    """Cosine and sine of every position's angles, float32; h = H/2 wavelengths from 2 pi up to 2 pi theta."""
+    """Cosine and sine of the angles of every position, float32; h = H/2 wavelengths from 2 pi up to 2 pi theta."""
     frequencies = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
     angles = positions.astype(jnp.float32)[:, None, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x: Float[Array, "B T N H"], rotation: tuple[jax.Array, jax.Array]) -> Float[Array, "B T N H"]:
-    """Turns each pair (x[i], x[i + H/2]) by its position's angle, computed in float32."""
+    """Rotates each pair (x[i], x[i + H/2]) by the angle of its position, in float32."""
     cos, sin = rotation
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def init_cache(config: ModelConfig, batch_size: int, num_slots: int) -> Cache:
-    """Returns an empty cache that remembers the last `num_slots` tokens of each sequence."""
+    """Returns an empty cache for the last `num_slots` tokens of each sequence."""
     shape = (batch_size, num_slots, config.num_kv_heads, config.head_dim)
     zeros = lambda *lead: jnp.zeros((*lead, *shape), config.dtype)
     if config.scan:
@@ -231,10 +231,10 @@ def init_cache(config: ModelConfig, batch_size: int, num_slots: int) -> Cache:
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> dict[str, Any]:
-    """Returns the model's initial parameters, a function of the key; a pure dict. `scan` does not change the values.
+    """Returns the model's initial parameters as a pure dict. They depend on the key; `scan` does not change the values.
 
-    For a GPU, XLA takes 0.1 s or more for each kernel, and longer for random draws. So XLA compiles the draws of one
-    block only, and one slice for each shape: one program with the draws of 24 layers compiled for minutes.
+    XLA compiles the random draws of one block only, and one slice for each shape. On a GPU it takes 0.1 s or more for
+    each kernel, and longer for random draws: a program with the draws of 24 layers took minutes to compile.
     """
     params = _stacked_params(dataclasses.replace(config, scan=True), key)
     if config.scan:
@@ -243,7 +243,7 @@ def init_params(config: ModelConfig, key: jax.Array) -> dict[str, Any]:
     return {**params, "layers": layers}
 
 
-# An initialisation runs once: XLA need not time its kernels.
+# The initialisation runs once, so autotuning is not worth its time.
 @functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_gpu_autotune_level": 0})
 def _stacked_params(config: ModelConfig, key: jax.Array) -> dict[str, Any]:
     return nnx.to_pure_dict(nnx.state(Transformer(config, rngs=nnx.Rngs(params=key)), nnx.Param))
@@ -263,5 +263,5 @@ def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
 
 
 def _residual_gain(config: ModelConfig) -> float:
-    """Scale of the two projections that add to the stream, so that its variance stays near 1 (GPT-2)."""
+    """Scale of the two projections whose results are added to the stream: its variance then stays near 1 (GPT-2)."""
     return 1.0 / math.sqrt(2 * config.num_layers)

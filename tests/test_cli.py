@@ -161,8 +161,8 @@ def test_empty_data():
 def test_text_too_short_for_a_sequence(tmp_path):
     train = round(0.95 * len(TEXT))
     assert refusal("train", "--data", tmp_path / "text.txt", "--sequence-length", 4096) == (
-        f"error: data: too little text: {train} training and {len(TEXT) - train + 1} validation tokens, "
-        "and one sequence needs 4097. Give more text or a smaller --sequence-length.\n"
+        "error: data: training and validation text must have at least 4097 tokens each (one sequence); "
+        f"got {train} and {len(TEXT) - train + 1}. Give more text or a smaller --sequence-length.\n"
     )
 
 
@@ -173,7 +173,7 @@ def test_impossible_options():
         f"error: train: --devices must be from 1 to {number}, the devices here; got 0.\n"
     )
     assert refusal("train", "--vocab-size", 512) == (
-        "error: train: --vocab-size goes with --tokenizer bpe; a byte vocabulary has 256 entries.\n"
+        "error: train: --vocab-size needs --tokenizer bpe, as a byte vocabulary has 256 entries; got 512.\n"
     )
 
 
@@ -246,19 +246,19 @@ def test_train_resume_and_sample(tmp_path):
     )
     (tmp_path / "other.txt").write_text(TEXT.replace("fox", "xylophone"))
     assert refusal("train", "--init-from", run, "--devices=1", "--data", tmp_path / "other.txt") == (
-        f"error: train: the byte pairs learnt from this text are not those of {run.absolute()}, so its weights are "
-        "of other tokens. Use that run's text, or a run with --tokenizer bytes.\n"
+        "error: train: --init-from needs a run with the same tokens; the byte pairs of this text differ from those of "
+        f"{run.absolute()}. Use that run's text, or a run with --tokenizer bytes.\n"
     )
     warm = invoke("train", "--init-from", run, "--steps=1", "--out=warm", "--devices=1")
     assert warm.exit_code == 0, warm.output
-    assert f"warm: starts from the weights of {run.absolute()}\n" in warm.stdout
+    assert f"warm: starting from the weights of {run.absolute()}\n" in warm.stdout
 
     (run / "tokenizer.json").write_text("{}")
     assert refusal("sample", run).startswith("error: run: cannot read runs/tiny/tokenizer.json: ")
     (run / "config.json").write_text(json.dumps(config | {"model": config["model"] | {"mlp_dim": 99}}))
     assert refusal("sample", run).startswith(
         "error: run: runs/tiny/config.json was changed by hand: it differs from its checksum (steps=5 in the "
-        f"checkpoint, 4 there; mlp_dim={config['model']['mlp_dim']} in the checkpoint, 99 there). Undo the change. "
+        f"checkpoint, 4 now; mlp_dim={config['model']['mlp_dim']} in the checkpoint, 99 now). Undo the change. "
     )
 
 
@@ -275,7 +275,7 @@ def test_sigterm_saves_and_ends_with_its_own_status(tmp_path):
         rest, errors = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGTERM, errors
     assert re.fullmatch(
-        r"run: saved after step \d+\ninterrupted; to go on: jaxkernels train --resume --out run\n", rest
+        r"run: saved after step \d+\ninterrupted; to continue: jaxkernels train --resume --out run\n", rest
     ), rest
     assert "Traceback" not in errors
     assert len(list(pathlib.Path("run/checkpoints").iterdir())) == 1

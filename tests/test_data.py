@@ -77,7 +77,7 @@ def test_files_passed_over_are_counted_and_named(folder):
     assert reported(data.find_documents, folder)[1] == []
     for name in ("b/image.png", "d.bin"):
         (folder / name).write_bytes(b"\x89PNG\0")
-    expected = "data: passed over {} of {} files, which are not UTF-8 text: "
+    expected = "data: skipped {} of {} files, which are not UTF-8 text: "
     assert reported(data.find_documents, folder)[1] == [expected.format(2, 5) + "d.bin, b/image.png"]
     for number in range(3):
         (folder / f"latin{number}.txt").write_bytes("Grün".encode("latin1"))
@@ -115,12 +115,12 @@ def test_without_a_source_it_is_the_standard_librarys_own():
     [
         (lambda path: None, "data: no such file or folder: {path}."),
         (lambda path: path.touch(), "data: {path} is empty."),
-        (lambda path: path.mkdir(), "data: {path} holds no text: none of its 0 files is non-empty UTF-8."),
+        (lambda path: path.mkdir(), "data: {path} must hold non-empty UTF-8 files; got none among 0 files."),
         (lambda path: path.write_bytes(b"\xff\xfe"), NOT_TEXT),
         (lambda path: path.write_bytes(b"a\0b"), NOT_TEXT),
         (
             lambda path: path.write_text("too short"),
-            "data: too little text: 10 training and 0 validation tokens, and one sequence needs 9. "
+            "data: training and validation text must have at least 9 tokens each (one sequence); got 10 and 0. "
             "Give more text or a smaller --sequence-length.",
         ),
     ],
@@ -233,7 +233,7 @@ def test_too_small_bpe_vocabulary_is_refused(folder):
         data.load(folder, tokenizer="bpe", vocab_size=200, sequence_length=8)
     assert str(e.value) == (
         "tokenizer: a BPE vocabulary needs at least 258 entries (256 bytes, the separator, a merge); got 200. "
-        "Use --tokenizer bytes for less."
+        "Use a larger --vocab-size, or --tokenizer bytes."
     )
 
 
@@ -318,7 +318,7 @@ def _replace(path: pathlib.Path, make: Callable[[pathlib.Path], Any]) -> None:
     make(path)
 
 
-CHANGED = "{}: size or checksum is not that of meta.json"
+CHANGED = "{}: size or checksum differs from meta.json"
 DAMAGES = {
     "halved": ("train.bin", lambda path: os.truncate(path, path.stat().st_size // 2), CHANGED),
     "altered": ("validation.bin", _alter, CHANGED),
@@ -328,9 +328,9 @@ DAMAGES = {
     "missing tokenizer": ("tokenizer.json", pathlib.Path.unlink, "{}: No such file or directory"),
     "missing meta": ("meta.json", pathlib.Path.unlink, "{}: No such file or directory"),
     "empty meta": ("meta.json", lambda path: path.write_text(""), "{}: it is not JSON"),
-    "meta of another form": ("meta.json", lambda path: path.write_text("[1]"), "{}: it holds no checksums"),
+    "meta of another form": ("meta.json", lambda path: path.write_text("[1]"), "{}: it has no checksums"),
     "meta without checksums": ("meta.json", lambda path: path.write_text('{"dtype": "uint16"}'),
-                               "{}: it holds no checksums"),
+                               "{}: it has no checksums"),
     "other dtype": ("meta.json", lambda path: _edit_meta(path, dtype="uint8"),
                     "{}: dtype must be uint16 for 300 tokens"),
     "pipe": ("train.bin", lambda path: _replace(path, os.mkfifo), "{}: it is not a regular file"),
@@ -346,8 +346,8 @@ def test_damaged_cache_is_made_anew_with_one_line(case, folder, cache):
     name, damage, reason = DAMAGES[case]
     damage(cache / first.key / name)
     second, lines = reported(load_bpe, folder)
-    made_anew = f"data: making the token cache {cache / first.key} anew: {reason.format(name)}"
-    assert lines[0] == made_anew
+    made_again = f"data: making the token cache {cache / first.key} again: {reason.format(name)}"
+    assert lines[0] == made_again
     assert [line.split()[0] for line in lines[1:]] == ["learning", "tokenising"]
     np.testing.assert_array_equal(second.train, train)
     assert second.key == first.key

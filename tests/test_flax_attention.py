@@ -238,7 +238,7 @@ def test_more_than_the_default_precision_runs_the_stock_function():
 
 
 Q = np.zeros((2, 5, HEADS, 8), np.float32)
-WAY_OUT = "Use backend=None, which runs Flax's own function then."
+WAY_OUT = "Use backend=None, which runs Flax's function in this case."
 
 
 @pytest.mark.parametrize(
@@ -248,28 +248,29 @@ WAY_OUT = "Use backend=None, which runs Flax's own function then."
             ValueError,
             (Q, Q, Q),
             dict(dropout_rate=1.0),
-            "attention_fn[auto]: dropout_rate must be in the range [0, 1), got 1.0.",
+            "attention_fn[auto]: dropout_rate must be in the range [0, 1); got 1.0.",
         ),
         *(
             (NotImplementedError, (Q, Q, Q), options | dict(backend="xla"), f"attention_fn[xla]: {reason}. {WAY_OUT}")
             for options, reason in (
                 (
                     dict(dropout_rate=0.1),
-                    "there is no dropout on attention weights; got dropout_rate=0.1 and deterministic=False",
+                    "the kernels have no dropout on attention weights; got dropout_rate=0.1 and deterministic=False",
                 ),
                 (
                     dict(module=linen.Dense(3)),
-                    "the attention weights are never formed, so they cannot be sown; got a module to sow them in",
+                    "the kernels do not store the attention weights, so they cannot be sown; "
+                    "got a module to sow them in",
                 ),
                 (
                     dict(qk_attn_weights_einsum=jnp.einsum, attn_weights_value_einsum=jnp.einsum),
-                    f"the products are the kernel's own; got qk_attn_weights_einsum={jnp.einsum!r}",
+                    f"the kernels compute the products themselves; got qk_attn_weights_einsum={jnp.einsum!r}",
                 ),
                 (
                     dict(precision="highest"),
                     "float32 is multiplied at JAX's default precision; got precision='highest'",
                 ),
-                (dict(dtype=jnp.complex64), "operands must be floating; got complex64"),
+                (dict(dtype=jnp.complex64), "operands must be floating-point; got complex64"),
             )
         ),
         (

@@ -206,8 +206,8 @@ def test_batch_that_cannot_be_split_over_the_devices_is_refused():
     with pytest.raises(InputError) as e:
         Trainer(dataclasses.replace(CONFIG, batch_size=12), jax.devices("cpu")[:8])
     assert str(e.value) == (
-        "train: --batch-size must be a multiple of the 8 devices it is split over; got 12. "
-        "Change it, or use fewer with --devices."
+        "train: --batch-size must be a multiple of the number of devices (8); got 12. "
+        "Change it, or use fewer devices with --devices."
     )
 
 
@@ -411,7 +411,7 @@ def test_run_without_a_checkpoint_starts_again(finished):
     )
     console = quiet()
     training.resume(finished, devices=jax.devices("cpu")[:1], console=console)
-    assert f"{finished.folder}: holds no checkpoint yet; starts from the first step again\n" in console.file.getvalue()
+    assert f"{finished.folder}: has no checkpoint yet; starting again from the first step\n" in console.file.getvalue()
     assert losses(finished) == before
 
 
@@ -431,7 +431,7 @@ def test_run_is_not_resumed_on_another_text(finished, tmp_path):
     (tmp_path / "other.txt").write_text(TEXT + "more\n")
     reconfigure(finished, data=str(tmp_path / "other.txt"))
     assert refusal_to_resume(finished.folder) == (
-        f"data: the text is no longer the one {finished.folder} was started with. Restore it, or start a new run."
+        f"data: the text differs from the text that {finished.folder} was started with. Restore it, or start a new run."
     )
 
 
@@ -499,7 +499,7 @@ def test_interrupt_saves_and_the_advice_continues_to_the_same_losses(signum, fin
     assert signal.getsignal(signum) == before
     folder = tmp_path / "stopped"
     assert console.file.getvalue().endswith(
-        f"{folder}: saved after step 2\ninterrupted; to go on: jaxkernels train --resume --out {folder}\n"
+        f"{folder}: saved after step 2\ninterrupted; to continue: jaxkernels train --resume --out {folder}\n"
     )
     assert sample(Run.open(folder))
     training.resume(Run.open(folder), devices=jax.devices("cpu")[:1], console=quiet())
@@ -598,7 +598,7 @@ def test_damaged_newest_checkpoint_is_passed_over(tmp_path, capfd):
         if step == 8:
             num_passed_over += 1
             assert lines[0].startswith("the checkpoint of step 12 is damaged ("), (name, file)
-            assert lines[0].endswith("); the one of step 8 is used")
+            assert lines[0].endswith("); using the one of step 8")
             assert (folder.parent / "damaged" / "12").exists()
             assert not (folder / "12").exists()
         shutil.rmtree(folder.parent)
@@ -622,7 +622,7 @@ def test_damaged_run_is_resumed_and_sampled(finished):
     training.resume(finished, devices=jax.devices("cpu")[:1], console=console)
     output = console.file.getvalue()
     assert f"{finished.folder}: resumed after step 8\n" in output
-    assert f"{finished.folder / 'metrics.jsonl'}: 3 damaged lines are left out\n" in output
+    assert f"{finished.folder / 'metrics.jsonl'}: removed 3 damaged lines\n" in output
     assert losses(finished) == before
     assert {path.name for path in checkpoints.iterdir()} == {"8", "12"}
     assert {path.name for path in (finished.folder / "damaged").iterdir()} == {"12", "16"}
@@ -667,8 +667,8 @@ def test_disk_that_is_full_while_saving_loses_nothing(finished, tmp_path, monkey
     with pytest.raises(InputError) as e:
         train(finished.config, tmp_path / "other")
     assert str(e.value) == (
-        "run: the checkpoint of step 12 could not be written: File too large. The newest one is of step 8. "
-        "Make room, then continue the run with --resume."
+        "run: the checkpoint of step 12 could not be written: File too large. The newest checkpoint is of step 8. "
+        "Free some disk space, then continue the run with --resume."
     )
     other = Run.open(tmp_path / "other")
     assert complete_steps(other.folder / "checkpoints") == [8, 4]
@@ -693,7 +693,7 @@ def test_run_that_another_process_trains_is_refused(finished):
     try:
         assert process.stdout.readline() == "locked\n"
         assert refusal_to_resume(finished.folder) == (
-            f"run: another process trains {finished.folder}. Wait for its end, or stop it; "
+            f"run: another process is training {finished.folder}. Wait until it ends, or stop it. "
             "`jaxkernels sample` works meanwhile."
         )
         assert sample(finished)
@@ -721,7 +721,7 @@ def test_run_is_prolonged(finished):
     assert str(e.value) == "train: --steps must be at least 20, the step of the newest checkpoint; got 19."
     with pytest.raises(InputError) as e:
         prolong(run, seed=1)
-    assert str(e.value) == "train: seed cannot change; data, steps, eval_every, checkpoint_every can."
+    assert str(e.value) == "train: only data, steps, eval_every, checkpoint_every can change; got seed."
 
 
 def test_run_starts_from_the_weights_of_another(finished, tmp_path):
@@ -746,9 +746,9 @@ def test_config_that_was_edited_is_refused(finished):
     with pytest.raises(InputError) as e:
         Run.open(finished.folder)
     assert str(e.value) == (
-        f"run: {path} was changed by hand: it differs from its checksum (steps=12 in the checkpoint, 20 there; "
-        "rope_theta=10000.0 in the checkpoint, 5.0 there). Undo the change. `train --resume` takes --steps, --data, "
-        "--eval-every and --checkpoint-every; other settings need a new run (--init-from takes over weights)."
+        f"run: {path} was changed by hand: it differs from its checksum (steps=12 in the checkpoint, 20 now; "
+        "rope_theta=10000.0 in the checkpoint, 5.0 now). Undo the change. `train --resume` can change --steps, --data, "
+        "--eval-every and --checkpoint-every. Other settings need a new run (--init-from copies the weights)."
     )
     path.write_text(json.dumps(values, indent=7))  # The same values.
     assert Run.open(finished.folder) == finished
@@ -782,7 +782,7 @@ def test_compiled_step_that_does_not_fit_names_what_would(monkeypatch):
         memory.check_compiled(CONFIG, trainer().devices, step)
     monkeypatch.setattr(memory, "device_bytes", lambda device: 1000)
     with pytest.raises(
-        InputError, match=r"has 0\.0 GB\. Not even a batch of one sequence fits: use a smaller --preset\."
+        InputError, match=r"has 0\.0 GB\. A batch of one sequence does not fit either: use a smaller --preset\."
     ):
         memory.check_compiled(CONFIG, trainer().devices, step)
 
@@ -904,7 +904,7 @@ def test_presets_become_configurations():
         (dict(tokenizer="words"), 'TrainingConfig: tokenizer must be "bytes" or "bpe"; got \'words\'.'),
         (
             dict(vocab_size=512),
-            "train: --vocab-size goes with --tokenizer bpe; a byte vocabulary has 256 entries.",
+            "train: --vocab-size needs --tokenizer bpe, as a byte vocabulary has 256 entries; got 512.",
         ),
     ],
 )
