@@ -1,1 +1,1 @@
-"""Backend "pallas": Mosaic GPU kernels whose pipelines are written out, for Hopper GPUs."""
+"""The backend "pallas": Mosaic GPU kernels for Hopper GPUs, with explicit pipelines."""

@@ -1,1 +1,1 @@
-"""Attention in Pallas, one file a kernel."""
+"""Attention in Pallas: one file for each design, and the parts that they share."""

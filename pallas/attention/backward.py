@@ -1,22 +1,22 @@
-"""What the designs of attention's backward pass on Hopper tensor cores share: the work around their kernels.
+"""The work around the kernels of attention's backward pass, shared by all designs.
 
-With P = exp(c S - lse) computed anew from the saved logsumexp, dP = dO V^T and delta = rowsum(dO * O) - dlse, the
+P = exp(c S - lse) is recomputed from the saved logsumexp. With dP = dO V^T and delta = rowsum(dO * O) - dlse, the
 gradient of the logits is dS = P * (dP - delta), and
 
     dQ = c dS K          dK = c dS^T Q          dV = P^T dO
 
 There are three designs:
 
-    backward_fused         one kernel, five products for each block, up to head dimension 128. dQ's sum is in any order,
-                           or in a fixed order that is slower.
+    backward_fused         one kernel, five products for each block, up to head dimension 128. dQ is summed in any
+                           order, or in a fixed order, which is slower.
     backward_two_kernels   seven products in two kernels. Each sums in registers, in a fixed order. No windows, lengths,
                            segments or soft cap.
-    backward_wide          two kernels above head dimension 128, where the accumulators of dK and dV are in the
-                           registers of two warpgroups.
+    backward_wide          two kernels above head dimension 128. The accumulators of dK and dV are in the registers of
+                           two warpgroups.
 
-XLA does the rest: it takes NaN out of padding before the kernels, makes the logsumexp of queries that see no key
-infinite, and adds to dV what these queries have averaged. If there are too few heads of keys for all SMs, it also
-divides groups of query heads into parts, and adds up the parts' gradients.
+XLA does the rest. Before the kernels it sets padding to zero, since it may hold NaN, and sets the logsumexp of queries
+that see no key to infinity. Afterwards it adds the contribution of these queries to dV. If there are too few key heads
+for all SMs, it also splits groups of query heads into parts, and sums the gradients of the parts.
 
 Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691), appendix B.
 """
@@ -40,18 +40,18 @@ from jaxkernels.pallas.attention.visibility import keys_inside, may_see_nothing,
 
 __all__ = ["Given", "Operands", "add_up", "gradients", "in_parts", "kernel_seconds", "with_parts"]
 
-#: What more parts of a group must gain, by the model.
+#: A split into more parts must be faster by this factor, by the model.
 _GAIN_OF_PARTS = 1.05
-#: What a step takes beside its products: the elementwise part, for which the tensor cores wait.
+#: The time of a step beside its products: the elementwise part, for which the tensor cores wait.
 _STEP_SECONDS = 0.5e-6
 
 
 class Operands(NamedTuple):
-    """What the kernels read, padded as TMA asks.
+    """The operands of the kernels, padded as TMA requires.
 
     Attributes:
       q, k, v, dout: (B, T or S, heads, columns).
-      lse: (B, N, T), in base 2; infinite for queries that add nothing to a gradient.
+      lse: (B, N, T), in base 2; infinite for padding queries and for queries that see no key.
       delta: (B, N, T).
     """
 
@@ -69,8 +69,8 @@ class Given:
 
     Attributes:
       extras: the optional operands by name.
-      is_query: (B, T), which queries are not padding; None where all are.
-      num_parts: in how many parts a group of query heads is dealt with.
+      is_query: (B, T), False for padding; None if there is no padding.
+      num_parts: the number of parts of a group of query heads.
     """
 
     spec: AttentionSpec
@@ -87,7 +87,7 @@ class Given:
 
     @classmethod
     def of(cls, spec: AttentionSpec, operands: Sequence[jax.Array], num_parts: int) -> Given:
-        """From the operands of the primitive: the optional ones follow v, then come out, lse, dout and dlse."""
+        """Takes the primitive's operands: q, k, v, the optional operands, out, lse, dout, dlse."""
         if spec.group_size % num_parts:
             raise ValueError(
                 f"attention_backward[pallas]: group_parts must divide the {spec.group_size} query heads of a key head; "
@@ -114,14 +114,14 @@ def gradients(
     """Returns [dq, dk, dv].
 
     Args:
-      sums: rowsum(dO * O), of `add_up` or of a kernel.
-      kernels: the design. It takes the spec with a head of keys for each part of a group, and returns padded gradients.
-      head_multiple: to multiples of which head dimensions are padded.
+      sums: rowsum(dO * O), from `add_up` or from a kernel.
+      kernels: the design's kernels. Their spec has a key head for each part of a group. They return padded gradients.
+      head_multiple: head dimensions are padded to multiples of this.
     """
     spec, num_parts = given.spec, given.num_parts
     lse, delta, mean_gradient = given.lse, sums - given.dlse, None
     if spec.query_lengths or may_see_nothing(spec):
-        # A query that sees nothing has no gradients but dV's. P is 0, and so must dS be, whatever was averaged.
+        # A query that sees no key contributes to dV only. With an infinite lse its P is 0, and with delta = 0 its dS.
         is_blind = lse <= MASKED_LOGIT / 2
         if given.is_query is not None:
             is_blind |= ~given.is_query[:, None]
@@ -157,10 +157,10 @@ def add_up(given: Given) -> Float[Array, "B N T"]:
 
 
 def _mean_gradient(spec: AttentionSpec, dout: jax.Array, is_blind: jax.Array) -> Float[Array, "B 1 K D"]:
-    """What queries that see no key, padding aside, add to the gradient of every value: they averaged all of them.
+    """The contribution of queries that see no key to dV, equal for all values: their output is the mean of the values.
 
     Args:
-      dout: zero in padding.
+      dout: zero for padding.
       is_blind: (B, N, T).
     """
     batch, num_keys, num_kv_heads, value_dim = spec.v.shape
@@ -178,10 +178,10 @@ def in_parts(spec: AttentionSpec, num_parts: int) -> AttentionSpec:
 
 
 def with_parts(spec: AttentionSpec, config: Any, estimate: Callable[[AttentionSpec, Any], float]) -> Any:
-    """The configuration with the fewest parts of a group than which no others are much faster, by the model.
+    """The configuration with the fewest parts of a group that the model finds about as fast as the fastest.
 
-    With 8192 tokens, 8 query heads and one key head, 64 SMs would have a block of keys each. With a causal mask the
-    first of these would have almost twice the average work.
+    Example: 8192 tokens, 8 query heads, one key head. Without parts only 64 SMs have a block of keys each, and with a
+    causal mask the first of these has almost twice the average work.
     """
     num_parts = [n for n in range(1, spec.group_size + 1) if spec.group_size % n == 0]
     configs = [dataclasses.replace(config, group_parts=n) for n in num_parts]
@@ -190,12 +190,13 @@ def with_parts(spec: AttentionSpec, config: Any, estimate: Callable[[AttentionSp
 
 
 def kernel_seconds(spec: AttentionSpec, *, ctas: int, longest: int, step_flops: float, num_stages: int) -> float:
-    """What a kernel takes: the steps of all CTAs over the SMs, or the longest CTA's.
+    """Estimates a kernel's time: the steps of all CTAs over the SMs, or the steps of the longest CTA.
 
     Args:
-      longest: steps of the CTA that has most of them, if nothing were masked.
+      ctas: the number of CTAs.
+      longest: the steps of the longest CTA, without a mask.
       step_flops: FLOPs of a step's products.
-      num_stages: slots of the ring; with a single one nothing is loaded beside a step.
+      num_stages: slots of the ring; with one slot, loads and products do not overlap.
     """
     step = step_flops / FLOPS_PER_SM + _STEP_SECONDS * (2 if num_stages == 1 else 1)
     steps = longest * pl.cdiv(ctas, spec.target.num_sms)

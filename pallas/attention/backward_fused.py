@@ -1,9 +1,12 @@
 """FlashAttention backward in one kernel, up to head dimension 128: dQ, dK and dV from five products a block.
 
-Roles. A persistent grid walks work items: 128 keys of one head, and the queries that see them of every query head of
-the group. Two consumer warpgroups take half of the keys each and work on transposed blocks, so that P^T and dS^T are in
-registers what the next products want on the left; a third computes dQ, which sums over keys, from both; a fourth issues
-all copies. None waits for another's arithmetic:
+Roles. A persistent grid processes work items. An item has 128 keys of one head, and the queries of every query head of
+the group that see them. There are four warpgroups:
+
+- two consumers take half of the keys each. Their blocks are transposed, so that P^T and dS^T are in registers, as the
+  next products need their left operands;
+- the third computes dQ, which sums over keys, from the dS^T of both consumers;
+- the fourth, the producer, issues all copies.
 
     consumer c   S^T = K_c Q^T, P^T = exp2(c S^T - lse), dP^T = V_c dO^T, dS^T = P^T * (dP^T - delta),
                  dV_c += P^T dO, dK_c += dS^T Q; dS^T goes to shared memory as well
@@ -13,41 +16,43 @@ all copies. None waits for another's arithmetic:
     keys   [0, 64)    consumer 0: dS^T --+-- shared memory --> dQ warpgroup --> staging --> TMA reduce-add
            [64, 128)  consumer 1: dS^T --+   (a ring)
 
-Rings never stop: while the consumers send dK and dV out, through staging buffers, the next item's keys, values and
-first queries come in. Which CTA does which item is planned before the launch.
+The rings continue across items: while the consumers store dK and dV through staging buffers, the producer loads the
+next item's keys, values and first queries. Items are assigned to CTAs before the launch.
 
-A consumer's dK of one block of queries runs on beside its logits of the next. P is kept in 16 bits alone, as the
-products read it: with it in float32 as well, or with two more products in flight, the registers do not suffice, and
-ptxas then waits for every single wgmma.
+A consumer's dK product of one block of queries overlaps with the logits of the next block. P is kept only in 16 bits,
+as the products read it. With P in float32 as well, or with two more products in flight, there are not enough registers,
+and ptxas then serialises all products.
 
-The order of dQ's sum. TMA adds what comes, and the sum's last bits may differ from run to run. With
-`spec.deterministic` blocks of keys add in their own order: a semaphore for each block of queries counts what has been
-added. The first stores, and nothing need be zeroed. All walk queries from the last, which every block of keys sees:
-whoever comes later is one step behind and stays there.
+The order of dQ's sum. By default TMA adds blocks in the order in which they are ready, and the last bits of the sum may
+differ from run to run. With `spec.deterministic`, blocks of keys add in their own order: a semaphore for each block of
+queries counts the additions. The first block of keys stores, so no zeros are needed. All items process their queries
+from the last, which every block of keys sees. So each block of keys waits at its first step, and then stays one step
+behind the previous one.
 
-Zeros, of another kernel, are written and read once for nothing. Where items have few steps that is much, and the first
-block of keys stores in any order, too: the producers of the others wait for its semaphore before they add, which is
-where they wait for dQ anyway. The plan has first blocks on the first CTAs (`_plan_behind_the_first`).
+Zero-filling dQ in a separate kernel costs one extra write and one extra read of dQ. That matters if items have few
+steps. The first block of keys can then store without a fixed order, too (`stores_first`): the producers of the other
+blocks wait for its semaphore before they add. The plan puts first blocks on the first CTAs (`_plan_behind_the_first`).
 
-The order of items. At any time all CTAs should be at the same few blocks of queries: Q, dO and dQ then come from
-memory, and go there, once. CTAs begin with as many streams (heads of all batch elements) as there are CTAs for. With a
-causal mask, under which blocks of keys see different queries, CTAs that begin together, at the last queries, end one
-after the other. What each takes then, of other streams and the longest items first, it walks the other way round, if
-there are groups of query heads, or more blocks of keys than SMs:
+The order of items. At any time all CTAs should work on the same few blocks of queries: then Q and dO are read from
+memory once, and dQ is read and written once. CTAs begin with as many streams (a stream is a head of a batch element) as
+there are CTAs for. With a causal mask, blocks of keys see different numbers of queries. CTAs that begin together at the
+last queries then end one after the other. Their next items are from other streams, the longest first. If there are
+groups of query heads, or more blocks of keys than SMs, these next items process their queries from first to last:
 
     keys of block 0   at the queries of block  7 6 5 4 3 2 1 0 | 6 7                time -->
                   1                            7 6 5 4 3 2 | 4 5 6 7
                   2                            7 6 5 4 | 2 3 4 5 6 7
                   3                            7 6 | 0 1 2 3 4 5 6 7
 
-Of a group of query heads, steps take a block of queries of each head before the next block, for the same reason: with
-different numbers of steps, CTAs that went head by head would soon be at different heads. With a window all have as many
-steps, but at other queries, and they do go head by head.
+With a group of query heads, the steps visit one block of queries of every head, then the next block, for the same
+reason: CTAs have different numbers of steps, and in head-by-head order they would soon be at different heads. With a
+window all CTAs have equally many steps at different queries, so the order is head by head.
 
-A causal mask, a window, lengths and segments leave a block of keys one range of blocks of queries. Steps that an edge
-of it touches are masked, in the same loop: of two, ptxas serialises the products. With gaps, blocks of queries that the
-first block of keys does not visit, dQ's sum begins with zeros; those who visit one of them follow one on the other in
-any case, so that each knows its turn. A soft cap's slope multiplies P, which is then kept twice, in 16 bits both.
+Masks. With a causal mask, a window, lengths and segments, a block of keys visits one range of query blocks. Steps at an
+edge of the range are masked. There is one loop for masked and unmasked steps, because ptxas serialises the products of
+two loops. If the first block of keys does not visit all blocks of queries, dQ's sum begins with zeros. The blocks of
+keys that visit a block of queries are consecutive in any case, so each can compute its turn. With a soft cap, P times
+the slope of the cap is kept in 16 bits, beside P.
 
 Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691), appendix B; dQ's own warpgroup after FlashAttention-3's own warp
 (Shah et al. 2024, arXiv:2407.08608), section 3.
@@ -107,31 +112,31 @@ __all__ = [
 
 VERSION = 2
 
-#: Keys of a consumer warpgroup, and of a CTA.
+#: Keys of a consumer warpgroup; `_KEYS` are the keys of a CTA.
 _KEYS_PER_CONSUMER = 64
 _NUM_CONSUMERS = 2
 _KEYS = _NUM_CONSUMERS * _KEYS_PER_CONSUMER
 _DQ_WARPGROUP = _NUM_CONSUMERS
 _PRODUCER_WARPGROUP = _NUM_CONSUMERS + 1
-#: Registers of a thread: consumers', the dQ warpgroup's, the producer's. All 512 threads have 128 each at first.
+#: Registers of a thread of a consumer, of the dQ warpgroup, and of the producer. All 512 threads start with 128.
 _REGISTERS = (208, 64, 32)
-#: Queries whose dQ is computed at once.
+#: Rows of dQ in one product.
 _DQ_ROWS = 64
-#: What an item costs beside its steps, in steps.
+#: The cost of an item in addition to its steps, in steps.
 _ITEM_STEPS = 2.0
-#: Steps of an item, on average, from which on a persistent grid is slower at head dimension 64, and waiting for the
-#: first block of keys at any.
+#: With more steps than this in an item, on average, two things no longer gain: a persistent grid at head dimension 64,
+#: and `stores_first` at any head dimension.
 _MANY_STEPS = 24
-#: What zeros for dQ's sum take at least where the first block of keys stores instead, for which the others wait.
+#: `stores_first` is the default only if zero-filling dQ's sum would take at least this long.
 _ZEROS_SECONDS = 10e-6
-#: How much longer the last CTA may take than with another order of items before that is taken.
+#: The order by length is used if the last CTA would otherwise take longer by this factor.
 _MOST_IDLE = 1.05
-#: Streams, heads and batches, whose blocks of keys are worked on side by side, at most: with lengths, segments or a
-#: window, and where they add in order, so that the last ones are few steps behind.
+#: The largest number of streams (heads of batch elements) that are processed side by side: with lengths, segments or a
+#: window; and if blocks add in order, so that the last ones are few steps behind.
 _STREAMS = 8
 _STREAMS_IN_ORDER = 16
 
-# The search space: what is tried along each knob, the usual setting first.
+# The search space: the values of each knob, the usual one first.
 _BLOCKS = (64, 128)
 _STAGES = (2, 3)
 #: Registers of a consumer thread for accumulators, logits and their gradients, of the 208 it has.
@@ -145,13 +150,13 @@ class Config:
     Attributes:
       block_q: queries of a step.
       num_stages: slots of the rings of queries, output gradients and dS^T.
-      head_multiple: to multiples of which head dimensions are padded, 64 or 32. With 32, 64 bytes of a row are swizzled
-        together, not 128.
-      group_parts: in how many parts a group of query heads is dealt with. Each part gets keys and values of its own,
-        and XLA adds up their gradients. Where there are few key heads, more SMs then have something to do.
-      stores_first: whether the first block of keys stores each block of dQ's sum, and the others wait for that. Else
-        the sum begins with zeros. Only where a causal mask, or none, is all that hides keys; with it not for groups of
-        query heads, nor more blocks of keys than SMs. In order the first one stores anyway.
+      head_multiple: head dimensions are padded to multiples of this, 64 or 32. With 32, swizzle spans are 64 bytes
+        instead of 128.
+      group_parts: the number of parts of a group of query heads. Each part has its own copy of keys and values, and XLA
+        sums the gradients of the parts. With few key heads, more SMs then have work.
+      stores_first: whether the first block of keys stores each block of dQ's sum, and the others wait for that.
+        Otherwise the sum begins with zeros. Requires full attention, or a causal mask without groups of query heads and
+        with at most as many blocks of keys as SMs. With `spec.deterministic` the first block stores in any case.
     """
 
     block_q: int = 64
@@ -180,8 +185,10 @@ def unsupported(spec: AttentionSpec) -> str | None:
 
 
 def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
-    """Above head dimension 64 a fixed order costs more than the two products by which `backward_two_kernels` has more,
-    where that one handles the spec."""
+    """The default. Empty if `backward_two_kernels` is faster: above head dimension 64 with `spec.deterministic`.
+
+    There the fixed order costs more than the two additional products of `backward_two_kernels`.
+    """
     is_narrow = max(spec.q.shape[3], spec.v.shape[3]) <= 64
     if spec.deterministic and not is_narrow and not features(spec):
         return ()
@@ -191,8 +198,8 @@ def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
 def search_space(spec: AttentionSpec) -> Iterator[Config]:
     """Yields the shortlist, and blocks whose tiles fit the registers and whose rings fit shared memory.
 
-    Each with head dimensions padded to multiples of 64, and of 32 where that is less; with its groups in the parts that
-    suit it; and, where it can, with dQ's sum begun in both ways.
+    Each has head dimensions padded to multiples of 64, and of 32 if that is less padding; the parts of groups that the
+    model prefers; and, if possible, both values of `stores_first`.
     """
     for config in itertools.chain(shortlist(spec), (_suited(spec, config) for config in _tilings(spec))):
         yield config
@@ -201,7 +208,7 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
 
 
 def _tilings(spec: AttentionSpec) -> Iterator[Config]:
-    """The search space, with groups as a whole."""
+    """Tilings that fit, without parts of groups."""
     columns = sum(padded_head_dims(spec))
     for block_q, num_stages in itertools.product(_BLOCKS, _STAGES):
         # float32 accumulators over the 128 threads of a consumer, and for each pair P and dS beside them.
@@ -213,14 +220,14 @@ def _tilings(spec: AttentionSpec) -> Iterator[Config]:
 
 
 def _suited(spec: AttentionSpec, config: Config) -> Config:
-    """The tiling with its groups in the parts that suit it, and dQ's sum begun in the way that does."""
+    """The tiling, with the parts of groups and the value of `stores_first` that the model prefers."""
     config = backward.with_parts(spec, config, estimate)
     in_parts = backward.in_parts(spec, config.group_parts)
     return dataclasses.replace(config, stores_first=_stores_first_by_default(in_parts, config.block_q))
 
 
 def estimate(spec: AttentionSpec, config: Config) -> float:
-    """Five products. Other kernels read and round float32 sums, and zero them if need be."""
+    """The five products; and the other kernels, which read and round the float32 sums, and zero-fill them if needed."""
     spec = backward.in_parts(spec, config.group_parts)
     batch, num_queries, num_heads, _ = spec.q.shape
     num_keys, num_kv_heads = spec.k.shape[1:3]
@@ -241,8 +248,9 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
     """Returns [dq, dk, dv]; the operands end with out, lse, dout, dlse."""
     if config.stores_first and not can_store_first(backward.in_parts(spec, config.group_parts)):
         raise ValueError(
-            "attention_backward[pallas]: stores_first takes no windows, lengths or segments, and with a causal mask no "
-            f"groups of query heads and {spec.target.num_sms} blocks of 128 keys at most; got {config}."
+            "attention_backward[pallas]: stores_first needs a spec without windows, lengths and segments; with a "
+            "causal mask it also needs one query head for each key head, and at most "
+            f"{spec.target.num_sms} blocks of 128 keys; got {config}."
         )
     given = backward.Given.of(spec, operands, config.group_parts)
     head_dim, value_dim = padded_head_dims(spec, config.head_multiple)
@@ -262,8 +270,8 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
 
 
 def smem_bytes(head_dim: int, value_dim: int, block_q: int, num_stages: int) -> int:
-    """Keys and values, the rings of queries, output gradients and dS^T, dQ's staging buffer, and one piece of each
-    consumer's dK or dV, one swizzle span wide."""
+    """Shared memory: keys and values; the rings of queries, output gradients and dS^T; dQ's staging buffer; and each
+    consumer's staging buffer for a piece of dK or dV, one swizzle span wide."""
     columns = head_dim + value_dim
     ring = num_stages * (block_q * (2 * columns + 8) + 2 * _KEYS * block_q)
     buffers = 2 * _KEYS * columns + ring + 4 * block_q * head_dim
@@ -271,7 +279,7 @@ def smem_bytes(head_dim: int, value_dim: int, block_q: int, num_stages: int) -> 
 
 
 def _num_store_slots(most_bytes: int, head_dim: int, value_dim: int, block_q: int, num_stages: int) -> int:
-    """Pieces of a consumer's dK and dV that shared memory of so many bytes has room for; all of them at most."""
+    """The staging buffers of a consumer that fit into `most_bytes`, at most one for each piece of dK and dV."""
     columns = swizzle_span(head_dim, value_dim)
     room = most_bytes - smem_bytes(head_dim, value_dim, block_q, num_stages)
     return max(1, min(1 + room // (2 * _KEYS * columns), (head_dim + value_dim) // columns))
@@ -284,11 +292,11 @@ def gradients(
     extras: dict[str, jax.Array],
     zeros: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns dq / `gradient_scale` in float32, dk and dv of padded operands.
+    """Returns dq / `gradient_scale` in float32, dk and dv, of padded operands.
 
     Args:
       extras: the optional operands by name.
-      zeros: like q in float32, if `is_zeroed`; else the first block of keys stores what others add to.
+      zeros: float32 zeros of q's shape if `is_zeroed`, else None.
     """
     block_q, num_stages = config.block_q, config.num_stages
     q, k, v = operands[:3]
@@ -305,9 +313,9 @@ def gradients(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     *others, lse, delta = operands
-    # One array: its concatenation is a kernel that XLA itself emits, never Triton, and the last one before this. Behind
-    # one for which an SM had as much shared memory as for this, as for Triton's and Mosaic's, it takes 8 to 11 % longer
-    # (docs/pallas-kernels.md, "Two speeds").
+    # The statistics are one array, made by a concatenation. XLA compiles it with its own emitter, never with Triton,
+    # and it is the last kernel before this one. After a Triton or Mosaic kernel, which also sets the largest shared
+    # memory, this kernel would take 8 to 11 % longer (docs/pallas-kernels.md, "Two speeds").
     arguments = *others, jnp.stack([lse, -delta]), plan, inputs
     if zeros is None:
         return run(*arguments)
@@ -317,30 +325,29 @@ def gradients(
 
 
 def can_store_first(spec: AttentionSpec) -> bool:
-    """Whether the first block of keys, which then visits all queries, can store what the others add to: all walk their
-    queries from the last."""
+    """Whether the first block of keys can store dQ: it visits all queries, and all items run from the last query."""
     return hides_by_causality_alone(spec) and not _alternates(spec)
 
 
 def is_zeroed(spec: AttentionSpec, *, stores_first: bool) -> bool:
-    """Whether dQ's sum begins with zeros; in order it does only where no block of keys is sure to be the first."""
+    """Whether dQ's sum begins with zeros. With a fixed order: if the first block of keys may not visit all queries."""
     return not (stores_first or (spec.deterministic and hides_by_causality_alone(spec)))
 
 
 def _stores_first_by_default(spec: AttentionSpec, block_q: int) -> bool:
-    """Where zeros take long beside the steps, or nobody would wait."""
+    """True if zero-filling is slow relative to the steps, or if there is a single block of keys (then no CTA waits)."""
     zeros = 4 * math.prod(spec.q.shape) / (spec.target.memory_bytes_per_s or math.inf)
     gains = zeros >= _ZEROS_SECONDS and not _has_many_steps(spec, block_q)
     return can_store_first(spec) and not spec.deterministic and (gains or spec.k.shape[1] <= _KEYS)
 
 
 def _inputs(spec: AttentionSpec, block_q: int, extras: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """What the kernel reads beside its operands, by name."""
+    """The optional operands of the kernel, with the ranges of segments."""
     inputs = kernel_inputs(extras, block_q, _KEYS)
     if spec.segments:
         first, end, *same_segment = jnp.moveaxis(segment_query_blocks(spec, block_q, _KEYS, extras), 2, 0)
         if spec.deterministic:
-            # So that those who visit a block of queries follow one on the other, and each knows how many come before.
+            # Makes the visitors of a block of queries consecutive, so that each can compute its rank.
             first, end = lax.cummin(first, axis=1, reverse=True), lax.cummax(end, axis=1)
             q_block = jnp.arange(pl.cdiv(spec.q.shape[1], block_q), dtype=jnp.int32)
             inputs["first_kv_block"] = jnp.sum(end[:, None, :] <= q_block[:, None], axis=2, dtype=jnp.int32)
@@ -349,7 +356,7 @@ def _inputs(spec: AttentionSpec, block_q: int, extras: dict[str, jax.Array]) -> 
 
 
 def _steps(spec: AttentionSpec, block_q: int) -> list[int]:
-    """For each block of keys: how many blocks of queries visit it, lengths and segments aside."""
+    """The steps of each block of keys, ignoring lengths and segments."""
     offset = planned_offset(spec)
     steps = []
     for start in range(0, spec.k.shape[1], _KEYS):
@@ -365,12 +372,13 @@ def _has_many_steps(spec: AttentionSpec, block_q: int) -> bool:
 
 
 def _has_one_item_each(spec: AttentionSpec, block_q: int) -> bool:
-    """Whether the grid has a CTA for each item, which take turns on the SMs, and is not persistent.
+    """Whether the grid has a CTA for each item, instead of a persistent grid.
 
-    In order, blocks of keys wait for the earlier ones of their stream. What only arrays tell, lengths and segments, no
-    plan balances: CTAs that take consecutive items of equal work together find too little of it in L2 (at head
-    dimension 128, 8 documents in 8192 tokens: 816 us for 526). At head dimension 64 a persistent grid gains up to 5 %
-    where items have few steps, and loses up to 2 % where they have many.
+    - With a fixed order, blocks of keys wait for the earlier ones of their stream.
+    - With lengths and segments, durations are known at run time only. CTAs with consecutive items of equal total work
+      miss L2 too often (head dimension 128, 8 documents in 8192 tokens: 816 us instead of 526).
+    - At head dimension 64 a persistent grid gains up to 5 % if items have few steps, and loses up to 2 % if they have
+      many.
     """
     if spec.deterministic or is_known_at_run_time(spec):
         return True
@@ -378,8 +386,10 @@ def _has_one_item_each(spec: AttentionSpec, block_q: int) -> bool:
 
 
 def _alternates(spec: AttentionSpec) -> bool:
-    """Whether some items walk their queries from the first on, the others from the last: up to 132 blocks of keys with
-    one query head each it would gain nothing (head dimension 128: 0.99 at 2048 and 4096 tokens).
+    """Whether some items process their queries from the first instead of from the last.
+
+    With one query head a key head and up to 132 blocks of keys it gains nothing (head dimension 128: 0.99 at 2048 and
+    4096 tokens).
     """
     if not spec.causal or not hides_by_causality_alone(spec) or spec.deterministic:
         return False
@@ -388,10 +398,10 @@ def _alternates(spec: AttentionSpec) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _plan(spec: AttentionSpec, block_q: int, is_zeroed: bool) -> np.ndarray:
-    """The items of each CTA (`balanced_plan`); an item's number is 2 * (stream * num_kv_blocks + kv_block), and one
-    more if it walks its queries from the first on.
+    """The items of each CTA (`balanced_plan`).
 
-    By streams (see above), or the longest of all first where else too many SMs would have nothing to do in the end.
+    An item's number is 2 * (stream * num_kv_blocks + kv_block), plus 1 if it processes its queries from the first.
+    Items are ordered by streams (see above). If too many SMs would then be idle at the end, the longest come first.
     """
     num_streams, steps = spec.k.shape[0] * spec.k.shape[2], _steps(spec, block_q)
     has_one_item = _has_one_item_each(spec, block_q)
@@ -414,11 +424,11 @@ def _numbered(items: list[tuple[int, int, int]], steps: list[int]) -> list[tuple
 
 
 def _plan_behind_the_first(num_streams: int, steps: list[int], num_sms: int) -> np.ndarray:
-    """A plan where the first block of keys stores what the others, which wait for it, add to.
+    """A plan in which the first block of keys stores, and the others wait for it before they add.
 
-    First blocks are for the first CTAs, the others of a stream for the same or later ones: if a CTA that waits is on
-    the chip, so is the one it waits for. These CTAs are about as few as do not end last by first blocks alone; the
-    streams of which they begin one each together are a set, so that nobody waits long.
+    First blocks are on the first CTAs. The other blocks of a stream are on the same or later CTAs. So if a waiting CTA
+    is resident, the CTA that it waits for is resident, too. The number of CTAs with first blocks is about the smallest
+    with which they do not end last. A set has one stream for each of these CTAs, so that waits are short.
     """
     durations = [n + _ITEM_STEPS for n in steps]
     num_ctas = num_even_ctas(num_streams * durations, num_sms)
@@ -439,7 +449,7 @@ def _plan_behind_the_first(num_streams: int, steps: list[int], num_sms: int) -> 
 
 
 def _items_by_streams(spec: AttentionSpec, num_streams: int, num_kv_blocks: int) -> list[tuple[int, int, int]]:
-    """The stream, the block of keys and the direction of all items, in the order in which they are begun."""
+    """Stream, block of keys and direction of all items, in the order in which they are started."""
     streams, kv_blocks, num_sms = range(num_streams), range(num_kv_blocks), spec.target.num_sms
     at_once = max(1, num_sms // num_kv_blocks)
     if not _alternates(spec) or num_streams * num_kv_blocks <= num_sms:
@@ -459,22 +469,22 @@ def _items_by_streams(spec: AttentionSpec, num_streams: int, num_kv_blocks: int)
 
 
 def _in_sets(num_streams: int, num_kv_blocks: int, at_once: int) -> list[tuple[int, int, int]]:
-    """All items, downward: of so many streams at once the first block of keys, then the next."""
+    """All items, from the last query: for each set of `at_once` streams the first block of keys, then the next."""
     sets, kv_blocks = itertools.batched(range(num_streams), at_once), range(num_kv_blocks)
     return [(stream, kv_block, 0) for some in sets for kv_block in kv_blocks for stream in some]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Item:
-    """A work item: 128 keys of a head, and the blocks of queries, of each query head of the group, that see any.
+    """A work item: 128 keys of a head, and the blocks of queries of each query head of the group that see any of them.
 
     Attributes:
-      batch, kv_head, kv_block: whose.
-      end_block: one behind the last block of queries.
-      num_blocks: how many are visited.
-      first_unmasked, end_unmasked: those that need no mask, counted from the last block.
-      key_end: how many keys there are.
-      is_upward: whether they are visited from the first one on.
+      batch, kv_head, kv_block: the position of its keys.
+      end_block: the end of the visited blocks of queries.
+      num_blocks: the number of visited blocks of a query head.
+      first_unmasked, end_unmasked: the range of blocks that need no mask, counted from the last block.
+      key_end: the number of keys of the batch element.
+      is_upward: whether blocks are visited from the first to the last.
     """
 
     batch: Any
@@ -504,8 +514,8 @@ class _Gmem:
     Attributes:
       statistics: lse and -delta.
       plan: the items of each CTA (`_plan`).
-      inputs: those of `_inputs`.
-      dq: the sum, in float32.
+      inputs: the optional operands (`_inputs`).
+      dq: dQ's sum, in float32.
     """
 
     q: Any
@@ -565,7 +575,7 @@ def _allocations(spec: AttentionSpec, gmem: _Gmem, block_q: int, num_stages: int
         out_smem=tile(_NUM_CONSUMERS * num_store_slots, _KEYS_PER_CONSUMER, swizzle_span(head_dim, value_dim)),
         kv_full=plgpu.Barrier(num_arrivals=2),
         kv_empty=plgpu.Barrier(num_arrivals=_NUM_CONSUMERS),
-        # A slot of queries has their lse beside it, one of output gradients their delta.
+        # lse is loaded with the queries, delta with the output gradients.
         q_full=ring(2),
         dout_full=ring(2),
         q_empty=ring(_NUM_CONSUMERS),
@@ -599,13 +609,13 @@ def _kernel(*refs: Any, spec: AttentionSpec, block_q: int, num_stages: int, is_z
 
 @dataclasses.dataclass(frozen=True)
 class _Cta:
-    """A CTA, and the items that its warpgroups walk.
+    """A CTA, and its items.
 
     Attributes:
       is_zeroed: whether dQ's sum begins with zeros.
       others_wait: whether other blocks of keys wait until the first one has stored.
-      added: a semaphore for each block of queries, that counts what has been added; None where nothing waits.
-      offset: the first query's place in the sequence.
+      added: a semaphore for each block of queries, which counts additions; None if no CTA waits.
+      offset: the first query's position in the sequence.
       index: the CTA's number.
     """
 
@@ -626,7 +636,7 @@ class _Cta:
 
     @property
     def cuts_keys(self) -> bool:
-        """Whether the last block of keys may have some beyond their end."""
+        """Whether a block may have keys past the last one."""
         return self.spec.key_lengths or self.spec.k.shape[1] % _KEYS != 0
 
     @property
@@ -669,7 +679,7 @@ class _Cta:
         return _Item(batch, kv_head, kv_block, end_block, num_blocks, first_unmasked, end_unmasked, key_end, is_upward)
 
     def place(self, item: _Item, step: Any) -> tuple[Any, Any]:
-        """Which head of the group a step is of, and which of its blocks of queries, counted from the last."""
+        """The head of a step in its group, and its block of queries, counted from the last."""
         group = self.spec.group_size
         if group == 1:
             head, i = 0, step
@@ -682,17 +692,17 @@ class _Cta:
         return head, i
 
     def queries(self, item: _Item, step: Any) -> tuple[Any, Any]:
-        """The head of a step, and the block of its queries."""
+        """The query head of a step, and its block of queries."""
         head, i = self.place(item, step)
         return item.kv_head * self.spec.group_size + head, item.end_block - 1 - i
 
     def counter(self, item: _Item, step: Any) -> Any:
-        """The semaphore that counts what has been added to a step's block of dQ."""
+        """The semaphore that counts the additions to a step's block of dQ."""
         head, q_block = self.queries(item, step)
         return self.added.at[(item.batch * self.spec.q.shape[2] + head) * self.num_q_blocks + q_block]
 
     def rank(self, item: _Item, step: Any) -> Any:
-        """How many blocks of keys add to a block of dQ before this one."""
+        """The number of blocks of keys that add to a step's block of dQ before this one."""
         if hides_by_causality_alone(self.spec):
             return item.kv_block
         _, q_block = self.queries(item, step)
@@ -703,7 +713,7 @@ class _Cta:
         return item.kv_block - first
 
 
-# The producer: loads, and has TMA add dQ to its sum.
+# The producer: loads, and adds dQ to its sum by TMA.
 
 
 def _produce(cta: _Cta) -> None:
@@ -734,7 +744,7 @@ def _copy_item(cta: _Cta, nth: Any, slot: Any) -> Any:
             pl.when(is_awaited)(lambda: _announce_when_added(cta, item, adding - 1, 1))
         return cta.following(slot)
 
-    # The steps beyond the last come round to the same slot.
+    # `num_stages` additional steps end at the slot that follows the last step.
     slot = lax.fori_loop(0, num_steps + cta.num_stages, load_and_add, slot)
     if is_deterministic:
         plgpu.wait_smem_to_gmem(0)
@@ -777,7 +787,7 @@ def _add(cta: _Cta, item: _Item, step: Any) -> None:
 
 
 def _announce(cta: _Cta, item: _Item, step: Any) -> None:
-    """Tells the next block of keys, or all others, that a step's dQ is in the sum."""
+    """Signals the next block of keys, or all others, that a step's dQ is in the sum."""
     plgpu.semaphore_signal(cta.counter(item, step), memory_scope="gpu")
 
 
@@ -786,17 +796,17 @@ def _announce_when_added(cta: _Cta, item: _Item, step: Any, num_pending: int) ->
     _announce(cta, item, step)
 
 
-# The warpgroup of dQ.
+# The dQ warpgroup.
 
 
 def _sum_queries(cta: _Cta) -> None:
-    """dQ of each step, from dS of both consumers."""
+    """Computes dQ of each step from the dS of both consumers."""
     plgpu.set_max_registers(_REGISTERS[1], action="decrease")
     smem, block_q, head_dim = cta.smem, cta.block_q, cta.gmem.q.shape[3]
     for slot in range(cta.num_stages):
         plgpu.barrier_arrive(smem.ds_empty.at[slot])
 
-    item: Any = cta.item(0) if cta.spec.deterministic else None  # In order there are no others.
+    item: Any = cta.item(0) if cta.spec.deterministic else None  # With a fixed order a CTA has one item.
 
     def multiply(step: Any, slot: Any) -> Any:
         plgpu.barrier_wait(smem.ds_full.at[slot])
@@ -808,7 +818,7 @@ def _sum_queries(cta: _Cta) -> None:
             smem.dq_smem.at[rows, columns][...] = _product((_DQ_ROWS, width), ds, smem.k_smem.at[:, columns])
         plgpu.barrier_arrive(smem.ds_empty.at[slot])
         if cta.spec.deterministic:
-            # Here, not before the copy: the producer has its loads to issue.
+            # This warpgroup waits for its turn, so that the producer can go on with its loads.
             turn, rank = cta.counter(item, step), cta.rank(item, step)
             plgpu.semaphore_wait(turn, rank, decrement=False, memory_scope="gpu")
         plgpu.commit_smem()
@@ -827,8 +837,8 @@ class _Work:
     """A consumer's share of an item.
 
     Attributes:
-      consumer: its number.
-      keys: its keys among those of the CTA.
+      consumer: the number of the consumer.
+      keys: the slice of its keys among the CTA's keys.
       dk_ref, dv_ref: accumulators.
     """
 
@@ -841,7 +851,7 @@ class _Work:
     dv_ref: Any
 
     def spread(self, row: jax.Array) -> jax.Array:
-        """Broadcasts one value for each query."""
+        """Broadcasts a value of each query to all keys."""
         return lax.broadcast_in_dim(row, (_KEYS_PER_CONSUMER, self.cta.block_q), [1])
 
 
@@ -850,7 +860,7 @@ def _consume(cta: _Cta, consumer: Any) -> None:
     plgpu.set_max_registers(_REGISTERS[0], action="increase")
     keys = pl.ds(consumer * _KEYS_PER_CONSUMER, _KEYS_PER_CONSUMER)
     plgpu.barrier_arrive(smem.kv_empty)
-    # All slots are free but the last one of queries, which the first step frees.
+    # All slots are free, except for the last slot of queries: the first step releases it.
     for slot in range(cta.num_stages):
         if slot < cta.num_stages - 1:
             plgpu.barrier_arrive(smem.q_empty.at[slot])
@@ -868,33 +878,33 @@ def _consume(cta: _Cta, consumer: Any) -> None:
 
 
 def _accumulate(cta: _Cta, consumer: Any, keys: Any, nth: Any, slot: Any, dk_ref: Any, dv_ref: Any) -> Any:
-    """An item of a consumer."""
+    """Processes an item in a consumer."""
     item = cta.item(nth)
     work = _Work(cta, consumer, keys, item, item.kv_base + consumer * _KEYS_PER_CONSUMER, dk_ref, dv_ref)
     plgpu.barrier_wait(cta.smem.kv_full)
     slot = lax.fori_loop(0, cta.spec.group_size * item.num_blocks, functools.partial(_multiply_add, work), slot)
     plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(cta.smem.kv_empty)
-    # Computed anew: no register holds it all the while.
+    # The item is computed again, so that it takes no registers during the loop.
     _store(work, cta.item(lax.optimization_barrier(nth)))
     return slot
 
 
 def _multiply_add(work: _Work, step: Any, slot: Any) -> Any:
-    """A step: S, P, dP and dS, and what they add to dV and dK."""
+    """A step: computes S, P, dP and dS, and adds to dV and dK."""
     cta, smem = work.cta, work.cta.smem
     my_k, my_v = smem.k_smem.at[work.keys], smem.v_smem.at[work.keys]
     shape = (_KEYS_PER_CONSUMER, cta.block_q)
     plgpu.barrier_wait(smem.q_full.at[slot])
     meanwhile = functools.partial(_free_queries_before, cta, slot)
     s = _product(shape, my_k, smem.q_smem.at[slot].transpose((1, 0)), meanwhile)
-    # To wait for a barrier ends a block of instructions: what comes after is not loaded before.
+    # A barrier wait ends a basic block, so later loads are not moved before it.
     plgpu.barrier_wait(smem.dout_full.at[slot])
     s = _hide_edges(work, s, step)
     p, weights = _probabilities(work, s, plgpu.load(smem.lse_smem.at[slot], layout=COLUMNS), step)
     plgpu.wgmma(work.dv_ref, p, smem.dout_smem.at[slot])
-    # The sum begins with -delta, which then has no registers of its own: 1 %. Of 128 queries a thread would have 64 to
-    # set: -4 %.
+    # With 64 queries the accumulator starts at -delta, so delta takes no registers: 1 % faster. With 128 queries a
+    # thread would have 64 registers to set: 4 % slower.
     minus_delta = lambda: work.spread(plgpu.load(smem.minus_delta_smem.at[slot], layout=COLUMNS))
     begins_with_delta = cta.block_q == 64
     initial = minus_delta() if begins_with_delta else None
@@ -912,13 +922,13 @@ def _multiply_add(work: _Work, step: Any, slot: Any) -> Any:
 
 
 def _free_queries_before(cta: _Cta, slot: Any) -> None:
-    """Releases the queries of the step before, whose dK is the product behind the one just issued."""
+    """Releases the queries of the previous step. Its dK product is the last one before the product just issued."""
     plgpu.wgmma_wait(1)
     plgpu.barrier_arrive(cta.smem.q_empty.at[jnp.where(slot == 0, cta.num_stages - 1, slot - 1)])
 
 
 def _hide_edges(work: _Work, s: jax.Array, step: Any) -> jax.Array:
-    """Masks S^T of a step that an edge of what is visible touches."""
+    """Masks S^T if the step is at an edge of the visible range."""
     cta, item, spec = work.cta, work.item, work.cta.spec
     if not (cta.masks_places or spec.segments):
         return s
@@ -943,7 +953,7 @@ def _hide(work: _Work, s: jax.Array, i: Any) -> jax.Array:
 
 
 def _probabilities(work: _Work, s: jax.Array, lse: jax.Array, step: Any) -> tuple[jax.Array, jax.Array]:
-    """P, and what dP - delta is multiplied by: P, times the slope of the score terms."""
+    """Returns P, and P times the slope of the score terms (the factor of dP - delta in dS)."""
     cta, spec, dtype = work.cta, work.cta.spec, work.cta.gmem.q.dtype
     if not spec.score_terms:
         scaled = s * (spec.scale * LOG2E)
@@ -958,7 +968,7 @@ def _probabilities(work: _Work, s: jax.Array, lse: jax.Array, step: Any) -> tupl
 
 
 def _store(work: _Work, item: _Item) -> None:
-    """Sends dV and dK on their way, through staging buffers of one swizzle span each."""
+    """Stores dV and dK, through staging buffers of one swizzle span each."""
     cta, consumer, spec = work.cta, work.consumer, work.cta.spec
     head_dim, value_dim = cta.gmem.q.shape[3], cta.gmem.v.shape[3]
     span = swizzle_span(head_dim, value_dim)
@@ -988,7 +998,7 @@ def _product(
     *,
     initial: jax.Array | None = None,
 ) -> jax.Array:
-    """initial + lhs @ rhs, or without it in a fresh accumulator; `meanwhile` is done before it is waited for."""
+    """lhs @ rhs, plus `initial` if given. `meanwhile` is called between issuing and waiting (without `initial`)."""
     if initial is not None:
         accumulate: Any = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, lhs, rhs))
         return accumulate(plgpu.ACC.init(initial))

@@ -1,13 +1,13 @@
 """FlashAttention backward in two kernels whose sums are in a fixed order, in Pallas Mosaic GPU.
 
-    dQ = c dS K          kernel 1: a CTA owns queries and walks the keys, as the forward pass does
-    dK = c dS^T Q        kernel 2: a CTA owns keys and walks the queries that see them, for each
-    dV = P^T dO                    query head of the group: the sum over heads stays in registers
+    dQ = c dS K          kernel 1: a CTA has a block of queries and loops over the keys, as in the forward pass
+    dK = c dS^T Q        kernel 2: a CTA has a block of keys and loops over the queries that see them, for each
+    dV = P^T dO                    query head of the group; the sum over heads stays in registers
 
-Kernel 2 works on transposed blocks: S^T = K Q^T leaves P^T and dS^T in registers in the layout in which they are the
-left operands of the last two products. Together the kernels compute 7 products where `backward_fused` needs 5. They are
-the default where the same bits are asked for in every run, above head dimension 64 and up to 128. There the order of
-the fused kernel's sum costs more than the two products.
+Kernel 2 computes transposed blocks: with S^T = K Q^T, P^T and dS^T are in registers in the layout of left operands, as
+the last two products need. Together the kernels compute 7 products; `backward_fused` needs 5. They are the default with
+`spec.deterministic` for head dimensions from 65 to 128. There the fixed order of the fused kernel's sum costs more than
+the two products.
 
 Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691), appendix B; structure after JAX's attention_mgpu.
 """
@@ -42,7 +42,7 @@ VERSION = 2
 #: Rows of a consumer's tile: queries in kernel 1, keys in kernel 2.
 _ROWS_PER_CONSUMER = 64
 
-# The search space: what is tried along each knob, the usual setting first.
+# The search space: the values of each knob, the usual one first.
 _BLOCKS = (64, 128)
 _STAGES = (2, 3, 1)
 #: Registers of a consumer thread for accumulators, logits and their gradients, of the 240 it has.
@@ -58,10 +58,10 @@ class Config:
       dq_num_stages: slots of its key and value rings.
       dkv_block_q: queries of one pipeline step of the dK, dV kernel.
       dkv_num_stages: slots of its query and output-gradient rings.
-      head_multiple: to multiples of which head dimensions are padded, 64 or 32. With 32, 64 bytes of a row are swizzled
-        together, not 128.
-      group_parts: in how many parts a group of query heads is dealt with. Each part gets keys and values of its own,
-        and XLA adds up their gradients. Where there are few key heads, more SMs then have something to do.
+      head_multiple: head dimensions are padded to multiples of this, 64 or 32. With 32, swizzle spans are 64 bytes
+        instead of 128.
+      group_parts: the number of parts of a group of query heads. Each part has its own copy of keys and values, and XLA
+        sums the gradients of the parts. With few key heads, more SMs then have work.
     """
 
     dq_block_kv: int = 64
@@ -94,7 +94,7 @@ def unsupported(spec: AttentionSpec) -> str | None:
 
 
 def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
-    """The default where the bits must be the same in every run, above head dimension 64."""
+    """The default with `spec.deterministic`, for head dimensions from 65 to 128. Otherwise empty."""
     if not spec.deterministic or not 64 < max(spec.q.shape[3], spec.v.shape[3]) <= 128:
         return ()
     return (backward.with_parts(spec, Config(head_multiple=least_head_multiple(spec)), estimate),)
@@ -103,8 +103,8 @@ def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
 def search_space(spec: AttentionSpec) -> Iterator[Config]:
     """Yields the shortlist, and blocks whose tiles fit the registers and whose rings fit shared memory.
 
-    A single slot, beside which nothing can be loaded, only where two do not fit. Each with its groups in the parts that
-    suit it.
+    A ring has a single slot only if two do not fit, because loads and products then do not overlap. Each configuration
+    has the parts of groups that the model prefers.
     """
     yield from shortlist(spec)
     head_dim, value_dim = padded_head_dims(spec)
@@ -116,7 +116,7 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
 
 
 def _rings(spec: AttentionSpec, smem_bytes: Callable[[int, int], int], columns: int) -> list[tuple[int, int]]:
-    """Blocks and stages of a kernel whose accumulators have so many columns."""
+    """Blocks and stages of a kernel whose accumulators have `columns` columns."""
     found = []
     for block in _BLOCKS:
         fits = [n for n in _STAGES if smem_bytes(block, n) <= spec.target.smem_bytes]
@@ -126,7 +126,7 @@ def _rings(spec: AttentionSpec, smem_bytes: Callable[[int, int], int], columns: 
 
 
 def _fits_registers(columns: int, block: int) -> bool:
-    """float32 accumulators over the 128 threads of a consumer, and for each pair P and dS beside them."""
+    """Whether a thread's share of the float32 accumulators, of P and of dS fits into registers."""
     return _ROWS_PER_CONSUMER * (columns + 2 * block) // 128 <= _MAX_TILE_REGISTERS
 
 
@@ -151,7 +151,7 @@ def estimate(spec: AttentionSpec, config: Config) -> float:
     num_keys, num_kv_heads = spec.k.shape[1:3]
     head_dim, value_dim = padded_head_dims(spec, config.head_multiple)
     columns, rows = head_dim + value_dim, NUM_CONSUMERS * _ROWS_PER_CONSUMER
-    # Three products of a CTA's queries in the one, four in the other.
+    # The dQ kernel computes three products, the other kernel four.
     dq = backward.kernel_seconds(
         spec,
         ctas=batch * num_heads * pl.cdiv(num_queries, rows),
@@ -215,7 +215,7 @@ def _dq_kernel(
     block_q, block_kv = _ROWS_PER_CONSUMER, config.dq_block_kv
     batch, head = lax.axis_index("batch"), lax.axis_index("head")
     kv_head = lax.div(head, jnp.int32(spec.group_size))
-    # The last block of queries sees the most keys: launch it first.
+    # The last block of queries sees the most keys, so it is launched first.
     q_block = lax.axis_index("q_block")
     q_block = lax.axis_size("q_block") - 1 - q_block if spec.causal else q_block
     q_base = q_block * (NUM_CONSUMERS * block_q)
@@ -298,7 +298,7 @@ def _dkv_kernel(
     q_iters = pl.cdiv(spec.q.shape[1], block_q)
     first = jnp.int32(0)
     if spec.causal:
-        # Queries before the block's first key see none of it.
+        # Queries before the first key of the block see none of its keys.
         first = lax.div(jnp.maximum(kv_base - offset, 0), jnp.int32(block_q))
         q_iters = jnp.maximum(q_iters - first, 0)
 

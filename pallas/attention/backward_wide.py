@@ -1,38 +1,38 @@
 """FlashAttention backward above head dimension 128, in Pallas Mosaic GPU: two kernels whose consumers share the work.
 
-There one warpgroup's registers no longer hold the accumulators of dK and dV. In the first kernel two consumers work
-on the same 64 keys, and neither computes what the other has:
+Above head dimension 128 the registers of one warpgroup cannot hold the accumulators of dK and dV. In the first kernel
+two consumers work on the same 64 keys and divide the products:
 
     consumer 0    S^T = K Q^T     P^T = exp2(c S^T - lse)        dV += P^T dO
                                          |  shared memory
     consumer 1    dP^T = V dO^T          P^T * (dP^T - delta)    dK += dS^T Q
 
-Each issues its last product of a step together with its first of the next, and waits for both: while one has
-products under way, the other is at its exponentials, or its dS. They may take turns at the tensor cores (`ping_pong`,
-by default under a causal mask):
+A consumer issues the last product of a step together with the first product of the next step, and waits for both.
+While the products of one consumer run, the other computes exponentials or dS. The consumers can take turns at the
+tensor cores (`ping_pong`, the default with a causal mask):
 
     consumer 0    dV_0 S_1 | P_1 ....  . | dV_1 S_2 | P_2 ....
     consumer 1             | dK_0 dP_1   | dS_1 ..  | dK_1 dP_2
 
-In the second kernel each of two consumers has 64 queries, and walks the keys for their dQ:
+In the second kernel each of two consumers computes dQ of 64 queries, in a loop over the keys:
 
-    dQ += dS K (the step before), dP = dO V^T, S = Q K^T        in its turn
-    P = exp2(c S - lse), dS = P * (dP - delta)                  while the other has its turn
+    dQ += dS K (of the previous step), dP = dO V^T, S = Q K^T   in its turn
+    P = exp2(c S - lse), dS = P * (dP - delta)                  in the other consumer's turn
 
-Queries and output gradients take up more than half of shared memory. Where keys and values are as wide as each other
-they share one ring, V_0 K_0 V_1 K_1 ...: values are done with after a third of a step, and what comes after keys is
-wanted a step later, so that three slots are enough to load a step ahead.
+Queries and output gradients take more than half of shared memory. If keys and values are equally wide, they share one
+ring, V_0 K_0 V_1 K_1 ... Values are released after a third of a step, and the block after the keys is needed a step
+later. So three slots are enough to load a step ahead.
 
-The two have seven products where five are needed: S and dP are computed twice.
+Together the kernels compute seven products; a fused kernel needs five. S and dP are computed twice.
 
-Two CTAs side by side may form a cluster and load for each other (`multicast`, by default without a causal mask): in the
-first kernel, of 64 keys each, the same queries and output gradients; in the second the same keys and values. Alone, a
-CTA of the first reads 64 KB for every 2048 cycles of products at head dimension 256: all SMs together more than L2
-gives.
+Two neighbouring CTAs can form a cluster and load for each other (`multicast`, the default without a causal mask). In
+the first kernel they have 64 keys each, and share queries and output gradients. In the second they share keys and
+values. Without clusters a CTA of the first kernel reads 64 KB for every 2048 cycles of products at head dimension 256:
+for all SMs together this is more than the bandwidth of L2.
 
-With a window, lengths or segments both kernels walk only the blocks that something may be seen in, and mask those that
-an edge touches. The CTAs of a cluster release each other's slots, and so walk the same blocks: what either of them
-sees. With a soft cap consumer 0 hands over P times the cap's slope, all that dS needs of either.
+With a window, lengths or segments, both kernels visit only blocks that may be visible, and mask the blocks at edges.
+The CTAs of a cluster release each other's slots, so they must visit the same blocks: all that either of them needs.
+With a soft cap, consumer 0 sends P times the cap's slope to consumer 1, which is all that dS needs.
 
 Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691), appendix B.
 """
@@ -102,9 +102,9 @@ _ROWS_PER_CONSUMER = 64
 #: Queries of a step of the first kernel, keys of a step of the second.
 _BLOCK = 64
 _CONSUMER_REGISTERS = 240
-#: Buffers through which consumer 0 of the first kernel hands its P to consumer 1.
+#: Buffers through which consumer 0 of the first kernel sends P to consumer 1.
 _NUM_P_SLOTS = 2
-#: Beyond these more slots are of no use.
+#: More slots than this do not help.
 _MAX_STAGES = 4
 
 
@@ -113,13 +113,13 @@ class Config:
     """Schedule.
 
     Attributes:
-      dq_num_stages: slots of the rings of keys and values in the dQ kernel. Keys and values that are equally wide take
-        turns in one ring.
+      dq_num_stages: slots of the rings of keys and values in the dQ kernel. Equally wide keys and values alternate in
+        one ring.
       dkv_num_stages: slots of the rings of queries and output gradients in the other kernel.
       multicast: whether pairs of CTAs load for each other.
       ping_pong: whether the consumers of a kernel take turns at the tensor cores.
-      group_parts: in how many parts a group of query heads is dealt with. Each part gets keys and values of its own,
-        and XLA adds up their gradients. Where there are few key heads, more SMs then have something to do.
+      group_parts: the number of parts of a group of query heads. Each part has its own copy of keys and values, and XLA
+        sums the gradients of the parts. With few key heads, more SMs then have work.
     """
 
     dq_num_stages: int = 3
@@ -141,7 +141,7 @@ def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
     if not _is_wide(spec):
         return ()
     dq_stages, dkv_stages = num_stages(spec)
-    # Pairs whose blocks of keys differ in length wait for each other; turns then cost less than they gain.
+    # With a causal mask the CTAs of a cluster would differ in length and wait for each other; turns gain there.
     config = Config(
         min(3, dq_stages[-1]), min(3, dkv_stages[-1]), multicast=not spec.causal, ping_pong=spec.causal
     )  # fmt: skip
@@ -151,7 +151,7 @@ def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
 def search_space(spec: AttentionSpec) -> Iterator[Config]:
     """Yields the shortlist, and above head dimension 128 all schedules whose rings fit shared memory.
 
-    Each with its groups in the parts that suit it. At smaller head dimensions the other designs are faster.
+    Each has the parts of groups that the model prefers. At smaller head dimensions the other designs are faster.
     """
     yield from shortlist(spec)
     if _is_wide(spec):
@@ -170,7 +170,7 @@ def estimate(spec: AttentionSpec, config: Config) -> float:
     num_keys, num_kv_heads = spec.k.shape[1:3]
     head_dim, value_dim = padded_head_dims(spec)
     columns, rows = head_dim + value_dim, NUM_CONSUMERS * _ROWS_PER_CONSUMER
-    # Three products of a CTA's 128 queries in the one, four of its 64 keys in the other.
+    # The dQ kernel computes three products for 128 queries, the other kernel four for 64 keys.
     dq = backward.kernel_seconds(
         spec,
         ctas=batch * num_heads * pl.cdiv(num_queries, rows),
@@ -196,10 +196,11 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
 
 
 def num_stages(spec: AttentionSpec) -> tuple[list[int], list[int]]:
-    """How many slots of 64 rows the rings of the dQ kernel, and those of the other one, can have: the least first."""
+    """The possible numbers of slots (of 64 rows) in the dQ kernel and in the other kernel, the smallest first."""
     columns = sum(padded_head_dims(spec))
     room = spec.target.smem_bytes - RING_BARRIER_BYTES
-    # Both consumers' queries and output gradients with lse and delta; a CTA's keys and values, and the buffers of P.
+    # Besides the rings, the dQ kernel has queries, output gradients, lse and delta of both consumers. The other kernel
+    # has keys, values and the buffers of P.
     dq_room = room - NUM_CONSUMERS * _ROWS_PER_CONSUMER * (2 * columns + 8)
     dkv_room = room - _ROWS_PER_CONSUMER * 2 * (columns + _NUM_P_SLOTS * _ROWS_PER_CONSUMER)
     dq_slot = _ROWS_PER_CONSUMER * columns * (1 if _is_square(spec) else 2)
@@ -211,12 +212,12 @@ def num_stages(spec: AttentionSpec) -> tuple[list[int], list[int]]:
 
 
 def _min_dq_stages(spec: AttentionSpec) -> int:
-    """Slots that are in use at once: of keys, and of the keys and values after them."""
+    """The slots that are in use at once: keys, and the keys and values of the next block."""
     return 3 if _is_square(spec) else 2
 
 
 def _is_square(spec: AttentionSpec) -> bool:
-    """Whether keys and values are equally wide, and take turns in the slots of one ring."""
+    """Whether keys and values are equally wide, and so share one ring."""
     head_dim, value_dim = padded_head_dims(spec)
     return head_dim == value_dim
 
@@ -231,7 +232,7 @@ def gradients(
     """
     if config.dq_num_stages < _min_dq_stages(spec):
         raise ValueError(
-            "attention_backward[pallas]: dq_num_stages must be at least 3 where keys and values are equally wide, as "
+            "attention_backward[pallas]: dq_num_stages must be at least 3 if keys and values are equally wide, because "
             f"they share a ring; got {config}."
         )
     q, k, v, *_ = operands
@@ -263,7 +264,7 @@ def gradients(
 
 
 def _inputs(spec: AttentionSpec, config: Config, extras: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """What the kernels read beside the arrays of `gradients`, by name."""
+    """The optional operands of the kernels, with the ranges of segments."""
     rows = _num_ctas(config) * _ROWS_PER_CONSUMER
     inputs = kernel_inputs(extras, NUM_CONSUMERS * rows, rows)
     if spec.segments:
@@ -274,10 +275,10 @@ def _inputs(spec: AttentionSpec, config: Config, extras: dict[str, jax.Array]) -
 
 @dataclasses.dataclass(frozen=True)
 class _Range:
-    """Blocks from `first` to `end`, at least one: what any row of a cluster sees, so that its CTAs walk the same.
+    """The blocks from `first` to `end` (at least one) that any row of a cluster sees. Its CTAs visit the same blocks.
 
     Attributes:
-      clear: the first, and one behind the last, in which each row of a consumer sees everything; None: `mask` tells.
+      clear: first and end of the blocks that need no mask in a consumer; None: `mask` decides.
     """
 
     first: Any
@@ -286,7 +287,7 @@ class _Range:
 
     @classmethod
     def intersection(cls, seen: Any, clear: Any, segments: list[Any], num_blocks: int) -> _Range:
-        """Of what places and lengths leave, and of what the segments leave: four numbers, or none."""
+        """Intersects the ranges of positions and lengths with the ranges of segments (four numbers, or none)."""
         (first, end), (first_clear, end_clear) = seen, clear
         if segments:
             first, end = jnp.maximum(first, segments[0]), jnp.minimum(end, segments[1])
@@ -295,26 +296,26 @@ class _Range:
         return cls(first, jnp.maximum(end, first + 1), (first_clear, end_clear))
 
     def hide(self, s: jax.Array, block: Any, mask: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Masks a block that an edge touches."""
+        """Masks a block that is not in `clear`."""
         assert self.clear is not None
         return lax.cond((block >= self.clear[0]) & (block < self.clear[1]), lambda s: s, mask, s)
 
 
 def _queries_of_keys(spec: AttentionSpec, config: Config, inputs: dict[str, Any], batch: Any, start: Any) -> _Range:
-    """The blocks of queries for a CTA's keys, in the first kernel; the cluster's begin at `start`."""
+    """The blocks of queries for a CTA's keys in the first kernel. The cluster's keys begin at `start`."""
     block_q, rows = _BLOCK, _num_ctas(config) * _ROWS_PER_CONSUMER
     num_blocks = pl.cdiv(spec.q.shape[1], block_q)
     offset = query_offset(inputs)
     if hides_by_causality_alone(spec):
         first = jnp.int32(0)
         if spec.causal:
-            # Queries before the cluster's first key see none of it.
+            # Queries before the cluster's first key see none of its keys.
             first = jnp.minimum(lax.div(jnp.maximum(start - offset, 0), jnp.int32(block_q)), num_blocks - 1)
         return _Range(first, num_blocks)
     query_end, key_end = ends_of(spec, inputs, batch, offset)
     any_start, any_end = queries_that_see_any(spec, start, jnp.minimum(start + rows, key_end), offset, query_end)
     any_end = jnp.where(start < key_end, any_end, offset)
-    # Padding adds nothing, behind the queries as little as behind their length: no mask is needed for it.
+    # Padding queries, behind the array or behind their length, contribute nothing and need no mask.
     my_start = start + lax.axis_index("cluster") * _ROWS_PER_CONSUMER
     all_start, all_end = queries_that_see_all(
         spec, my_start, my_start + _ROWS_PER_CONSUMER, offset, num_blocks * block_q + offset
@@ -332,7 +333,7 @@ def _queries_of_keys(spec: AttentionSpec, config: Config, inputs: dict[str, Any]
 def _keys_of_queries(
     spec: AttentionSpec, config: Config, inputs: dict[str, Any], batch: Any, start: Any, consumer: Any
 ) -> _Range:
-    """The blocks of keys for a consumer's queries, in the second kernel; the cluster's begin at `start`."""
+    """The blocks of keys for a consumer's queries in the second kernel. The cluster's queries begin at `start`."""
     block_kv, rows = _BLOCK, _num_ctas(config) * NUM_CONSUMERS * _ROWS_PER_CONSUMER
     offset = query_offset(inputs)
     if hides_by_causality_alone(spec):
@@ -362,7 +363,7 @@ def _probabilities(
     *,
     keys_in_rows: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """P, and what dP - delta is multiplied by: P, with score terms times their slope."""
+    """Returns P, and P times the slope of the score terms (the factor of dP - delta in dS)."""
     if not spec.score_terms:
         p = jnp.exp2(s * (spec.scale * LOG2E) - spread(lse))
         return p, p
@@ -372,7 +373,7 @@ def _probabilities(
 
 
 def _num_ctas(config: Config) -> int:
-    """CTAs of a cluster."""
+    """The number of CTAs in a cluster."""
     return 2 if config.multicast else 1
 
 
@@ -382,7 +383,7 @@ def _following(slot: Any, num_slots: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Turns:
-    """A consumer's turns at the tensor cores. Without barriers (`ping_pong` off) it never waits."""
+    """A consumer's turns at the tensor cores. Without barriers (no `ping_pong`) it never waits."""
 
     barriers: Any
     consumer: Any
@@ -398,7 +399,7 @@ class _Turns:
 
 @dataclasses.dataclass(frozen=True)
 class _Gmem:
-    """Operands in global memory. lse is in base 2; `inputs` are those of `_inputs`."""
+    """Operands in global memory. lse is in base 2; `inputs` are the optional operands (`_inputs`)."""
 
     q: Any
     k: Any
@@ -456,12 +457,12 @@ class _DkvOutputs:
 
 @dataclasses.dataclass(frozen=True)
 class _DkvItem:
-    """A CTA's work in the first kernel: the keys of one head from `kv_base` on, and the queries that see them.
+    """The work of a CTA in the first kernel: 64 keys of one head from `kv_base`, and the queries that see them.
 
     Attributes:
-      visited: blocks of queries, of each head of the group.
-      q_iters: their number.
-      steps: their number in all heads of the group.
+      visited: the visited blocks of queries, the same for each head of the group.
+      q_iters: the number of visited blocks of one head.
+      steps: the number of visited blocks of all heads of the group.
     """
 
     spec: AttentionSpec
@@ -499,7 +500,7 @@ class _DkvItem:
 
 
 def _dkv_kernel(*refs: Any, spec: AttentionSpec, config: Config) -> None:
-    """dK and dV of 64 keys. Consumer 0 computes dV, consumer 1 dK."""
+    """Computes dK and dV of 64 keys: consumer 0 dV, consumer 1 dK."""
     gmem, outputs = _Gmem(*refs[:7]), _DkvOutputs(*refs[7:])
 
     def walk_queries(**smem: Any) -> None:
@@ -529,10 +530,10 @@ def _dkv_allocations(spec: AttentionSpec, config: Config, gmem: _Gmem) -> dict[s
         p_smem=tile(_NUM_P_SLOTS, block_kv, block_q),
         k_full=plgpu.Barrier(),
         v_full=plgpu.Barrier(),
-        # A slot of queries has their lse beside it, one of output gradients their delta.
+        # lse is loaded with the queries, delta with the output gradients.
         q_full=plgpu.Barrier(num_arrivals=2, num_barriers=num_slots),
         dout_full=plgpu.Barrier(num_arrivals=2, num_barriers=num_slots),
-        # Consumer 1 reads queries last: it waits for P, which consumer 0 computes from them.
+        # Only consumer 1 releases queries: it reads them last, after it has waited for P of consumer 0.
         q_empty=slot_releases(num_slots, 1, multicast=config.multicast),
         dout_empty=slot_releases(num_slots, NUM_CONSUMERS, multicast=config.multicast),
         p_full=plgpu.Barrier(num_barriers=_NUM_P_SLOTS),
@@ -559,7 +560,7 @@ def _dkv_item(
 
 
 def _load_queries(item: _DkvItem) -> None:
-    """The producer: loads keys and values once, and streams queries and output gradients of each head of the group."""
+    """The producer: loads keys and values once, then queries and output gradients of each head of the group."""
     plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
     gmem, smem, batch = item.gmem, item.smem, item.batch
     plgpu.copy_gmem_to_smem(gmem.k.at[item.keys], smem.k_smem, smem.k_full)
@@ -591,14 +592,14 @@ def _load_queries(item: _DkvItem) -> None:
 
 
 def _begin_consumer(item: _DkvItem) -> None:
-    """Takes registers, and releases this consumer's share of all slots of output gradients."""
+    """Raises the register limit, and releases all slots of output gradients for this consumer."""
     plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
     for slot in range(item.config.dkv_num_stages):
         plgpu.barrier_arrive(item.smem.dout_empty.at[slot])
 
 
 def _compute_dv(item: _DkvItem) -> None:
-    """Consumer 0: S^T and P^T, which it hands to consumer 1, and dV."""
+    """Consumer 0: computes S^T and P^T, sends P^T to consumer 1, and computes dV."""
     _begin_consumer(item)
     value_dim = item.gmem.v.shape[3]
     pl.run_scoped(
@@ -624,7 +625,7 @@ def _accumulate_dv(item: _DkvItem, dv_ref: Any) -> None:
         return _hand_over_p(item, s_ref, jnp.int32(0), jnp.int32(0), jnp.int32(0))
 
     def step(_: Any, carry: Any) -> Any:
-        """P of this step, and dV with P of the step before."""
+        """Computes P of this step, and adds the previous step's P^T dO to dV."""
         p, slot, q_idx, p_slot = carry
         next_slot, p_slot = item.following(slot), _following(p_slot, _NUM_P_SLOTS)
         q_idx = jnp.where(q_idx == item.q_iters - 1, 0, q_idx + 1)
@@ -648,13 +649,13 @@ def _accumulate_dv(item: _DkvItem, dv_ref: Any) -> None:
     turns.pass_on()
     dv = plgpu.wgmma_accumulator_load(dv_ref, wait_n=0)
     plgpu.barrier_arrive(smem.dout_empty.at[slot])
-    # The buffer of values, which consumer 1 reads, becomes the staging buffer.
+    # When consumer 1 has read the values, their buffer becomes the staging buffer.
     plgpu.barrier_wait(smem.v_read)
     _store_rows_of_keys(item, dv, smem.v_smem, item.outputs.dv)
 
 
 def _hand_over_p(item: _DkvItem, s_ref: Any, slot: Any, q_idx: Any, p_slot: Any) -> jax.Array:
-    """Returns P^T. Consumer 1 gets a copy, times the slope of a soft cap."""
+    """Returns P^T. Sends P^T, times the slope of a soft cap, to consumer 1."""
     smem, dtype = item.smem, item.gmem.q.dtype
     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
     lse = plgpu.load(smem.lse_smem.at[slot], layout=COLUMNS)
@@ -687,7 +688,7 @@ def _hide_in_rows_of_keys(item: _DkvItem, s: jax.Array, block: Any) -> jax.Array
 
 
 def _compute_dk(item: _DkvItem) -> None:
-    """Consumer 1: dP^T, dS^T and dK. It gives consumer 0 the first turn."""
+    """Consumer 1: computes dP^T, dS^T and dK. Consumer 0 has the first turn."""
     _begin_consumer(item)
     item.turns.pass_on()
     for slot in range(item.config.dkv_num_stages):
@@ -708,7 +709,7 @@ def _accumulate_dk(item: _DkvItem, dk_ref: Any) -> None:
         plgpu.wgmma(dk_ref, ds, smem.q_smem.at[slot])
 
     def multiply_values(dp_ref: Any, slot: Any) -> jax.Array:
-        """Issues dP^T. Returns delta, which is read first: once the product ends, all warps have read it."""
+        """Issues dP^T. Returns delta, which is read before: when the product ends, all warps have read it."""
         plgpu.barrier_wait(smem.dout_full.at[slot])
         delta = plgpu.load(smem.delta_smem.at[slot], layout=COLUMNS)
         plgpu.wgmma(dp_ref, smem.v_smem, smem.dout_smem.at[slot].transpose((1, 0)))
@@ -721,7 +722,7 @@ def _accumulate_dk(item: _DkvItem, dk_ref: Any) -> None:
         return _ds_of_keys(item, dp_ref, delta, jnp.int32(0), jnp.int32(0))
 
     def step(_: Any, carry: Any) -> Any:
-        """dS of this step, and dK with dS of the step before."""
+        """Computes dS of this step, and adds the previous step's dS^T Q to dK."""
         ds, slot, p_slot = carry
         next_slot, p_slot = item.following(slot), _following(p_slot, _NUM_P_SLOTS)
 
@@ -745,12 +746,12 @@ def _accumulate_dk(item: _DkvItem, dk_ref: Any) -> None:
     turns.pass_on()
     dk = plgpu.wgmma_accumulator_load(dk_ref, wait_n=0)
     plgpu.barrier_arrive(smem.q_empty.at[slot])
-    # Consumer 0 no longer reads the buffer of keys: it had its last logits before the last P.
+    # Consumer 0 no longer reads the keys: it computed its last logits before its last P.
     _store_rows_of_keys(item, dk * gradient_scale(item.spec), smem.k_smem, item.outputs.dk)
 
 
 def _ds_of_keys(item: _DkvItem, dp_ref: Any, delta: jax.Array, slot: Any, p_slot: Any) -> jax.Array:
-    """Waits for P^T and dP^T; returns dS^T in 16 bits."""
+    """Waits for P^T and dP^T. Returns dS^T in 16 bits."""
     spec, smem = item.spec, item.smem
     plgpu.barrier_wait(smem.p_full.at[p_slot])
     p = plgpu.load(smem.p_smem.at[p_slot], layout=TILE)
@@ -762,7 +763,7 @@ def _ds_of_keys(item: _DkvItem, dp_ref: Any, delta: jax.Array, slot: Any, p_slot
 
 def _store_rows_of_keys(item: _DkvItem, acc: jax.Array, staging: Any, out_gmem: Any) -> None:
     if item.spec.key_lengths:
-        # Rows beyond the keys' end come from zeros, with logits that are not bounded.
+        # Rows past the last key were computed from zero keys, and their P has no upper bound.
         _, key_end = ends_of(item.spec, item.gmem.inputs, item.batch, item.offset)
         row = plgpu.broadcasted_iota(jnp.int32, acc.shape, 0, layout=TILE)
         acc = jnp.where(row < key_end - item.kv_base, acc, 0.0)
@@ -779,7 +780,7 @@ def _store_rows_of_keys(item: _DkvItem, acc: jax.Array, staging: Any, out_gmem: 
 class _DqSmem:
     """Buffers and barriers of the second kernel. `turn` and `cluster_done` may be None.
 
-    Where keys and values are equally wide, they share a ring: that of the values. Its own is then None.
+    If keys and values are equally wide, keys share the ring of the values, and the ring of keys is None.
     """
 
     q_smem: Any
@@ -802,7 +803,7 @@ class _DqSmem:
 
 @dataclasses.dataclass(frozen=True)
 class _DqItem:
-    """A CTA's work in the second kernel: queries of one head from `q_base` on, and the keys that they see.
+    """The work of a CTA in the second kernel: queries of one head from `q_base`, and the keys that they see.
 
     Attributes:
       visited: blocks of keys.
@@ -833,7 +834,7 @@ class _DqItem:
         return _following(slot, self.config.dq_num_stages)
 
     def keys_of(self, v_slot: Any) -> Any:
-        """The slot of a block's keys: in one ring they come after its values, in two they have the same place."""
+        """The slot of a block's keys: in one ring the slot after its values, in two rings the same slot."""
         return self.following(v_slot) if self.has_one_ring else v_slot
 
     def next_values(self, v_slot: Any) -> Any:
@@ -891,7 +892,7 @@ def _dq_allocations(spec: AttentionSpec, config: Config, gmem: _Gmem) -> dict[st
         delta_smem=rows,
         v_smem=tile(num_slots, _BLOCK, value_dim),
         k_smem=None if is_square else tile(num_slots, _BLOCK, head_dim),
-        # A consumer has queries of its own, and waits for its own only.
+        # Each consumer waits for its own queries only.
         q_full=plgpu.Barrier(num_arrivals=4, num_barriers=NUM_CONSUMERS),
         v_full=plgpu.Barrier(num_barriers=num_slots),
         v_empty=slot_releases(num_slots, NUM_CONSUMERS, multicast=config.multicast),
@@ -905,7 +906,7 @@ def _dq_allocations(spec: AttentionSpec, config: Config, gmem: _Gmem) -> dict[st
 def _dq_item(spec: AttentionSpec, config: Config, gmem: _Gmem, dq_gmem: Any, smem: _DqSmem, warpgroup: Any) -> _DqItem:
     batch, head = lax.axis_index("batch"), lax.axis_index("head")
     kv_head = lax.div(head, jnp.int32(spec.group_size))
-    # The last block of queries sees the most keys: launch it first.
+    # The last block of queries sees the most keys, so it is launched first.
     q_block = lax.axis_index("q_block")
     q_block = lax.axis_size("q_block") - 1 - q_block if spec.causal else q_block
     cta_rows = NUM_CONSUMERS * _ROWS_PER_CONSUMER
@@ -917,7 +918,7 @@ def _dq_item(spec: AttentionSpec, config: Config, gmem: _Gmem, dq_gmem: Any, sme
 
 
 def _load_keys(item: _DqItem) -> None:
-    """The producer: loads both consumers' queries and output gradients once, and streams keys and values."""
+    """The producer: loads the consumers' queries and output gradients once, then keys and values."""
     plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
     gmem, smem, batch, head = item.gmem, item.smem, item.batch, item.head
     for consumer in range(NUM_CONSUMERS):
@@ -946,7 +947,7 @@ def _compute_dq(item: _DqItem, index: Any) -> None:
     plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
     smem, head_dim = item.smem, item.gmem.q.shape[3]
     my_q = item.q_base + index * _ROWS_PER_CONSUMER
-    # All slots are free, and it is consumer 0's turn.
+    # All slots are free, and consumer 0 has the first turn.
     for slot in range(item.config.dq_num_stages):
         plgpu.barrier_arrive(smem.v_empty.at[slot])
         if not item.has_one_ring:
@@ -974,7 +975,7 @@ def _accumulate_dq(consumer: _DqConsumer, dq_ref: Any) -> None:
         return _ds_of_queries(consumer, dp_ref, s_ref, jnp.int32(0), jnp.int32(item.visited.first))
 
     def step(block: Any, carry: Any) -> Any:
-        """dS of this block, and dQ with the one of the block before."""
+        """Computes dS of this block, and adds the previous block's dS K to dQ."""
         ds, v_slot = carry
         next_slot = item.next_values(v_slot)
 
@@ -1004,9 +1005,9 @@ def _accumulate_dq(consumer: _DqConsumer, dq_ref: Any) -> None:
 
 
 def _multiply_block(consumer: _DqConsumer, dp_ref: Any, s_ref: Any, v_slot: Any) -> None:
-    """Issues dP and S of a block, and passes the turn on."""
+    """Issues dP and S of a block, and passes the turn to the other consumer."""
     item, smem = consumer.item, consumer.item.smem
-    # Descriptors are computed anew for every block: no registers hold these all the while.
+    # Descriptors are computed for every block again, so that they take no registers between blocks.
     mine = lax.optimization_barrier(consumer.index)
     plgpu.barrier_wait(smem.v_full.at[v_slot])
     plgpu.wgmma(dp_ref, smem.dout_smem.at[mine], smem.v_smem.at[v_slot].transpose((1, 0)))
@@ -1016,7 +1017,7 @@ def _multiply_block(consumer: _DqConsumer, dp_ref: Any, s_ref: Any, v_slot: Any)
 
 
 def _ds_of_queries(consumer: _DqConsumer, dp_ref: Any, s_ref: Any, v_slot: Any, block: Any) -> jax.Array:
-    """Waits for dP and S; returns dS in 16 bits."""
+    """Waits for dP and S. Returns dS in 16 bits."""
     item, spec = consumer.item, consumer.item.spec
     plgpu.wgmma_wait(1)
     plgpu.barrier_arrive(item.smem.v_empty.at[v_slot])

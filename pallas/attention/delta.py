@@ -1,8 +1,8 @@
-"""What a fused backward pass of attention begins with, in one kernel: rowsum(dO * O), and zeros for dQ's sum if needed.
+"""The kernel before the fused backward pass: computes rowsum(dO * O), and fills dQ's sum with zeros if needed.
 
-Both are bound by memory: two arrays are read and one of twice their bytes each is written. XLA takes a kernel for
-either, or lets one thread compute a whole sum where a concatenation wants it, which takes seven times as long. A CTA
-has 64 queries of one head, as many as are in flight on an SM at once hide its latency.
+Both are bound by memory: two arrays are read, and one with twice the bytes of each is written. XLA would take a kernel
+for each. Or it would fuse the sums into a concatenation, where one thread computes a whole sum, which takes seven times
+as long. A CTA has 64 queries of one head. An SM holds enough CTAs at once to hide memory latency.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _ROWS = 64
 def row_sums(
     out: Float[Array, "B T N D"], dout: Float[Array, "B T N D"], zeros_dim: int | None
 ) -> tuple[Float32[Array, "B N T"], Float32[Array, "B T N H"] | None]:
-    """Returns the sums of out * dout along D, of more queries than there are in whole blocks, and zeros.
+    """Returns the sums of out * dout along D, with queries padded to whole blocks, and zeros.
 
     Args:
-      out, dout: padded as TMA asks (`pad_heads`).
+      out, dout: padded by `pad_heads`.
       zeros_dim: H, a multiple of 32, or None for no zeros.
     """
     batch, num_queries, num_heads, _ = out.shape
@@ -52,7 +52,7 @@ def row_sums(
 
 def _kernel(out_gmem: Any, dout_gmem: Any, sums_gmem: Any, zeros_gmem: Any = None) -> None:
     columns, zeros_dim = out_gmem.shape[3], 0 if zeros_gmem is None else zeros_gmem.shape[3]
-    # What is multiplied and summed at once, and a tile of zeros.
+    # Columns that are multiplied and summed at once, and columns of a tile of zeros.
     span, zeros_span = swizzle_span(columns), swizzle_span(zeros_dim)
     batch, block, head = (lax.axis_index(name) for name in ("batch", "block", "head"))
     rows = pl.ds(block * _ROWS, _ROWS)

@@ -23,8 +23,8 @@ __all__ = [
     "transforms_of",
 ]
 
-#: A (rows, columns) tile of 32-bit values in shared memory, as TMA reads it without bank conflicts.
-#: (JAX gives the two transforms an abstract method that it never implements.)
+#: Transforms of a (rows, columns) tile of 32-bit values in shared memory: TMA reads it without bank conflicts.
+#: (The two classes have an abstract method that JAX never implements.)
 TRANSFORMS_FLOAT32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 #: Layouts in registers: an accumulator, and one value for each of its rows or columns.
 TILE = plgpu.Layout.WGMMA
@@ -33,24 +33,25 @@ COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
 
 def swizzle_span(*columns: int) -> int:
-    """How many 16-bit columns of tiles of so many each are swizzled together: 64, or 32 where these are not whole."""
+    """The 16-bit columns in a swizzle span that divides all of `columns`: 64, or 32."""
     return math.gcd(64, *columns)
 
 
 def transforms_of(*columns: int) -> tuple[Any, ...]:
-    """Of a (rows, columns) tile of 16-bit values in shared memory, as wgmma and TMA read it without bank conflicts.
+    """Transforms of a (rows, columns) tile of 16-bit values in shared memory, for wgmma and TMA without bank conflicts.
 
     Args:
-      columns: the tile's, and those of tiles that it is multiplied by: the operands of a product are swizzled alike.
+      columns: the columns of the tile, and of the tiles that it is multiplied by. Operands of a product need the same
+        swizzle.
     """
     span = swizzle_span(*columns)
     return plgpu.TilingTransform((8, span)), plgpu.SwizzleTransform(2 * span)  # pyright: ignore[reportAbstractUsage]
 
 
 def scale_rows(tile: jax.Array, factors: jax.Array) -> jax.Array:
-    """tile * factors[:, None], in `TILE` and `ROWS`; a warp passes over it if all factors of its rows are 1.
+    """tile * factors[:, None], in `TILE` and `ROWS`. A warp skips it if the factors of all its rows are 1.
 
-    Branches of Pallas take a scalar, which all 128 threads would first have to agree on.
+    This is MLIR, because a branch in Pallas needs a scalar on which all 128 threads agree.
     """
     like_tile = plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=TILE)
     inline: Any = plgpu.inline_mgpu(arg_types=(TILE, ROWS), return_type=like_tile)
@@ -58,7 +59,7 @@ def scale_rows(tile: jax.Array, factors: jax.Array) -> jax.Array:
 
 
 def _scale_rows(ctx: Any, tile: Any, factors: Any) -> Any:
-    """`scale_rows` in MLIR, of a thread's registers."""
+    """`scale_rows` in MLIR, on a thread's registers."""
     del ctx
     one, all_lanes = mgpu.c(1.0, ir.F32Type.get()), mgpu.c(0xFFFFFFFF, ir.IntegerType.get_signless(32))
     values = [vector.extract(register, [], [0]) for register in factors.registers.flat]

@@ -40,20 +40,20 @@ def mask(
     *,
     keys_in_rows: bool = False,
 ) -> jax.Array:
-    """Sets the logits of keys a query does not see to -inf, in the blocks that have any.
+    """Sets the logits of masked pairs to -inf, if the block has any.
 
     Args:
-      s: logits of a block of queries and one of keys.
-      query_start: place in the sequence of the block's first query.
+      s: logits of a block of queries and a block of keys.
+      query_start: position of the block's first query in the sequence.
       key_start: index of the block's first key.
-      keys_in_rows: whether s is (keys, queries) rather than (queries, keys). Its rows beyond the last key
-        are then left as they are: each is on its own, and none is stored.
+      keys_in_rows: whether s is (keys, queries) instead of (queries, keys). Rows past the last key are then not masked:
+        they affect no other row, and are not stored.
     """
     key_axis = 0 if keys_in_rows else 1
     num_keys, block_kv = spec.k.shape[1], s.shape[key_axis]
     if not spec.causal and (num_keys % block_kv == 0 or keys_in_rows):
         return s
-    # The block's first query sees the fewest keys.
+    # The first query of the block sees the fewest keys.
     last_seen = jnp.minimum(query_start, num_keys - 1) if spec.causal else num_keys - 1
     hide = functools.partial(
         hide_unseen, spec=spec, query_start=query_start, key_start=key_start, keys_in_rows=keys_in_rows
@@ -70,11 +70,11 @@ def hide_unseen(
     keys_in_rows: bool = False,
     key_end: jax.Array | int | None = None,
 ) -> jax.Array:
-    """As `mask`, in any block, and with all terms and the lengths too: compares every place.
+    """Like `mask`, but for any block, with all mask terms and key lengths. Compares every position.
 
     Args:
-      key_end: how many keys there are, where lengths are given. With keys in rows those beyond it are hidden, too, and
-        none if it is None.
+      key_end: the number of keys, if lengths are given. With keys in rows, rows past it are masked, too; none if it is
+        None.
     """
     num_keys, columns = spec.k.shape[1], 8
     rows = plgpu.broadcasted_iota(jnp.int32, (s.shape[0], columns), 0, layout=TILE)
@@ -82,7 +82,7 @@ def hide_unseen(
     left, right = spec.band.left, spec.band.right
     first_row, first_column = (key_start, query_start) if keys_in_rows else (query_start, key_start)
     places = (rows + first_row, column + first_column) if spec.own_masks else None
-    # From and up to which of eight columns, counted from the block's first ones, places are seen.
+    # In each group of eight columns: the first and the last visible column, counted from the block's first column.
     seen_from = seen_until = None
     if keys_in_rows:
         rows += key_start
@@ -118,15 +118,15 @@ def hide_unseen(
                 part = jnp.where(term.visible(query, key), part, -math.inf)
         return part
 
-    # Of eight columns a thread has the same two, whichever eight these are: it compares four numbers with constants.
-    # (LLVM keeps the numbers of all the columns in registers, throughout the loop, where it sees them.)
+    # A thread has the same two columns of every group of eight, so it compares four numbers with constants. (If the
+    # indices of all columns were computed, LLVM would keep them in registers throughout the loop.)
     return jnp.concatenate([show(first) for first in range(0, s.shape[1], columns)], axis=1)
 
 
 def hide_other_segments(s: jax.Array, row_ids: Any, column_ids: Any) -> jax.Array:
-    """Hides the logits of rows and columns, queries and keys or the other way round, whose ids differ.
+    """Masks the logits whose row and column have different segment ids.
 
-    Takes references to the block's ids.
+    Rows are queries and columns keys, or vice versa. `row_ids` and `column_ids` refer to the ids of the block.
     """
     columns = 8
     of_rows = lax.broadcast_in_dim(plgpu.load(row_ids, layout=ROWS, optimized=False), (s.shape[0], columns), [0])
@@ -140,22 +140,22 @@ def hide_other_segments(s: jax.Array, row_ids: Any, column_ids: Any) -> jax.Arra
 
 
 def round_logit_gradients(ds: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """dS in 16 bits. In float16, which ends at 65504, it is scaled before; else what is computed of it, afterwards."""
+    """Rounds dS to 16 bits. In float16 (at most 65504) it is scaled first; else `gradient_scale` applies afterwards."""
     return (ds * spec.scale if spec.q.dtype == jnp.float16 else ds).astype(spec.q.dtype)
 
 
 def gradient_scale(spec: AttentionSpec) -> float:
-    """What dS K and dS^T Q of rounded dS lack."""
+    """The factor by which dS K and dS^T Q must still be multiplied."""
     return 1.0 if spec.q.dtype == jnp.float16 else spec.scale
 
 
 def change(s: jax.Array, spec: AttentionSpec, starts: Starts) -> jax.Array:
-    """Logits after the score terms, times log2(e): what exp2 takes.
+    """Logits after the score terms, times log2(e), for exp2.
 
     Args:
       s: (queries, keys), without the scale.
-      starts: returns the place of the block's first query in the sequence and the index of its first key. It is called
-        if a term asks for them.
+      starts: returns the position of the block's first query in the sequence, and the index of its first key. It is
+        called only if a term needs them.
     """
     if _caps_only(spec):
         return _cap(s, spec)
@@ -168,7 +168,7 @@ def change(s: jax.Array, spec: AttentionSpec, starts: Starts) -> jax.Array:
 def change_and_slope(
     s: jax.Array, spec: AttentionSpec, starts: Starts, *, keys_in_rows: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """`change` of logits that are masked already, and its derivative by the scaled logits."""
+    """`change` of masked logits, and its derivative by the scaled logits."""
     if _caps_only(spec):
         return _cap_and_slope(s, spec)
     hidden = s == -math.inf
@@ -185,27 +185,28 @@ def _caps_only(spec: AttentionSpec) -> bool:
 
 
 def _places(s: jax.Array, query_start: Any, key_start: Any, *, keys_in_rows: bool) -> tuple[jax.Array, jax.Array]:
-    """The place of each logit's query in the sequence, and the index of its key."""
+    """The position of each logit's query in the sequence, and the index of its key."""
     rows, columns = (plgpu.broadcasted_iota(jnp.int32, s.shape, axis, layout=TILE) for axis in (0, 1))
     query, key = (columns, rows) if keys_in_rows else (rows, columns)
     return query + query_start, key + key_start
 
 
 def _cap(s: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """The soft cap of logits that lack their scale, times log2(e): what exp2 takes.
+    """The soft cap of unscaled logits, times log2(e), for exp2.
 
-    tanh x is 1 - 2 / (1 + e^2x), off by 2^-21 at most; the chip's own tanh is off by 2^-11, which a cap of some tens
-    makes a percent of a probability. 1 / x is the square of rsqrt(x): one instruction, where a division is a dozen.
+    tanh x is computed as 1 - 2 / (1 + e^2x), with an error of at most 2^-21. The chip's own tanh has an error of 2^-11:
+    with a cap of some tens that is a percent of a probability. 1 / y is rsqrt(y)²: one special instruction, where a
+    division takes a dozen instructions.
     """
     return _capped(_inverse(1.0 + jnp.exp2(s * _exponent(spec))), spec)
 
 
 def _cap_and_slope(s: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
-    """`_cap`, and 1 - tanh² x, the cap's derivative by the scaled logits.
+    """`_cap`, and its derivative by the scaled logits, 1 - tanh² x.
 
-    It is 4 e^2x / (1 + e^2x)²: where tanh is almost 1, the difference has no digits left.
+    The derivative is computed as 4 e^2x / (1 + e^2x)², because 1 - tanh² has no digits left if tanh is almost 1.
     """
-    power = jnp.exp2(jnp.minimum(s * _exponent(spec), 60.0))  # Its square is finite; tanh is 1 long before.
+    power = jnp.exp2(jnp.minimum(s * _exponent(spec), 60.0))  # Keeps the square finite; tanh is 1 long before.
     inverse = _inverse(1.0 + power)
     return _capped(inverse, spec), 4.0 * power * (inverse * inverse)
 

@@ -1,7 +1,7 @@
-"""What queries that see no key get, the mean of all values of their head: written into a finished output, in place.
+"""Writes the output of queries that see no key, the mean of all values of their head, into a finished output.
 
-Few batch elements have such queries, most often none; of the others nothing is read or written. A CTA has some columns
-of a query head.
+Usually few or no batch elements have such queries. The kernel neither reads nor writes the other batch elements. A CTA
+has some columns of a query head.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def fill_in_means(
     v: Float[Array, "B S K D"],
     inputs: dict[str, jax.Array],
 ) -> Float[Array, "B T N D"]:
-    """Returns out with the means of v along S where a query, not padding, sees no key: where its lse says so.
+    """Returns out, with the mean of v along S in the rows of queries that see no key. Padding queries are left out.
 
     Args:
-      out, v: padded as TMA asks (`pad_heads`), v with zeros.
-      lse: of whole blocks of 64 queries.
-      inputs: the optional operands as kernels read them.
+      out, v: padded by `pad_heads`, v with zeros.
+      lse: padded to whole blocks of 64 queries. It is at most `MASKED_LOGIT` / 2 if a query sees no key.
+      inputs: the optional operands as kernels read them (`kernel_inputs`).
     """
     batch, _, num_heads, columns = out.shape
-    if blind_are_scattered(spec):  # All heads see the same.
+    if blind_are_scattered(spec):  # All heads have the same masks.
         is_blind = (lse[:, 0, : spec.q.shape[1]] <= MASKED_LOGIT / 2) & queries_inside(spec, inputs)
         inputs = inputs | {"blind": is_blind.any(axis=1).astype(jnp.int32)}
     ref = jax.new_ref(out)
@@ -68,9 +68,9 @@ def _kernel(out_gmem: Any, lse_gmem: Any, v_gmem: Any, inputs: dict[str, Any], *
     query_end, key_end = ends_of(spec, inputs, batch, offset)
     is_scattered = blind_are_scattered(spec)
     first = jnp.where(inputs["blind"][batch] != 0, 0, query_end) if is_scattered else first_blind(spec, key_end)
-    # From here on queries are those of the array.
+    # From here on, queries are counted from the beginning of the array.
     first, end = jnp.maximum(first - offset, 0), query_end - offset
-    # JAX refuses slices that it sees end beyond the array, as the last block may: hide where they start.
+    # JAX refuses slices that end beyond the array, as the last block may. A traced start prevents that check.
     rows_of = lambda block: pl.ds(batch * 0 + block * _ROWS, _ROWS)
 
     def scope(v_smem: Any, mean_smem: Any, mixed_smem: Any, full: Any, mixed_full: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which CTA does which work item, and the figures of the cost models."""
+"""Assigns work items to CTAs, and has the figures of the cost models."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ __all__ = [
     "visible_pairs",
 ]
 
-# Rough figures of an H200 for the cost models: bf16 FLOP/s that one SM can reach, and what it takes to begin and to
-# end one CTA's work.
+# Rough figures of an H200 for the cost models: bf16 FLOP/s of one SM, and the time to start and to end a CTA.
 FLOPS_PER_SM = 6.2e12
 LAUNCH_SECONDS = 2.0e-6
 
 
 def visible_pairs(spec: AttentionSpec) -> float:
-    """The share of (query, key) pairs that a kernel visits: with a causal mask about half of a square."""
+    """The share of (query, key) pairs that a kernel visits: about half with a causal mask, else all."""
     num_queries, num_keys = spec.q.shape[1], spec.k.shape[1]
     if not spec.causal:
         return 1.0
@@ -43,10 +42,10 @@ def visible_pairs(spec: AttentionSpec) -> float:
 
 
 def num_even_ctas(durations: Collection[float], num_ctas: int) -> int:
-    """As many CTAs, at most, as have a use: of items of equal duration as few as end at the same time.
+    """The number of CTAs, at most `num_ctas`. For equal items: the smallest that needs the same number of waves.
 
-    Of 2048 for 132 CTAs 16 each for 128, which then begin the same sets of heads together, and find each other's blocks
-    in L2.
+    Example: 2048 items on 132 SMs take 16 waves, and so do 128 CTAs with 16 items each. The 128 CTAs begin the same
+    sets of heads together, and share their blocks in L2.
     """
     num_ctas = min(len(durations), num_ctas)
     if len(set(durations)) == 1:
@@ -57,15 +56,17 @@ def num_even_ctas(durations: Collection[float], num_ctas: int) -> int:
 def balanced_plan(
     items: Sequence[tuple[int, float]], num_ctas: int, ctas: Callable[[int], range] | None = None
 ) -> tuple[np.ndarray, float]:
-    """A row for each CTA of a grid: how many items it has, their numbers, and one that stands for none; and how long
-    the last CTA takes.
-
-    Each item goes to the CTA that has least to do so far.
+    """Assigns each item, in order, to the CTA with the least work so far.
 
     Args:
-      items: numbers and durations, in the order in which they are begun.
-      num_ctas: how many there are at most (`num_even_ctas`).
-      ctas: which of these an item's number may have; what may have one only counts from the beginning.
+      items: numbers and durations, in the order in which they are started.
+      num_ctas: the largest number of CTAs (see `num_even_ctas`).
+      ctas: number of an item -> the CTAs that may take it. Items that only one CTA may take count as its work from the
+        beginning.
+
+    Returns:
+      A row for each CTA: the number of its items, their numbers, and padding (at least one entry, for the prefetch past
+      the last item); and the duration of the longest CTA.
     """
     num_ctas = num_even_ctas([duration for _, duration in items], num_ctas)
     loads, taken = np.zeros(num_ctas), [list[int]() for _ in range(num_ctas)]
@@ -85,22 +86,22 @@ def balanced_plan(
 
 
 def planned_offset(spec: AttentionSpec) -> int:
-    """The first query's place in plans and models: where queries are a part of the sequence, one in the middle."""
+    """The first query's position for plans and models. If queries are a part of the sequence, one in its middle."""
     return max(0, spec.k.shape[1] - spec.q.shape[1]) // 2 if spec.query_offset else 0
 
 
 def count_up(counter: Any, before: Any) -> None:
-    """Adds 1 to a counter in global memory; writes to shared memory what it was."""
+    """Adds 1 to a counter in global memory, and writes its old value to shared memory."""
     inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     inline(_count_up)(counter, before)
 
 
 def _count_up(ctx: Any, counter: Any, before: Any) -> None:
-    """`count_up` in MLIR: one thread counts, and the warpgroup waits for it."""
+    """`count_up` in MLIR: one thread increments, and the warpgroup waits for it."""
     del ctx
     one = mgpu.c(1, ir.IntegerType.get_signless(32))
     with mgpu.single_thread(mgpu.ThreadSubset.WARPGROUP):
-        # Nothing else is told by it: no order with other accesses.
+        # The counter orders no other accesses, so it can be relaxed.
         relaxed: Any = dict(ordering=llvm.AtomicOrdering.monotonic, syncscope="device")
         memref.store(llvm.atomicrmw(llvm.AtomicBinOp.add, memref_ptr(counter), one, **relaxed), before, [])
     mgpu.warpgroup_barrier()

@@ -1,4 +1,4 @@
-"""What the attention kernels share of their rings of buffers: warpgroups, barriers and clusters."""
+"""Warpgroups, ring barriers and clusters, shared by the attention kernels."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ __all__ = [
     "slot_releases",
 ]
 
-#: Consumer warpgroups of a CTA; the producer is one more.
+#: Consumer warpgroups of a CTA. The producer is another warpgroup.
 NUM_CONSUMERS = 2
-#: Registers each producer thread keeps; the consumers share the rest.
+#: Registers of a producer thread; the consumers get the rest.
 PRODUCER_REGISTERS = 24
-#: What barriers and the alignment of buffers to 1 KB add to the buffers' own bytes, at most: where JAX emits the
-#: pipelines, and where a kernel has rings of its own.
+#: Upper bounds of the shared memory for barriers and for the alignment of buffers to 1 KB: if JAX emits the pipelines,
+#: and if a kernel has its own rings.
 BARRIER_BYTES = 4096
 RING_BARRIER_BYTES = 1024
 
 
 def slot_releases(num_slots: int, num_consumers: int, *, multicast: bool) -> Any:
-    """Barriers that all consumers arrive at; in a cluster those of both CTAs, whose producers both write the slot."""
+    """Barriers at which all consumers arrive. In a cluster, those of both CTAs: both producers write the slot."""
     if multicast:
         return plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=num_consumers, num_barriers=num_slots)
     return plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_slots)
 
 
 def cluster_end(num_consumers: int, *, multicast: bool) -> Any:
-    """The neighbour still releases slots of our ring, by barriers in our shared memory: nobody leaves first."""
+    """The barrier at the end of a cluster. A CTA must not exit while its neighbour arrives at its barriers."""
     if multicast:
         return plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=num_consumers + 1)
     return None
 
 
 def leave_cluster(end: Any) -> None:
-    """Waits for the others at `cluster_end`'s barrier, if there are any."""
+    """Waits at the barrier of `cluster_end`, if there is one."""
     if end is not None:
         plgpu.barrier_arrive(end)
         plgpu.barrier_wait(end)

@@ -1,4 +1,4 @@
-"""Which blocks of keys and of queries an attention kernel visits, and which of these it must mask.
+"""The ranges of key and query blocks that an attention kernel visits, and the blocks that it must mask.
 
 The ranges come from the terms of the spec (`jaxkernels.ops.attention.terms`), from the lengths, and from the segments.
 """
@@ -40,13 +40,13 @@ __all__ = [
 
 
 def keys_seen_by_any(spec: AttentionSpec, query_start: Any, query_end: Any, key_end: Any) -> tuple[Any, Any]:
-    """The keys that some query of a range sees."""
+    """The range of keys that some query of a range sees."""
     ranges = [term.keys_seen_by_any(query_start, query_end, key_end) for term in spec.index_terms]
     return _intersection(ranges) if ranges else (0, key_end)
 
 
 def keys_seen_by_all(spec: AttentionSpec, query_start: Any, query_end: Any, key_end: Any) -> tuple[Any, Any]:
-    """The keys that every query of a range sees."""
+    """The range of keys that every query of a range sees."""
     ranges = [term.keys_seen_by_all(query_start, query_end, key_end) for term in spec.index_terms]
     return _intersection(ranges) if ranges else (0, key_end)
 
@@ -77,32 +77,32 @@ def _quotient(x: Any, block: int) -> Any:
 
 
 def blocks_of(start: Any, end: Any, block: int) -> tuple[Any, Any]:
-    """The blocks that have any of a range that does not begin before 0."""
+    """The blocks that overlap a range. The range must not begin before 0."""
     return _quotient(start, block), _quotient(end + block - 1, block)
 
 
 def blocks_within(start: Any, end: Any, block: int) -> tuple[Any, Any]:
-    """The blocks that lie wholly inside a range that does not begin before 0."""
+    """The blocks wholly inside a range. The range must not begin before 0."""
     return _quotient(start + block - 1, block), _quotient(end, block)
 
 
 def is_known_at_run_time(spec: AttentionSpec) -> bool:
-    """Whether arrays tell which blocks are visited."""
+    """Whether the visited blocks depend on arrays, and so are known at run time only."""
     return spec.query_lengths or spec.key_lengths or spec.segments
 
 
 def hides_by_causality_alone(spec: AttentionSpec) -> bool:
-    """Whether nothing but a causal mask hides keys."""
+    """Whether there is no mask, or a causal mask only."""
     return not (spec.window or is_known_at_run_time(spec) or spec.own_masks)
 
 
 def looks_back(spec: AttentionSpec) -> bool:
-    """Whether the first keys may be hidden from later queries."""
+    """Whether the first keys may be masked for later queries."""
     return spec.band.left is not None or bool(spec.own_masks)
 
 
 def may_see_nothing(spec: AttentionSpec) -> bool:
-    """Whether there may be queries, not padding, that see no key."""
+    """Whether queries other than padding may see no key."""
     left = spec.band.left
     is_left_behind = left is not None and (spec.query_offset or spec.q.shape[1] - 1 - left >= spec.k.shape[1])
     sees_itself = spec.self_segments and spec.q.shape[1] == spec.k.shape[1] and not spec.query_offset
@@ -112,19 +112,19 @@ def may_see_nothing(spec: AttentionSpec) -> bool:
 
 
 def blind_are_scattered(spec: AttentionSpec) -> bool:
-    """Whether queries that see no key may be anywhere, rather than all from some place on (`first_blind`)."""
+    """Whether queries that see no key may be anywhere, instead of all from `first_blind` on."""
     return spec.segments or bool(spec.own_masks)
 
 
 def first_blind(spec: AttentionSpec, key_end: jax.Array) -> jax.Array:
-    """From which place on queries see no key, for the window and the lengths: segments aside."""
+    """The position from which on queries see no key, by the window and the lengths (segments are ignored)."""
     left = spec.band.left
     beyond_keys = jnp.iinfo(jnp.int32).max if left is None else key_end + left
     return jnp.where(key_end <= 0, 0, beyond_keys)
 
 
 def queries_inside(spec: AttentionSpec, extras: dict[str, jax.Array]) -> Bool[Array, "B T"]:
-    """Which queries are not padding."""
+    """True for queries that are not padding."""
     batch, num_queries = spec.q.shape[:2]
     if not spec.query_lengths:
         return jnp.ones((batch, num_queries), bool)
@@ -133,7 +133,7 @@ def queries_inside(spec: AttentionSpec, extras: dict[str, jax.Array]) -> Bool[Ar
 
 
 def keys_inside(spec: AttentionSpec, extras: dict[str, jax.Array]) -> Bool[Array, "B S"]:
-    """Which keys are not padding."""
+    """True for keys that are not padding."""
     batch, num_keys = spec.k.shape[:2]
     if not spec.key_lengths:
         return jnp.ones((batch, num_keys), bool)
@@ -143,14 +143,14 @@ def keys_inside(spec: AttentionSpec, extras: dict[str, jax.Array]) -> Bool[Array
 def _pairs_of_blocks(
     spec: AttentionSpec, block_q: int, block_kv: int, extras: dict[str, jax.Array]
 ) -> tuple[Bool[Array, "B Q K"], Bool[Array, "B Q K"]]:
-    """Which blocks of queries and of keys may share a segment, and which are of one and the same.
+    """Two masks of (query block, key block) pairs: blocks may share a segment; both are wholly in the same segment.
 
-    They may share one where the spans of their ids meet: of documents packed one after the other those are the ones
-    that do.
+    Blocks may share a segment if the ranges of their ids overlap. For documents packed one after the other this is
+    exact.
     """
 
     def spans(ids: jax.Array, is_real: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-        """The least and the largest id of each block; the wrong way round where there is none."""
+        """The smallest and the largest id of each block. In a block of padding, smallest > largest."""
         info = jnp.iinfo(jnp.int32)
 
         def blocks(filler: int) -> jax.Array:
@@ -170,10 +170,10 @@ def _pairs_of_blocks(
 
 
 def _spans_of_blocks(meets: Bool[Array, "B X Y"], is_one: Bool[Array, "B X Y"]) -> list[Int32[Array, "B X"]]:
-    """Along Y: the first block that meets and the end of these, the first of a run that is one, and the run's end.
+    """Along Y: first and end of the blocks in `meets`; first and end of a run of blocks in `is_one`.
 
-    Of several runs, as there are of ids in no order, it is the first block of the first. All reductions are of the same
-    arrays, which XLA makes one kernel.
+    If `is_one` has several runs (ids in no order), the result is the first block of the first run. All reductions read
+    the same arrays, so XLA fuses them into one kernel.
     """
     num_blocks = meets.shape[2]
     block = jnp.arange(num_blocks, dtype=jnp.int32)
@@ -189,14 +189,14 @@ def _spans_of_blocks(meets: Bool[Array, "B X Y"], is_one: Bool[Array, "B X Y"]) 
 def segment_key_blocks(
     spec: AttentionSpec, block_q: int, block_kv: int, extras: dict[str, jax.Array]
 ) -> Int32[Array, "B Q 4"]:
-    """What the segments leave of the keys, for each block of queries; computed by XLA before the kernel.
+    """The range of key blocks for each block of queries, from the segment ids. XLA computes it before the kernel runs.
 
     Args:
       extras: the optional operands by name.
 
     Returns:
-      For each block of queries: the first block of keys that may be seen and the end of these; the first of a run of
-      blocks in which all ids are those of the queries, and the run's end.
+      For each block of queries: first and end of the key blocks that may be visible; first and end of a run of key
+      blocks that need no mask, because all their ids equal the one id of the queries.
     """
     return jnp.stack(_spans_of_blocks(*_pairs_of_blocks(spec, block_q, block_kv, extras)), axis=2).astype(jnp.int32)
 
@@ -204,13 +204,13 @@ def segment_key_blocks(
 def segment_query_blocks(
     spec: AttentionSpec, block_q: int, block_kv: int, extras: dict[str, jax.Array]
 ) -> Int32[Array, "B K 4"]:
-    """What the segments leave of the queries, for each block of keys: as `segment_key_blocks`."""
+    """The range of query blocks for each block of keys, like `segment_key_blocks`."""
     pairs = (jnp.swapaxes(x, 1, 2) for x in _pairs_of_blocks(spec, block_q, block_kv, extras))
     return jnp.stack(_spans_of_blocks(*pairs), axis=2).astype(jnp.int32)
 
 
 def kernel_inputs(extras: dict[str, jax.Array], block_q: int, block_kv: int) -> dict[str, jax.Array]:
-    """The optional operands as kernels read them, by name: the offset in an array, ids padded to whole blocks."""
+    """The optional operands as kernels read them: the offset in an array, ids padded to whole blocks."""
     inputs = dict(extras)
     if "query_offset" in inputs:
         inputs["query_offset"] = inputs["query_offset"].reshape(1)
@@ -221,12 +221,12 @@ def kernel_inputs(extras: dict[str, jax.Array], block_q: int, block_kv: int) -> 
 
 
 def query_offset(inputs: dict[str, Any]) -> jax.Array:
-    """The first query's place in the sequence, for masks that count from its start, in a kernel."""
+    """The position of the first query in the sequence. Called in a kernel."""
     return inputs["query_offset"][0] if "query_offset" in inputs else jnp.int32(0)
 
 
 def ends_of(spec: AttentionSpec, inputs: dict[str, Any], batch: Any, offset: jax.Array) -> tuple[Any, Any]:
-    """Where the queries end, a place in the sequence, and the keys, in a kernel."""
+    """The ends of queries (a position in the sequence) and of keys. Called in a kernel."""
     query_end, key_end = spec.q.shape[1] + offset, jnp.int32(spec.k.shape[1])
     if spec.query_lengths:
         query_end = jnp.clip(inputs["query_lengths"][batch], 0, query_end)
@@ -236,7 +236,7 @@ def ends_of(spec: AttentionSpec, inputs: dict[str, Any], batch: Any, offset: jax
 
 
 def key_iters(spec: AttentionSpec, queries_end: jax.Array, block_kv: int) -> Any:
-    """How many blocks of keys the queries before `queries_end` (offset included) see any of."""
+    """The number of key blocks that the queries before `queries_end` see. `queries_end` includes the offset."""
     num_keys = spec.k.shape[1]
     if not spec.causal:
         return -(-num_keys // block_kv)

@@ -1,13 +1,14 @@
 """Matrix product on Hopper tensor cores, with its epilogue, in Pallas Mosaic GPU.
 
-Algorithm. A persistent grid walks the output tiles in an order that keeps operands in L2 (a planar
-snake). One producer warpgroup streams blocks of both operands, described by BlockSpecs, through a ring of
-shared memory slots, and two consumer warpgroups multiply them with wgmma, each accumulating its half of
-the tile in float32 registers. The ring never stops: the producer is tiles ahead, as far as slots are free
-(JAX's `emit_pipeline_warp_specialized` makes a pipeline of each tile, which fills and drains). The epilogue
-(alpha, bias, activation, residual) works on the accumulators; results leave through a small swizzled staging
-buffer by TMA. Pieces for which there are registers wait for that, as 16 bits, until the next tile's first
-products are under way.
+Algorithm. A persistent grid processes the output tiles in an order that keeps operands in L2 (a planar snake). A
+producer warpgroup loads blocks of both operands, described by BlockSpecs, into a ring of shared memory slots. Two
+consumer warpgroups multiply them with wgmma; each accumulates half of the tile in float32 registers. The ring continues
+across tiles: the producer runs ahead while slots are free. (JAX's `emit_pipeline_warp_specialized` fills and drains its
+pipeline for each tile.)
+
+The epilogue (alpha, bias, activation, residual) works on the accumulators. TMA stores the results from a small swizzled
+staging buffer. As many pieces as the registers can hold, in 16 bits, are stored later: during the first products of the
+next tile.
 
     tile (block_m x block_n), split along m            split along n
     +-----------------------+                          +-----------+-----------+
@@ -16,10 +17,9 @@ products are under way.
     |       consumer1       |                          +-----------+-----------+
     +-----------------------+
 
-Operands lie in memory as "mk" or "km" and "kn" or "nk"; wgmma reads either orientation of 16-bit types
-from shared memory, so no layout is copied. TMA fills what a block reads beyond an array's edge with
-zeros and drops what it would write there. It cannot take rows that are not whole 16-byte units, and
-Mosaic tiles rows by 8 and contiguous dimensions by 64: other sizes are padded by XLA first.
+Operands are stored as "mk" or "km" and "kn" or "nk". wgmma reads both orientations of 16-bit types from shared memory,
+so no layout needs a copy. Past the edge of an array TMA reads zeros and writes nothing. TMA needs rows of whole 16-byte
+units, and Mosaic tiles rows by 8 and contiguous dimensions by 64. XLA pads other sizes first.
 
 Source: structure after JAX's hopper_matmul_mgpu; ladder and figures: docs/pallas-kernels.md.
 """
@@ -53,31 +53,31 @@ _Axis = Literal["m", "n"]
 _NUM_CONSUMERS = 2
 _WARPGROUP = 128
 _SWIZZLE_BYTES = 128
-#: Results are staged in shared memory and sent out in pieces of _STORE_M rows by one swizzle span.
+#: Results are staged in shared memory and stored in pieces of _STORE_M rows by one swizzle span.
 _STORE_M = 64
 _NUM_STORE_SLOTS = 2
-#: Registers of each producer's and consumer's thread.
+#: Registers of a thread of the producer, and of a consumer.
 _PRODUCER_REGISTERS = 40
 _CONSUMER_REGISTERS = 232
-#: Of these, for accumulators and results that wait; with more ptxas spills.
+#: Registers of a consumer's thread for accumulators and deferred results. With more, ptxas spills.
 _MAX_TILE_REGISTERS = 160
 
 
 def _erf(x: jax.Array) -> jax.Array:
-    """The error function to 1.5e-7 (Abramowitz and Stegun 1964, 7.1.26); Mosaic GPU lacks one."""
+    """The error function, with an error of 1.5e-7 (Abramowitz and Stegun 1964, 7.1.26). Mosaic GPU has none."""
     t = 1 / (1 + 0.3275911 * jnp.abs(x))
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
     tail = series * jnp.exp(-x * x)
     return jnp.where(x < 0, tail - 1, 1 - tail)
 
 
-#: Two of jax.nn's definitions stand on what Mosaic cannot lower: relu on a custom_jvp, gelu_erf on erfc.
+#: Mosaic cannot lower two of jax.nn's definitions: relu uses custom_jvp, gelu_erf uses erfc.
 _ACTIVATIONS = ACTIVATIONS | {
     "relu": lambda x: jnp.maximum(x, 0),
     "gelu_erf": lambda x: 0.5 * x * (1 + _erf(x * math.sqrt(0.5))),
 }
 
-#: The kernel counts tiles in 32 bits; a wider strip than the result is no other order.
+#: The kernel counts tiles in 32 bits. A strip wider than the result has the same order as one as wide as the result.
 _MAX_STRIP = 2**16
 
 
@@ -89,13 +89,13 @@ class Config:
       block_m, block_n: output tile of one CTA.
       block_k: depth of one pipeline step.
       num_stages: slots of the operand ring.
-      split: the dimension along which the two consumers divide the tile; None: they take tiles in turn (ping-pong),
-        so that one stores beside the other's products.
+      split: the dimension along which the two consumers divide the tile. None: they take tiles in turn (ping-pong),
+        and one stores during the products of the other.
       cluster: the dimension along which two neighbouring CTAs form a cluster and multicast the operand
         they share, or None.
-      minor: the tile dimension walked first, in strips of `strip` tiles.
+      minor: the dimension along which consecutive tiles lie, in strips of `strip` tiles.
       strip: see `minor`.
-      split_k: parts of k, each a product of its own in float32; XLA adds them up, in order, and applies the epilogue.
+      split_k: the number of parts of k. Each is a product in float32. XLA sums them in order, and applies the epilogue.
       delay_release: 1 keeps one wgmma group in flight and releases a slot one step late; 0 waits for each.
     """
 
@@ -138,7 +138,7 @@ class Config:
         )
 
 
-#: The default is one of these until the model is trusted with the whole space (measured: docs/pallas-kernels.md).
+#: The default is one of these: the model is not accurate enough for the whole space (docs/pallas-kernels.md).
 _CANDIDATES = (
     Config(),
     Config(256, 128),
@@ -154,27 +154,27 @@ _CANDIDATES = (
     Config(64, 128, 128, split="n", delay_release=0, split_k=8),
     Config(64, 128, num_stages=6, split="n", delay_release=0),
 )
-#: Up to this many rows make one tile: two neighbours along n share it.
+#: Up to this many rows are one tile, which two neighbours along n share.
 _SKINNY = 64
 _SKINNY_CANDIDATE = Config(64, 128, 128, split="n", delay_release=0, cluster="n")
 
 # Figures of an H200, fitted to 240 times of 20 shapes (2026-11-21).
-# Of one SM: bf16 FLOP/s, bytes/s from shared memory into the tensor cores and from L2.
+# Rates of one SM: bf16 FLOP/s; bytes/s from shared memory into the tensor cores, and from L2.
 _FLOPS_PER_SM = 8.3e12
 _SMEM_BYTES_PER_SM = 5.2e11
 _L2_BYTES_PER_SM = 1.07e11
-# Seconds: a launch, with the first tile's way; storing a tile of 128 x 256; getting a block that was asked for; a
-# kernel that adds up parts of k.
+# Seconds: a launch, with the load of the first tile; the store of a tile of 128 x 256; the latency of a load; a kernel
+# that sums parts of k.
 _LAUNCH_SECONDS = 1.4e-6
 _STORE_SECONDS = 0.8e-6
 _LOAD_SECONDS = 1.0e-6
 _SUM_SECONDS = 1.2e-6
-#: Times as long as a store takes one with an activation.
+#: The time of a store with an activation, relative to one without.
 _EPILOGUE = 2.0
 #: The share of a deferred piece's store that the next tile's products hide.
 _HIDDEN = 0.6
 
-# The search space: what is tried along each knob, the usual setting first.
+# The search space: the values of each knob, the usual one first.
 _BLOCKS_M = (128, 64, 256)
 _BLOCKS_N = (256, 192, 128, 64)
 _BLOCK_KS = (64, 128)
@@ -183,11 +183,11 @@ _MAX_STAGES = 6
 _PARTS = (2, 4, 8)
 _MIN_SPLIT_STEPS = 4
 _STRIPS = (8, 4, 16)
-#: A consumer's accumulators: 128 registers of each thread. With 256 there is none left for anything else.
+#: The largest tile of a consumer: 128 registers of each thread for accumulators. 256 would leave none for other values.
 _MAX_CONSUMER_TILE = 128 * 128
-#: From this many waves on the last one costs little, and tiles under 128 x 128 read too much.
+#: With this many waves the last one costs little, and tiles smaller than 128 x 128 read too much.
 _MANY_WAVES = 6
-#: What barriers and the alignment of buffers to 1 KB add to the buffers' own bytes, at most.
+#: Upper bound of the shared memory for barriers and for the alignment of buffers to 1 KB.
 _BARRIER_BYTES = 3072
 
 
@@ -201,7 +201,7 @@ def shortlist(spec: MatmulSpec) -> tuple[Config, ...]:
 
 
 def _trimmed(spec: MatmulSpec, config: Config) -> Config:
-    """Without a late release where the ring does not go round."""
+    """The configuration, without a late release if the ring is longer than k."""
     goes_round = pl.cdiv(spec.gemm.k, config.block_k) > config.num_stages
     return config if goes_round else dataclasses.replace(config, delay_release=0)
 
@@ -209,17 +209,17 @@ def _trimmed(spec: MatmulSpec, config: Config) -> Config:
 def search_space(spec: MatmulSpec) -> Iterator[Config]:
     """Yields the tiles and schedules worth measuring.
 
-    - Tiles: {64, 128, 256} x {64, 128, 192, 256}, in halves whose sides are multiples of 64 and whose accumulators
-      fit: along n where there are 64 rows, else along m, as a wgmma of 256 columns reads least. Blocks of 192 or 256
-      only for sizes above 128, of 128 along m for m above 64, of 64 along n for n up to 64 or a tile of 128 rows. With
-      many waves no tile under 128 x 128.
-    - Consumers take tiles of 128 columns in turn where a CTA has two and there is an activation to hide; in the usual
-      walk.
-    - block_k 128 halves the barriers of small tiles: up to 128 x 128, for k above 128.
-    - The deepest ring of up to 6 slots that fits: a shallower one saves memory that nothing else would use.
-    - Clusters where there are two tiles to share an operand; a late release where the ring goes round.
-    - Parts of k where all parts of all tiles run at once, of at least 4 steps each.
-    - Strips and their direction where tiles make more than one wave, and the strip is narrower than the result.
+    - Tiles: {64, 128, 256} x {64, 128, 192, 256}. The sides of a consumer's half are multiples of 64, and its
+      accumulators fit into registers. Tiles of 64 rows are split along n, others along m, because a wgmma of 256
+      columns reads least. Blocks of 192 or 256 only for sizes above 128; blocks of 128 along m for m above 64; blocks
+      of 64 along n for n up to 64, or in a tile of 128 rows. With many waves no tile is smaller than 128 x 128.
+    - Ping-pong: tiles of 128 columns, if a CTA has at least two tiles and there is an activation; in the usual order
+      only.
+    - block_k 128, which halves the barriers: tiles up to 128 x 128, for k above 128.
+    - The deepest ring of up to 6 slots that fits. A shallower ring saves memory that nothing else uses.
+    - Clusters, if two tiles can share an operand; a late release, if k is longer than the ring.
+    - Parts of k of at least 4 steps, if all parts of all tiles run at once.
+    - Strips and their direction, if there is more than one wave, and the strip is narrower than the result.
     """
     g = spec.gemm
     tiles = lambda block_m, block_n: (pl.cdiv(g.m, block_m), pl.cdiv(g.n, block_n))
@@ -253,7 +253,7 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
             if num_tiles(block_m, block_n) * split_k <= spec.target.num_sms and not in_turn
             and pl.cdiv(g.k, block_k) >= _MIN_SPLIT_STEPS * split_k
         ]  # fmt: skip
-        # Without doubles: the usual walk is often one of those added.
+        # dict.fromkeys removes duplicates: the usual order is often among the others.
         for delay_release in dict.fromkeys(_trimmed(spec, config).delay_release * late for late in (1, 0)):
             late = dataclasses.replace(config, delay_release=delay_release)
             for cluster, (minor, strip) in itertools.product(clusters, dict.fromkeys(walks)):
@@ -263,19 +263,20 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
 
 
 def _max_stages(spec: MatmulSpec, block_m: int, block_n: int, block_k: int) -> int:
-    """Slots that fit into shared memory beside the stores' staging buffers (rows of 128 bytes) and the barriers."""
+    """The number of slots that fit into shared memory, beside staging buffers (rows of 128 bytes) and barriers."""
     staging = _NUM_CONSUMERS * _NUM_STORE_SLOTS * _STORE_M * _SWIZZLE_BYTES
     slot = 2 * (block_m + block_n) * block_k
     return (spec.target.smem_bytes - staging - _BARRIER_BYTES) // slot
 
 
 def estimate(spec: MatmulSpec, config: Config) -> float:
-    """Waves of tiles, each step of which is bound by the tensor cores or by getting its operands.
+    """Estimates waves of tiles. A step is bound by the tensor cores or by loading its operands.
 
-    A wgmma of 64 rows reads both of its operands from shared memory, which costs beside the products: fewer columns
-    read more for each FLOP. Blocks come from L2 (the one that a cluster shares is read once for both), for the first
-    time from memory (a wave covers strip x the rest of the SMs' tiles), and no faster than the ring has slots under
-    way. Sums of parts of k are written and read once more, by another kernel.
+    - A wgmma of 64 rows reads both operands from shared memory, which takes time beside the products. With fewer
+      columns it reads more bytes for each FLOP.
+    - Blocks come from L2; a block that a cluster shares is read once for both CTAs. The first time they come from
+      memory; a wave covers strip x (SMs / strip) tiles. The slots of the ring limit the loads in flight.
+    - Parts of k are written, and read again by the kernel that sums them.
     """
     g = spec.gemm
     paired_m, paired_n = (2 if config.cluster == axis else 1 for axis in ("m", "n"))
@@ -302,7 +303,7 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
     waves = hardware.waves(groups, _num_clusters(spec, config))
     steps = pl.cdiv(g.k, config.block_k * config.split_k) * step
     store = _STORE_SECONDS * config.block_m * config.block_n / (128 * 256) * (_EPILOGUE if spec.activation else 1.0)
-    if config.split is None:  # One consumer's stores hide behind the other's products.
+    if config.split is None:  # The stores of one consumer overlap with the products of the other.
         seconds = waves * max(steps, store) + store
     else:
         hidden = store * _HIDDEN * _num_deferred(spec, config) / _num_pieces(spec, config)
@@ -336,7 +337,7 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
 
 
 def _launch(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilogue: jax.Array) -> list[jax.Array]:
-    """Returns (batch?, m, n) results; of parts of k, with the parts in front."""
+    """Returns (batch?, m, n) results. With parts of k, the parts are the first dimension."""
     g = spec.gemm
     lhs, rhs = (_pad(x) for x in spec.fold(lhs, rhs))
     m, n = _padded(g.m, rows=True), _padded(g.n, rows=False)
@@ -344,7 +345,7 @@ def _launch(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *e
     operands = list(epilogue)
     inputs = []
     if spec.bias is not None:
-        # The columns beyond n are dropped with the tile's, but the last tiles read all of theirs.
+        # The last tiles read the bias of all their columns, also past n.
         columns = config.block_n * (2 if config.cluster == "n" else 1)
         inputs.append(jnp.pad(operands.pop(0).astype(jnp.float32), (0, -g.n % columns)))
     if spec.residual is not None:
@@ -360,20 +361,20 @@ def _launch(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *e
         cluster_names=("cluster",),
         num_threads=_NUM_CONSUMERS + 1,
         thread_name="warpgroup",
-        # Approximate exp and tanh are good to about 11 bits: enough for a 16-bit result only.
+        # Approximate exp and tanh have about 11 bits: enough for a 16-bit result only.
         compiler_params=plgpu.CompilerParams(approx_math=spec.out_dtype in halfprecision.INPUTS),
     )
     return [out[..., : g.m, : g.n] for out in kernel(lhs, rhs, *inputs)]
 
 
 def _padded(size: int, *, rows: bool) -> int:
-    """The next size that Mosaic can tile: rows by 8, the contiguous dimension by 64."""
+    """The next size that Mosaic can tile: a multiple of 8 for rows, of 64 for the contiguous dimension."""
     tile = 8 if rows else 64
     return size + -size % tile
 
 
 def _pad(x: jax.Array) -> jax.Array:
-    """Pads a (batch?, rows, columns) array to sizes that can be tiled; usually there is nothing to do."""
+    """Pads a (batch?, rows, columns) array to sizes that can be tiled."""
     *lead, rows, columns = x.shape
     add = (_padded(rows, rows=True) - rows, _padded(columns, rows=False) - columns)
     return jnp.pad(x, ((0, 0),) * len(lead) + ((0, add[0]), (0, add[1]))) if any(add) else x
@@ -382,7 +383,7 @@ def _pad(x: jax.Array) -> jax.Array:
 def _swizzled(columns: int, dtype: Any) -> tuple[Any, ...]:
     """Transforms of a row-major tile in shared memory that wgmma and TMA read without bank conflicts."""
     swizzle = plgpu.find_swizzle(columns * jnp.dtype(dtype).itemsize * 8)
-    # JAX gives the two an abstract method that it never implements.
+    # The two classes have an abstract method that JAX never implements.
     return (plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle))  # pyright: ignore[reportAbstractUsage]
 
 
@@ -391,14 +392,14 @@ class _Loops:
     """Numbers of a kernel that are known before it runs.
 
     Attributes:
-      m_iters, n_iters: tiles of the result, of a whole cluster: two CTAs side by side along `config.cluster`.
+      m_iters, n_iters: tiles of the result along m and n. A tile is that of a whole cluster (two neighbouring CTAs).
       k_iters: steps of a tile.
-      num_tiles: work items of all clusters: every tile of every batch element and part of k.
-      in_turn: 2 if the consumers take tiles in turn, else 1. In turn they wait at barriers of their own, because each
-        misses the phases of the other's tiles.
+      num_tiles: all work items: the tiles of every batch element and part of k.
+      in_turn: 2 if the consumers take tiles in turn (ping-pong), else 1. With ping-pong each consumer has its own
+        barriers, because it misses the phases of the other's tiles.
       store_n: columns of a piece of the result.
       pieces: row and column of each piece in a consumer's part of a tile.
-      num_deferred: how many of the last pieces are stored behind the next tile's first steps.
+      num_deferred: the number of pieces, the last ones, that are stored during the next tile's first steps.
     """
 
     m_iters: int
@@ -428,7 +429,7 @@ class _Loops:
 
     @property
     def num_now(self) -> int:
-        """Pieces that are stored right after their tile's products."""
+        """The number of pieces that are stored right after the tile's products."""
         return len(self.pieces) - self.num_deferred
 
 
@@ -477,7 +478,7 @@ class _Smem:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a tile lies: part of k and batch element, each a tuple of one index or none; tile row and column."""
+    """The position of a tile: part of k and batch element (tuples of one index, or empty), tile row and column."""
 
     part: tuple[Any, ...]
     batch: tuple[Any, ...]
@@ -487,7 +488,7 @@ class _Place:
 
 @dataclasses.dataclass(frozen=True)
 class _Cta:
-    """A CTA's share of the work: the tiles `index`, `index + num_ctas`, ..., which are `num_tiles` in all.
+    """A CTA and its `num_tiles` tiles: `index`, `index + num_ctas`, ...
 
     CTAs are counted along the grid; the CTAs of a cluster have the same index.
     """
@@ -509,7 +510,7 @@ class _Cta:
         in_turn = self.loops.in_turn
         return self.smem.full.at[slot * in_turn + lax.rem(nth, jnp.int32(in_turn))]
 
-    # The slot is carried along: a remainder by a number that is no power of two would slow down every step.
+    # Loops carry the slot index: a remainder by a number that is not a power of two would slow down every step.
 
     def following(self, slot: Any) -> Any:
         return jnp.where(slot == self.config.num_stages - 1, 0, slot + 1)
@@ -549,7 +550,7 @@ class _Consumer:
 
 
 def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: Config) -> None:
-    """Runs on all warpgroups of a CTA: allocates shared memory, and starts the producer and the consumers."""
+    """Allocates shared memory and starts the producer and the consumers. All warpgroups of a CTA run it."""
     gmem = _Gmem.of(spec, lhs_gmem, rhs_gmem, refs)
     loops = _Loops.of(spec, config)
 
@@ -562,7 +563,7 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
         pl.when(is_producer)(lambda: _produce(cta))
         pl.when(jnp.logical_not(is_producer))(lambda: _consume(cta, warpgroup))
         if config.cluster:
-            # The neighbour still releases slots of our ring, by barriers in our shared memory: do not leave first.
+            # The neighbour still arrives at barriers in our shared memory to release slots, so wait for it.
             plgpu.barrier_arrive(cta.smem.cluster_done)
             plgpu.barrier_wait(cta.smem.cluster_done)
 
@@ -580,7 +581,7 @@ def _allocations(spec: MatmulSpec, config: Config, loops: _Loops) -> dict[str, A
         shape = (num_stages, *(size for size in block.block_shape if size is not None))
         return plgpu.SMEM(shape, spec.lhs.dtype, transforms=block.transforms)
 
-    # In a cluster the neighbour's producer writes our slots too.
+    # In a cluster the neighbour's producer also writes our slots.
     in_cluster = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
     has_residual = spec.residual is not None
     return dict(
@@ -600,7 +601,7 @@ def _allocations(spec: MatmulSpec, config: Config, loops: _Loops) -> dict[str, A
 
 
 def _operand_blocks(spec: MatmulSpec, config: Config) -> tuple[Any, Any]:
-    """Blocks of the lhs and the rhs, as they lie in memory: (block x block_k) of a tile's rows or columns."""
+    """Blocks of the lhs and the rhs in their memory layout: (block x block_k) of a tile's rows or columns."""
     g = spec.gemm
 
     def block_of(layout: str, axis: _Axis, block: int) -> Any:
@@ -612,7 +613,7 @@ def _operand_blocks(spec: MatmulSpec, config: Config) -> tuple[Any, Any]:
             index,
             transforms=_swizzled(shape[1], spec.lhs.dtype),
             memory_space=plgpu.SMEM,
-            # CTAs side by side along n work on the same rows, so they share the lhs; along m, the rhs.
+            # CTAs of a cluster along n have the same rows, so they share the lhs; along m they share the rhs.
             collective_axes=("cluster",) if config.cluster not in (None, axis) else (),
         )
 
@@ -620,13 +621,13 @@ def _operand_blocks(spec: MatmulSpec, config: Config) -> tuple[Any, Any]:
 
 
 def _produce(cta: _Cta) -> None:
-    """Streams the blocks of all the CTA's tiles through the ring."""
+    """Loads the blocks of all tiles of the CTA into the ring."""
     plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
     lax.fori_loop(0, cta.num_tiles, functools.partial(_load_tile, cta), jnp.int32(0))
 
 
 def _load_tile(cta: _Cta, nth: Any, slot: Any) -> Any:
-    """Loads the blocks of the CTA's nth tile, the first one into `slot`; returns the slot behind the last one."""
+    """Loads the blocks of the CTA's nth tile, starting with `slot`. Returns the slot after the last block."""
     k_iters, place = cta.loops.k_iters, cta.place(cta.tile(nth))
     first = place.part[0] * k_iters if place.part else 0
     blocks = _operand_blocks(cta.spec, cta.config)
@@ -667,7 +668,7 @@ def _run_tile(consumer: _Consumer, i: Any, carry: tuple[Any, list[jax.Array]]) -
     """Multiplies and stores a consumer's ith tile.
 
     Args:
-      carry: the slot of the tile's first blocks, and the deferred pieces of the tile before.
+      carry: the slot of the tile's first blocks, and the deferred pieces of the previous tile.
     """
     slot, before = carry
     cta, loops = consumer.cta, consumer.cta.loops
@@ -693,10 +694,10 @@ def _run_tile(consumer: _Consumer, i: Any, carry: tuple[Any, list[jax.Array]]) -
 def _multiply_tile(
     consumer: _Consumer, nth: Any, slot: Any, store_deferred: Callable[[int], None]
 ) -> tuple[jax.Array, Any]:
-    """Returns the products of the CTA's nth tile, and the slot behind its last one.
+    """Returns the products of the CTA's nth tile, and the slot after its last block.
 
     Args:
-      store_deferred: called with 0, 1, ... while the products of that step are under way.
+      store_deferred: called with 0, 1, ... while the products of that step run.
     """
     cta, loops = consumer.cta, consumer.cta.loops
 
@@ -719,9 +720,9 @@ def _multiply_tile(
 def _multiply_blocks(
     consumer: _Consumer, acc_ref: Any, full: Any, slot: Any, k: Any, store_deferred: Callable[[], None] | None = None
 ) -> Any:
-    """Adds the product of a slot's blocks, the tile's kth; returns the next slot.
+    """Adds the product of a slot's blocks, the kth of the tile. Returns the next slot.
 
-    With a late release the slot of the step before is released, which the first step does not have.
+    With a late release it releases the slot of the previous step. The first step has none.
     """
     cta, g, is_late = consumer.cta, consumer.cta.spec.gemm, consumer.cta.config.delay_release
     plgpu.barrier_wait(full)
@@ -741,7 +742,7 @@ def _multiply_blocks(
 
 
 def _finish(consumer: _Consumer, acc: jax.Array, tile: Any, piece: int) -> tuple[jax.Array, jax.Array]:
-    """A piece of the products, scaled and with its bias; the same after the activation."""
+    """Returns a piece of the products, scaled and with bias, before and after the activation."""
     spec, store_n = consumer.cta.spec, consumer.cta.loops.store_n
     i, j = consumer.cta.loops.pieces[piece]
     x = acc[i * _STORE_M : (i + 1) * _STORE_M, j * store_n : (j + 1) * store_n]
@@ -755,12 +756,12 @@ def _finish(consumer: _Consumer, acc: jax.Array, tile: Any, piece: int) -> tuple
 
 
 def _store(consumer: _Consumer, x: jax.Array, tile: Any, piece: int, nth_result: int = -1) -> None:
-    """Adds the residual to a piece of a result, by default of the output, and sends it out by TMA."""
+    """Adds the residual to a piece of a result (by default of the output), and stores it by TMA."""
     gmem, smem = consumer.cta.gmem, consumer.cta.smem
     num_results = len(gmem.results)
     nth_result %= num_results
     to, is_inside = _target(consumer, tile, piece)
-    if piece == 0 and nth_result == 0:  # The last tile may have ended on the slot that this one begins with.
+    if piece == 0 and nth_result == 0:  # The previous tile may have ended with the slot that this tile starts with.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     slot = (piece * num_results + nth_result) % _NUM_STORE_SLOTS
     out_gmem = gmem.results[nth_result].at[to]
@@ -780,9 +781,10 @@ def _store(consumer: _Consumer, x: jax.Array, tile: Any, piece: int, nth_result:
 
 
 def _target(consumer: _Consumer, tile: Any, piece: int) -> tuple[Any, Any]:
-    """Where a piece lies in the result, and whether it lies inside; None: TMA drops the columns outside.
+    """The position of a piece in the result, and whether it is inside; None: TMA clips the columns outside.
 
-    Mosaic drops a dimension of a single tile from the copy, and with it the index that lies outside.
+    The check is needed if the result has one tile along n: Mosaic then drops that dimension from the copy, and with it
+    the index that lies outside.
     """
     config, store_n = consumer.cta.config, consumer.cta.loops.store_n
     place = consumer.cta.place(tile)
@@ -795,8 +797,8 @@ def _target(consumer: _Consumer, tile: Any, piece: int) -> tuple[Any, Any]:
 
 
 def _num_deferred(spec: MatmulSpec, config: Config) -> int:
-    """How many pieces of a consumer's part of a tile wait, as 16 bits in registers, to be stored behind the next tile's
-    first steps: as many as there are registers for, where CTAs have a next tile."""
+    """The number of deferred pieces: a consumer keeps them in registers, in 16 bits, and stores them during the first
+    steps of the next tile. As many as fit into the registers; none if CTAs have one tile only."""
     has_next = config.split_k * _num_groups(spec, config) > _num_clusters(spec, config)
     if (
         not has_next
@@ -814,17 +816,17 @@ def _num_deferred(spec: MatmulSpec, config: Config) -> int:
 
 
 def _num_pieces(spec: MatmulSpec, config: Config) -> int:
-    """Pieces in which a consumer's part of a tile is stored."""
+    """The number of pieces of a consumer's part of a tile."""
     return math.prod(config.consumer_tile) * spec.out_dtype.itemsize // (_STORE_M * _SWIZZLE_BYTES)
 
 
 def _num_clusters(spec: MatmulSpec, config: Config) -> int:
-    """How many clusters (or CTAs alone) the chip holds at once."""
+    """The number of clusters (or of CTAs without clusters) that are resident at once."""
     return spec.target.num_sms // (2 if config.cluster else 1)
 
 
 def _num_groups(spec: MatmulSpec, config: Config) -> int:
-    """Tiles of a whole cluster, of one part of k."""
+    """The number of tiles of a whole cluster, in one part of k."""
     paired_m, paired_n = (2 if config.cluster == axis else 1 for axis in ("m", "n"))
     g = spec.gemm
     return (g.batch or 1) * pl.cdiv(g.m, config.block_m * paired_m) * pl.cdiv(g.n, config.block_n * paired_n)

@@ -970,12 +970,12 @@ def test_refuses_what_has_no_kernel_shape() -> None:
     spec = make_spec(8, 8)
     assert attention_forward.unsupported(dataclasses.replace(spec, scale=-1.0)) == "needs a positive scale, got -1.0"
     assert attention_forward.unsupported(make_spec(8, 8, soft_cap=1e5)) == (
-        "tells logits by 2^-21 of the soft cap, up to 1000, got 100000"
+        "soft_cap must be at most 1000: the kernel's tanh resolves 2^-21 of the cap; got 100000"
     )
     assert attention_forward.unsupported(make_spec(0, 8)) == "has no work in an empty attention"
     for lengths in ((2**31, 8), (8, 2**28 + 1)):
         assert attention_forward.unsupported(make_spec(*lengths)) == (
-            f"counts queries and keys in 32 bits and plans each block of them, up to 268435456, got {max(lengths)}"
+            f"needs at most 268435456 queries and keys, got {max(lengths)}"
         )
     assert attention_forward.unsupported(make_spec(2**28, 2**28)) is None
     ampere = dataclasses.replace(spec, target=hardware.lookup("NVIDIA A100-SXM4-80GB"))

@@ -65,7 +65,7 @@ def test_fused_where_the_first_block_of_keys_stores(dim: int, lengths: tuple[int
 def test_the_first_block_of_keys_stores_only_where_all_queries_begin_with_it(rules: dict[str, Any]) -> None:
     spec, config = make_spec(200, 136, **{"heads": (2, 2), **rules}), dataclasses.replace(FUSED[64], stores_first=True)
     operands = [jnp.zeros(x.shape, x.dtype) for x in (spec.q, spec.k, spec.v)]
-    message = "attention_backward[pallas]: stores_first takes no windows, lengths or segments, and with a causal mask "
+    message = "attention_backward[pallas]: stores_first needs a spec without windows, lengths and segments; "
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         attention_backward.run(spec, config, *operands)
     assert not any(config.stores_first for config in attention_backward_fused.search_space(spec))
