@@ -17,13 +17,14 @@ import pathlib
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from jaxkernels.core.folders import cache_root, read_entry, write_entry
+from jaxkernels.ffi import wgmma
 
 __all__ = ["CompileError", "CompiledKernel", "Report", "compile_kernel", "literal", "nvrtc_version"]
 
@@ -117,7 +118,7 @@ def compile_kernel(
         they are with JAX's CUDA packages.
       kernel: the `__global__` function: "copy", or an instance of a template, "gemm<128, 256>".
       filename: what the source is called in messages.
-      headers: text of what the source includes, by name. The engine's own (tma.cuh, ptx.cuh) are found without.
+      headers: text of what the source includes, by name. The engine's own (tma.cuh, wgmma.cuh, ...) are found without.
       defines: macros; True and False become 1 and 0.
       options: further options of NVRTC.
       arch: the architecture of the code.
@@ -279,17 +280,20 @@ _OBSCURE = re.compile(
 
 
 def _with_own_headers(source: str, headers: Mapping[str, str]) -> dict[str, str]:
-    """Adds those of the engine's headers, beside this file, that the source or a header of it includes.
+    """Adds the engine's headers that the source or one of its headers includes.
 
-    One that was given under the same name comes first. Only what is included is part of the cache's key.
+    They are the files beside this one, and the text that wgmma.py writes.
+    A header that was given under the same name comes first. The cache's key covers the included headers only.
     """
-    own = {path.name: path for path in pathlib.Path(__file__).parent.glob("*.cuh")}
+    files = pathlib.Path(__file__).parent.glob("*.cuh")
+    own: dict[str, Callable[[], str]] = {path.name: path.read_text for path in files}
+    own[wgmma.NAME] = wgmma.instructions
     found = dict(headers)
     texts = [source, *headers.values()]
     while texts:
         for name in _INCLUDE.findall(texts.pop()):
             if name in own and name not in found:
-                found[name] = own[name].read_text()
+                found[name] = own[name]()
                 texts.append(found[name])
     return found
 

@@ -1,8 +1,8 @@
-// The PTX instructions of the GEMM beside those of tma.cuh: named barriers, registers, matrices in
-// shared memory, wgmma. One function each, named after the instruction.
+// PTX instructions beside those of tma.cuh and wgmma.cuh: named barriers, registers, matrices in
+// shared memory, types of elements. One function each, named after the instruction.
 //
-// Section names are those of the PTX ISA 8.x manual. Whatever orders memory clobbers "memory", so
-// that the compiler moves no access across it.
+// Section names are those of the PTX ISA 8.x manual. An instruction that orders memory clobbers
+// "memory", so that the compiler moves no access across it.
 
 #pragma once
 
@@ -16,7 +16,7 @@ using tma::u64;
 
 // ---- Named barriers (section "bar") ------------------------------------------------------------
 
-// Of 16 barriers, __syncthreads takes number 0.
+// A block has 16 barriers. __syncthreads takes number 0.
 template <int kThreads>
 __device__ __forceinline__ void named_barrier_sync(u32 barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
@@ -79,7 +79,7 @@ __device__ __forceinline__ u32 load_shared(u32 address) {
   return word;
 }
 
-// From the shared memory of any block of the cluster.
+// Reads the shared memory of any block of the cluster (an address of `mapa`).
 __device__ __forceinline__ float4 load_cluster(u32 address) {
   float4 v;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -89,11 +89,12 @@ __device__ __forceinline__ float4 load_cluster(u32 address) {
   return v;
 }
 
-// ---- 16-bit floats -----------------------------------------------------------------------------
+// ---- Types of elements -------------------------------------------------------------------------
 
-// Types that name a format: two neighbours travel in one register, the first in the low half.
+// Each names a format. Two neighbours of 16 bits share a register, the first in the low half.
 
 struct BFloat16 {
+  static constexpr int kBytes = 2;
   static __device__ __forceinline__ u32 pack(float low, float high) {
     u32 packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -106,6 +107,7 @@ struct BFloat16 {
 };
 
 struct Float16 {
+  static constexpr int kBytes = 2;
   static __device__ __forceinline__ u32 pack(float low, float high) {
     u32 packed;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -122,10 +124,23 @@ struct Float16 {
   }
 };
 
-struct Float32 {};
+struct Float32 {
+  static constexpr int kBytes = 4;
+};
+struct Float8E4M3 {
+  static constexpr int kBytes = 1;
+};
+struct Float8E5M2 {
+  static constexpr int kBytes = 1;
+};
+struct Int8 {
+  static constexpr int kBytes = 1;
+};
 
-// True in one thread of a whole warp; ptxas then knows that what is behind it runs once, which
-// `threadIdx.x == 0` does not tell it: it would make a loop over threads of each copy.
+// ---- Hints to the compiler ---------------------------------------------------------------------
+
+// True in one thread of a whole warp (section "elect.sync"). ptxas then knows that the code behind
+// it runs once. Behind `threadIdx.x == 0` it makes each copy a loop over threads.
 __device__ __forceinline__ bool elect_one() {
   u32 is_elected;
   asm volatile(
@@ -138,56 +153,15 @@ __device__ __forceinline__ bool elect_one() {
   return is_elected;
 }
 
-// ---- wgmma (section "wgmma.mma_async") ---------------------------------------------------------
-
-// The products themselves, one function a shape and type, are written by wgmma.py ("wgmma.cuh").
-
-// Registers and shared memory written before are seen by the products that follow.
-__device__ __forceinline__ void wgmma_fence() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void wgmma_commit() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-// Waits until at most `kPending` groups of products are under way.
-template <int kPending>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-
-// Keeps the compiler from moving reads of accumulators before the wait that makes them valid.
-template <int kCount>
-__device__ __forceinline__ void pin(float (&registers)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
-}
-
-// The same value, of which the compiler does not know that: what follows from it is computed where
-// it is needed, and does not take registers from one use to the next.
+// The same value, but new to the compiler: it computes what depends on the value at each use, and
+// keeps no registers for it from one use to the next.
 __device__ __forceinline__ u32 recomputed(u32 value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
-// A matrix in shared memory with the 128-byte swizzle, as wgmma addresses it (section "Matrix
-// descriptor"): it lies in atoms of 8 rows of 128 bytes, 1024 bytes each and aligned to as many.
-//
-//   K-major:   rows are m or n, 64 elements of k wide. The next 8 rows are the next atom.
-//   MN-major:  rows are k, 64 elements of m or n wide. The next 8 of k are the next atom; the
-//              next 64 of m or n lie `leading` bytes later.
-//
-// Of the descriptor's 64 bits the upper half is the same for all of these. The lower half is moved
-// by adding to it 1/16 of the bytes. Above an address' 18 bits stands the block's rank in its
-// cluster.
-constexpr u32 kDescriptorHigh = 1u << 30 | 1024 >> 4;
-__device__ __forceinline__ u32 descriptor_low(u32 address, u32 leading) {
-  return (leading >> 4 << 16) + (address % (1 << 18) >> 4);
-}
-
-// The same value in every thread of a warp, and known as such to the compiler: what is computed
-// from it is computed once for the warp.
+// The same value, which must be equal in all threads of the warp. The compiler then knows that it
+// is equal, and computes what depends on it once for the warp.
 __device__ __forceinline__ u32 uniform(u32 value) { return __shfl_sync(0xffffffffu, value, 0); }
 
 }  // namespace jaxkernels

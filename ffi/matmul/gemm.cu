@@ -40,7 +40,6 @@
 // Source: the structure is CUTLASS' warp-specialised Hopper GEMM; the ladder and its figures are in
 // docs/cuda-gemm.md. matmul.py compiles this file with the macros read by `Config`.
 
-#include "ptx.cuh"
 #include "wgmma.cuh"
 
 namespace jaxkernels {
@@ -137,12 +136,6 @@ constexpr int kWarpgroup = 128;
 constexpr int kSwizzleBytes = 128;
 constexpr int kAtom = kSwizzleBytes / 2;  // 16-bit elements across a swizzled row.
 constexpr int kUnit = 8;                  // Of 16 bytes.
-constexpr int kWgmmaM = 64, kWgmmaK = 16;
-
-template <typename T>
-constexpr int kSizeOf = 2;
-template <>
-constexpr int kSizeOf<Float32> = 4;
 
 // How one operand's block of (kRows of m or n) x kBlockK lies in a slot, and how it gets there.
 template <int kRows, bool kIsKMajor, bool kStacksBoxes, int kSharedBy>
@@ -158,7 +151,8 @@ struct Operand {
   static constexpr int kLoads = kSharesBoxes ? kBoxes / kSharedBy : kBoxes;
   static constexpr int kPartRows =
       (kIsKMajor ? kRows : Config::kBlockK) / (kSharesBoxes ? 1 : kSharedBy);
-  static constexpr u32 kStepBytes = kIsKMajor ? kWgmmaK * 2 : kWgmmaK * kSwizzleBytes;
+  static constexpr u32 kStepBytes =
+      kIsKMajor ? kWgmmaK<Config::Input> * 2 : kWgmmaK<Config::Input> * kSwizzleBytes;
   static_assert(kBytes % 1024 == 0, "what follows begins on a period of the swizzle");
   static_assert(kPartRows % 8 == 0, "parts begin on a period of the swizzle");
   static_assert(!kStacksBoxes || (kSharesBoxes && kRows % kAtom == 0), "whole boxes");
@@ -189,7 +183,8 @@ struct Operand {
     return descriptor_low(address, kIsKMajor ? 0 : kBoxBytes);
   }
   static constexpr __device__ u32 advance(int row, int step) {
-    constexpr int kStepsInBox = kIsKMajor ? kAtom / kWgmmaK : Config::kBlockK / kWgmmaK;
+    constexpr int kStepsInBox =
+        kIsKMajor ? kAtom / kWgmmaK<Config::Input> : Config::kBlockK / kWgmmaK<Config::Input>;
     const u32 across = kIsKMajor ? row * kSwizzleBytes : row / kAtom * kBoxBytes;
     return (across + step / kStepsInBox * kBoxBytes + step % kStepsInBox * kStepBytes) >> 4;
   }
@@ -226,8 +221,8 @@ constexpr int kConsumerWarps = Config::kConsumers * kWarpgroup / kWarp;
 
 // Results are staged by warps: 16 rows of one swizzle span at a time, which divides the tile's.
 constexpr int kPieceM = 16;
-constexpr int kPieceBytes = Config::kBlockN * kSizeOf<Config::Output> % 128 == 0 ? 128 : 64;
-constexpr int kPieceN = kPieceBytes / kSizeOf<Config::Output>;
+constexpr int kPieceBytes = Config::kBlockN * Config::Output::kBytes % 128 == 0 ? 128 : 64;
+constexpr int kPieceN = kPieceBytes / Config::Output::kBytes;
 constexpr int kPieces = Config::kBlockN / kPieceN;
 constexpr int kStagingSlots = Config::kStagingSlots;
 constexpr int kStagingBytes = kPieceM * kSwizzleBytes;
@@ -253,10 +248,10 @@ static_assert(Config::kDeferred == Deferred::kNothing ||
               "a tile is stored from registers, and slots come back meanwhile");
 static_assert(Config::kDeferred != Deferred::kHalf || kWgmmasM == 2, "halves");
 static_assert(Config::kDeferred != Deferred::kPacked ||
-                  (kSizeOf<Config::Output> == 2 && !Config::kSavePreactivation &&
+                  (Config::Output::kBytes == 2 && !Config::kSavePreactivation &&
                    0 < Config::kNumPacked && Config::kNumPacked <= kWgmmasM * kPieces),
               "pieces of one result of 16 bits");
-static_assert(!Config::kReduceAdd || (Config::kHasTmaRows && kSizeOf<Config::Output> == 4),
+static_assert(!Config::kReduceAdd || (Config::kHasTmaRows && Config::Output::kBytes == 4),
               "TMA adds in float32");
 
 struct SharedStorage {
@@ -428,10 +423,10 @@ __device__ __forceinline__ void issue(Accumulators& acc, int slot, u32 first_lhs
                                       bool adds) {
   wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < Config::kBlockK / kWgmmaK; ++step) {
+  for (int step = 0; step < Config::kBlockK / kWgmmaK<Config::Input>; ++step) {
 #pragma unroll
     for (int i = kFrom; i < kTo; ++i) {
-      Wgmma<Config::Input, Config::kBlockN, !Config::kLhsIsKMajor, !Config::kRhsIsKMajor>::run(
+      wgmma<Config::Input, Config::kLhsIsKMajor, Config::kRhsIsKMajor>(
           acc[i], first_lhs + slot * (kSlotBytes >> 4) + Lhs::advance(i * kWgmmaM, step),
           first_rhs + slot * (kSlotBytes >> 4) + Rhs::advance(0, step), adds || step > 0);
     }
@@ -619,11 +614,11 @@ struct Rows {
   __device__ __forceinline__ Rows(const Problem& problem, const Address& matrix, const Piece& piece)
       : count(min(kPieceM, problem.m - piece.row)),
         lane(recomputed(threadIdx.x % kWarp)),
-        column(piece.column + lane * (4 / kSizeOf<Config::Output>)),
+        column(piece.column + lane * (4 / Config::Output::kBytes)),
         end(lane < kLanes ? problem.n : 0),
-        bytes(problem.n * kSizeOf<Config::Output>) {
+        bytes(problem.n * Config::Output::kBytes) {
     const long long line = static_cast<long long>(piece.batch) * problem.m + piece.row;
-    data = matrix.data + line * bytes + column * kSizeOf<Config::Output>;
+    data = matrix.data + line * bytes + column * Config::Output::kBytes;
     is_odd = line % 2 != 0;
   }
 
@@ -660,7 +655,7 @@ __device__ __forceinline__ void send(const Problem&, const TensorMaps& matrix,
 // 4-byte word: each lane stores its second value and its neighbour's first.
 template <bool kIsShifted>
 __device__ __forceinline__ void store_rows(const Rows& rows, unsigned char* staging, int first) {
-  constexpr int kValues = 4 / kSizeOf<Config::Output>;
+  constexpr int kValues = 4 / Config::Output::kBytes;
   constexpr int kAtOnce = 4;
   const bool has_word = kIsShifted ? rows.lane + 1 < Rows::kLanes && rows.column + 3 <= rows.end
                                    : rows.column + kValues <= rows.end;
@@ -697,7 +692,7 @@ __device__ __forceinline__ void send(const Problem& problem, const Address& matr
   __syncwarp();
   const Rows rows(problem, matrix, piece);
   store_rows<false>(rows, staging, rows.is_odd ? 1 : 0);
-  if (kSizeOf<Config::Output> == 2 && problem.n % 2 != 0) {
+  if (Config::Output::kBytes == 2 && problem.n % 2 != 0) {
     store_rows<true>(rows, staging, rows.is_odd ? 0 : 1);
   } else {
     store_rows<false>(rows, staging, rows.is_odd ? 0 : 1);
@@ -731,7 +726,7 @@ __device__ __forceinline__ void fetch(const Problem& problem, const Address& mat
     if (rows.column >= rows.end) continue;
     const unsigned char* from = rows.address(row);
     u32 word;
-    if constexpr (kSizeOf<Config::Output> == 4) {
+    if constexpr (Config::Output::kBytes == 4) {
       word = *reinterpret_cast<const u32*>(from);
     } else {
       const u16* pair = reinterpret_cast<const u16*>(from);
@@ -856,7 +851,7 @@ class Epilogue {
   }
 
  private:
-  static constexpr bool kIsExact = kSizeOf<Config::Output> == 4;
+  static constexpr bool kIsExact = Config::Output::kBytes == 4;
   // With a pre-activation each kind of result has half of the buffers.
   static constexpr int kOutSlots = kStagingSlots / (Config::kSavePreactivation ? 2 : 1);
   static_assert(kStagingSlots % 2 == 0 || !Config::kSavePreactivation, "halves");
@@ -938,7 +933,7 @@ class Epilogue {
 
   template <typename T>
   static __device__ __forceinline__ void pack(const float (&v)[8], u32 (&packed)[4]) {
-    if constexpr (kSizeOf<T> == 2) {
+    if constexpr (T::kBytes == 2) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) packed[i] = T::pack(v[i * 2], v[i * 2 + 1]);
     }
@@ -951,7 +946,7 @@ class Epilogue {
 
   template <typename T>
   static __device__ __forceinline__ void write(const float (&v)[8], unsigned char* staging, int c) {
-    if constexpr (kSizeOf<T> == 2) {
+    if constexpr (T::kBytes == 2) {
       u32 packed[4];
       pack<T>(v, packed);
       stage(packed, staging, c);
@@ -964,7 +959,7 @@ class Epilogue {
   template <typename T>
   static __device__ __forceinline__ void add_staged(float (&values)[8], unsigned char* staging,
                                                     int c) {
-    if constexpr (kSizeOf<T> == 2) {
+    if constexpr (T::kBytes == 2) {
       u32 packed[4];
       ldmatrix_x4(matrix_row(staging, c), packed[0], packed[1], packed[2], packed[3]);
 #pragma unroll

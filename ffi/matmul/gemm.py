@@ -588,7 +588,7 @@ def _compile_cached(config: Config, choices: tuple[tuple[str, Any], ...]) -> com
         (sources / "gemm.cu").read_text(),
         "jaxkernels::gemm",
         filename="gemm.cu",
-        headers={"wgmma.cuh": wgmma.header((config.block_n,))},
+        headers={wgmma.NAME: wgmma.instructions(defines["input"], config.block_n)},
         defines={f"JK_{name.upper()}": value for name, value in defines.items()},
         strict=True,
     )

@@ -63,6 +63,7 @@ struct Packed {
   static float high(u32 packed) { return Format::wide(packed >> 16); }
 };
 struct BFloat16 : Packed<BFloat16> {
+  static constexpr int kBytes = 2;
   static u16 narrow(float x) {  // To nearest, ties to even; a NaN's upper half stays one.
     const u32 bits = std::bit_cast<u32>(x);
     return (x != x ? bits : bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -70,29 +71,30 @@ struct BFloat16 : Packed<BFloat16> {
   static float wide(u32 bits) { return __uint_as_float(bits << 16); }
 };
 struct Float16 : Packed<Float16> {
+  static constexpr int kBytes = 2;
   static u16 narrow(float x) { return std::bit_cast<u16>(static_cast<_Float16>(x)); }
   static float wide(u32 bits) { return std::bit_cast<_Float16>(static_cast<u16>(bits)); }
 };
-struct Float32 {};
-
-inline void wgmma_fence() {}
-inline void wgmma_commit() { emulator::thread->products.emplace_back(); }
-template <int kPending>
-void wgmma_wait() {
-  auto& products = emulator::thread->products;
-  while (products.size() > kPending + 1) {  // The last group is open.
-    for (auto& product : products.front()) product();
-    products.pop_front();
+struct Float32 {
+  static constexpr int kBytes = 4;
+};
+struct Float8E4M3 {  // Four exponent bits with a bias of 7, three mantissa bits, no infinities.
+  static constexpr int kBytes = 1;
+  static float wide(u32 bits) {
+    const float sign = bits & 0x80 ? -1.0f : 1.0f;
+    const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+    if ((bits & 0x7f) == 0x7f) return sign * std::numeric_limits<float>::quiet_NaN();
+    return sign * std::ldexp(exponent ? 8 + mantissa : mantissa, (exponent ? exponent : 1) - 10);
   }
-  emulator::sync_warp();
-}
-template <int kCount>
-void pin(float (&)[kCount]) {}
-
-constexpr u32 kDescriptorHigh = 1u << 30 | 1024 >> 4;
-inline u32 descriptor_low(u32 address, u32 leading) {
-  return (leading >> 4 << 16) + (address % (1 << 18) >> 4);
-}
+};
+struct Float8E5M2 {  // The upper half of a Float16.
+  static constexpr int kBytes = 1;
+  static float wide(u32 bits) { return Float16::wide(bits << 8); }
+};
+struct Int8 {
+  static constexpr int kBytes = 1;
+  static int wide(u32 bits) { return static_cast<signed char>(bits); }
+};
 
 inline u32 uniform(u32 value) { return value; }
 inline bool elect_one() { return threadIdx.x % 32 == 0; }
