@@ -101,7 +101,7 @@ class CudaKernel:
 
     Args:
       source: CUDA C++17, as text or as the path of a file. `#include "tma.cuh"` gives the instructions of
-        the Tensor Memory Accelerator.
+        the Tensor Memory Accelerator; docs/cuda-engine.md lists the engine's other headers.
       name: the `__global__` function, or function template.
       plan: says how to launch it: called with the shape and dtype of each operand (`jax.ShapeDtypeStruct`)
         and the constants, returns a `LaunchPlan`. Its positional arguments name the operands. It must

@@ -24,9 +24,11 @@ __all__ = ["NEEDS_COMPILER", "Emulator"]
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
-_HEADERS = pathlib.Path(__file__).parent / "cuda" / "emulated"
+_EMULATED = pathlib.Path(__file__).parent / "cuda" / "emulated"
 #: Each library has an emulator of its own.
-_COMPILE = ["g++", "-std=c++20", "-O1", "-fno-strict-aliasing", "-fPIC", "-fno-gnu-unique", "-I", str(_HEADERS)]
+_COMPILE = ["g++", "-std=c++20", "-O1", "-fno-strict-aliasing", "-fPIC", "-fno-gnu-unique", "-I", str(_EMULATED)]
+#: The kernel's file, beside the headers it includes.
+_SOURCE = "kernel.cu"
 #: Compiled once, they save each library a third of its time.
 _PRECOMPILED = "headers.h"
 
@@ -75,7 +77,7 @@ class Emulator:
         self.smem_alignment = smem_alignment
         headers = folder / _PRECOMPILED
         if not headers.exists():
-            headers.write_text('#include "ptx.cuh"\n')
+            headers.write_text('#include "wgmma.cuh"\n')
             subprocess.run([*_COMPILE, "-x", "c++-header", str(headers), "-o", f"{headers}.gch"], check=True)
 
     @contextlib.contextmanager
@@ -92,21 +94,36 @@ class Emulator:
             if old not in source:
                 raise ValueError(f"to be translated, not in the kernel's text: {old!r}")
             source = source.replace(old, new)
-        edits = self.edits if any(source.count(old) for old in self.edits) else {}
-        for old, new in edits.items():
-            if source.count(old) != 1:  # No AssertionError, which some tests wait for.
-                raise ValueError(f"to be replaced, {source.count(old)} times in the kernel's text: {old!r}")
-            source = source.replace(old, new)
+        texts = self._edited({_SOURCE: source, **self._own_headers(source)})
         macros = [f"-D{macro}={compiler.literal(value)}" for macro, value in sorted((defines or {}).items())]
         macros += [f"-DKERNEL={name}", f'-DKERNEL_NAME="{name.rpartition("::")[2] if "<" not in name else name}"']
-        stem = self._folder / hashlib.sha256("\0".join([source, *macros]).encode()).hexdigest()[:16]
+        key = "\0".join([*texts, *texts.values(), *macros])
+        stem = self._folder / hashlib.sha256(key.encode()).hexdigest()[:16]
         library = stem.with_suffix(".so")
         if not library.exists():
-            text = stem.with_suffix(".cu")
-            text.write_text(source)
-            command = [*_COMPILE, "-shared", "-include", str(self._folder / _PRECOMPILED), f'-DKERNEL_SOURCE="{text}"']
-            subprocess.run([*command, *macros, str(_HEADERS / "run.cc"), "-o", str(library)], check=True)
+            stem.mkdir(exist_ok=True)
+            for file, text in texts.items():
+                (stem / file).write_text(text)
+            command = [*_COMPILE, "-shared", "-include", str(self._folder / _PRECOMPILED)]
+            command.append(f'-DKERNEL_SOURCE="{stem / _SOURCE}"')
+            subprocess.run([*command, *macros, str(_EMULATED / "run.cc"), "-o", str(library)], check=True)
         return Compiled(str(library), name)
+
+    def _own_headers(self, source: str) -> dict[str, str]:
+        """The engine's headers that the source includes and that are not emulated."""
+        headers = compiler._with_own_headers(source, {path.name: path.read_text() for path in _EMULATED.glob("*.cuh")})
+        return {name: text for name, text in headers.items() if not (_EMULATED / name).exists()}
+
+    def _edited(self, texts: Mapping[str, str]) -> dict[str, str]:
+        """Plants `edits`, each of which must be in one place, unless the kernel has none of them."""
+        count = {old: sum(text.count(old) for text in texts.values()) for old in self.edits}
+        if not any(count.values()):
+            return dict(texts)
+        for old in self.edits:
+            if count[old] != 1:  # No AssertionError, which some tests wait for.
+                raise ValueError(f"to be replaced, {count[old]} times in the kernel's text: {old!r}")
+            texts = {name: text.replace(old, self.edits[old]) for name, text in texts.items()}
+        return dict(texts)
 
     def launch(
         self,

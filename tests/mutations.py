@@ -202,14 +202,14 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     # The CUDA GEMM.
     "store without a proxy fence": Mutation(
-        "ffi/matmul/gemm.cu", "  fence_proxy_async();\n  __syncwarp();", "  __syncwarp();", _ORDERS
+        "ffi/staging.cuh", "  tma::fence_proxy_async();\n  __syncwarp();", "  __syncwarp();", _ORDERS
     ),
     "phase of the residual's barrier": Mutation(
         "ffi/matmul/gemm.cu", "residual_parity_ ^= 1u << out_slot(p);", "", _ORDERS
     ),
     "slot filled before it is empty": Mutation(
-        "ffi/matmul/gemm.cu",
-        "place.parity() ^ 1);\n      mbarrier_arrive", "place.parity());\n      mbarrier_arrive", _ORDERS
+        "ffi/ring.cuh",
+        "place.parity() ^ 1);\n    tma::mbarrier_arrive", "place.parity());\n    tma::mbarrier_arrive", _ORDERS
     ),
     "bias of the neighbouring column": Mutation(
         "ffi/matmul/gemm.cu", "values[r + 1] += pair.y, values[r + 2]", "values[r + 1] += pair.x, values[r + 2]",
@@ -220,7 +220,7 @@ MUTATIONS: dict[str, Mutation] = {
         "tests/matmul/test_cuda_matmul_emulated.py::test_without_them_every_order_in_place_is_right",
     ),
     "last strip as wide as the others": Mutation(
-        "ffi/matmul/gemm.cu", "min(problem_.strip, minor_tiles - strip * problem_.strip)", "problem_.strip",
+        "ffi/scheduler.cuh", "min(order.strip, minor_tiles - strip * order.strip)", "order.strip",
         "tests/matmul/test_cuda_matmul_emulated.py::test_tile_orders[m]",
     ),
     "padded rows with their neighbours' elements": Mutation(

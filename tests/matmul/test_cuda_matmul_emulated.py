@@ -251,14 +251,14 @@ _EITHER = "."
 _NARROW = Config(64, 96, num_stages=3)
 _CLUSTER = Config(64, 96, num_stages=3, cluster_m=2)
 _WAITS_FOR_READS = "cp_async_bulk_wait_group_read<0>();"
-_FENCES_STORE = "  fence_proxy_async();\n  __syncwarp();\n  if"
+_FENCES_STORE = "  tma::fence_proxy_async();\n  __syncwarp();\n  if"
 _UNFENCED_STORE = (
     r"^gemm: block \d+ thread \d+: a store reads a byte at 0x\w+ of shared memory, "
     r"which block \d+ thread \d+ wrote without fence\.proxy\.async before it was issued$"
 )
 PLANTED: dict[str, tuple[Config, dict[str, str], str | None]] = {
     "residual of the wrong size": (
-        _NARROW, {"expect_tx(full, kPieceM * kPieceBytes)": "expect_tx(full, kStagingBytes)"},
+        _NARROW, {"staging, full, Buffer::kPieceBytes": "staging, full, kStagingBytes"},
         "waits for ever for an mbarrier",
     ),
     "slot released while it is read": (
@@ -270,14 +270,14 @@ PLANTED: dict[str, tuple[Config, dict[str, str], str | None]] = {
         None,
     ),
     "buffer filled while it is stored": (
-        _NARROW, {f"{_WAITS_FOR_READS}\n    mbarrier_arrive": "mbarrier_arrive"}, _EITHER
+        _NARROW, {f"{_WAITS_FOR_READS}\n    tma::mbarrier_arrive": "mbarrier_arrive"}, _EITHER
     ),
     "block leaves before its buffers are stored": (
         _NARROW, {f"{_WAITS_FOR_READS}\n  }}\n\n private": ";\n  }\n\n private"},
         "a store from the memory of a block that has left",
     ),
     "block leaves before its peer's releases arrive": (
-        _CLUSTER, {"i < Config::kStages; ++i, place.next()": "i < 0; ++i, place.next()"},
+        _CLUSTER, {"i < kStages; ++i, place.next()": "i < 0; ++i, place.next()"},
         "an arrival at a barrier of a block that has left",
     ),
     "second half multiplied before it is stored": (
@@ -298,7 +298,7 @@ PLANTED: dict[str, tuple[Config, dict[str, str], str | None]] = {
         _NARROW, {_FENCES_STORE: "  __syncwarp();\n  if"}, _UNFENCED_STORE
     ),
     "proxy fence behind the barrier": (
-        _NARROW, {_FENCES_STORE: "  __syncwarp();\n  fence_proxy_async();\n  if"}, _UNFENCED_STORE
+        _NARROW, {_FENCES_STORE: "  __syncwarp();\n  tma::fence_proxy_async();\n  if"}, _UNFENCED_STORE
     ),
     "barriers not shown to the copy engine": (
         _NARROW, {"    fence_mbarrier_init();\n": ""}, r"a barrier needs fence\.mbarrier_init"
@@ -335,13 +335,13 @@ IN_PLACE_PLANTED: dict[str, tuple[str, str]] = {
     "rhs read from its first row on": ("k_element - tile.head", "k_element"),
     "rows before the head not cleared": ("if (element < head) store", "if (element + 1 < head) store"),
     "cleared before they are there": (
-        "    mbarrier_wait_parity(&shared.full[place.slot()], place.parity());\n    clear_heads", "    clear_heads"
+        "    shared.ring.consumer_wait(place);\n    clear_heads", "    clear_heads"
     ),
     "multiplied before all are cleared": (
         "  named_barrier_sync<kWarpgroup>(2 + uniform(threadIdx.x / kWarpgroup));\n", ""
     ),
     "rows of another residue stored": (
-        "store(&matrix.of[piece.residue], staging, to);\n    }", "store(&matrix.of[0], staging, to);\n    }"
+        "store_piece<Config::kReduceAdd>(matrix.of, piece.residue", "store_piece<Config::kReduceAdd>(matrix.of, 0"
     ),
 }  # fmt: skip
 
