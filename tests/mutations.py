@@ -200,7 +200,16 @@ MUTATIONS: dict[str, Mutation] = {
         "ffi/compiler.py", "nvrtc_version(), _nvrtc_build(), toolkit", "nvrtc_version(), None, toolkit",
         "tests/test_ffi_compiler.py::test_cache_key_names_the_library_that_compiles",
     ),
-    # The CUDA GEMM.
+    # The CUDA headers and the GEMM.
+    "words of an lhs in registers in another order": Mutation(
+        "ffi/wgmma.py", "(lhs[{i}])", "(lhs[{3 - i}])",
+        "tests/test_ffi_wgmma.py::test_ptx_of_an_lhs_in_registers",
+    ),
+    "steps of 8-bit tiles as wide as those of 16 bits": Mutation(
+        "ffi/tiles.cuh", "kWgmmaK<T> * (kIsKMajor ? T::kBytes : kSwizzleBytes)",
+        "kWgmmaK<T> * (kIsKMajor ? 2 : kSwizzleBytes)",
+        "tests/test_ffi_wgmma.py::test_types[emulator-Int8-8-kShared]",
+    ),
     "store without a proxy fence": Mutation(
         "ffi/staging.cuh", "  tma::fence_proxy_async();\n  __syncwarp();", "  __syncwarp();", _ORDERS
     ),
