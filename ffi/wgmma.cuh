@@ -47,9 +47,8 @@ constexpr int kWgmmaK = 32 / T::kBytes;
 // bytes each and aligned to as many.
 //
 //   K-major:   rows are m or n, 128 bytes of k wide. The next 8 rows are the next atom.
-//   MN-major:  rows are k, 64 elements of m or n wide. The next 8 of k are the next atom; the next
-//   64 of
-//              m or n lie `leading` bytes later. 16-bit types only.
+//   MN-major:  rows are k, 64 elements of m or n wide. The next 8 of k are the next atom.
+//              The next 64 of m or n lie `leading` bytes later. 16-bit types only.
 //
 // The upper half of the descriptor is the same for all of these. Adding n to the lower half moves
 // the matrix by 16 n bytes. The address has 18 bits; the bits above them are the block's rank in
