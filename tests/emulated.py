@@ -158,7 +158,7 @@ class Emulator:
 
 
 def _value(parameter: custom_call.Parameter, buffers: Sequence[np.ndarray]) -> Any:
-    """What a kernel takes for a parameter."""
+    """The argument of a kernel for a parameter."""
     if isinstance(parameter, np.generic):
         return ctypes.create_string_buffer(parameter.tobytes(), parameter.nbytes)
     if isinstance(parameter, tuple):

@@ -1,4 +1,4 @@
-"""What compute-sanitizer says of kernels, beside a mistake planted in one that is not ours."""
+"""Runs kernels under compute-sanitizer, with a kernel with a planted mistake as a control."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 _OUTSIDE = {"memcheck": 2**20, "racecheck": 0}
 _FINDINGS = {"memcheck": "Invalid __global__ write", "racecheck": "Race reported between"}
-#: Seconds after which a step, of which the slowest takes 21 among 11 others, is taken to hang.
+#: Seconds after which a step counts as hanging. The slowest takes 21, among 11 others.
 _LONGEST = 100
 _SCRIPT = """
 import jax, jax.numpy as jnp, numpy as np
@@ -45,29 +45,29 @@ print("step end", flush=True)
 
 
 def assert_finds_nothing_else(tool: str, steps: str, names: tuple[str, ...]) -> None:
-    """Runs steps, functions that Python text puts into a dictionary `steps`, and the one named "planted".
+    """Runs the named steps, functions that the text `steps` puts into a dictionary of that name, and "planted".
 
-    compute-sanitizer 2025.3 sees nothing more in a process after a kernel that stores by TMA, and after a finding of
-    memcheck nothing can run: "planted" follows what only loads, precedes what stores, or is left out.
+    compute-sanitizer 2025.3 finds nothing in a process after a kernel that stores by TMA. After a finding of memcheck
+    no kernel can run. So "planted" comes after steps that only load and before steps that store, or is left out.
     """
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if sanitizer is None:
-        pytest.skip("needs compute-sanitizer, of the CUDA toolkit")
-    # Without XLA's autotuning, whose dozens of modules the tool patches one by one: 100 s a step, and once a crash of
-    # the tool; and without the allocator's pool, whose neighbours' memory an access may reach unnoticed.
+        pytest.skip("needs compute-sanitizer, which is in the CUDA toolkit")
+    # XLA's autotuning is off: the tool patches its dozens of modules one by one, which took 100 s a step and crashed it
+    # once. The allocator's pool is off: an access past a buffer could reach another buffer unnoticed.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
     env = {"PYTHONPATH": os.pathsep.join(map(str, [ROOT, *sys.path])), "XLA_FLAGS": flags}
     env["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
     script = _SCRIPT.replace("OUTSIDE", str(_OUTSIDE[tool])).replace("STEPS", steps).replace("NAMES", repr(names))
-    # Of kernels, not of what XLA asks the driver for.
+    # Reports errors of kernels only, not of XLA's calls of the driver.
     command = [sanitizer, "--tool", tool, "--report-api-errors", "no", sys.executable, "-c", script]
-    # Of 93 runs the tool itself crashed in one, while XLA compiled, and hung in three.
+    # In 93 runs the tool crashed once (while XLA compiled) and hung three times, so a second run is allowed.
     ended = _ended(command, env) or _ended(command, env)
     assert ended is not None, f"{tool} crashed, or took longer than {_LONGEST} s, twice: {names}"
     stdout, output = ended
     if "Device not supported" in output:
         pytest.skip(f"{tool} does not support this device or its driver")
-    # A finding is told when the kernel has ended or later, so that only its kernel's name says where it belongs.
+    # A finding is printed when its kernel has ended or later, so only the kernel's name identifies the step.
     kernels = set(re.findall(r"^=========.* at ([\w:<>, ]+)\(", stdout, re.MULTILINE))
     assert stdout.count("========= COMPUTE-SANITIZER") == 1, output
     if "planted" in names:
@@ -79,9 +79,9 @@ def assert_finds_nothing_else(tool: str, steps: str, names: tuple[str, ...]) -> 
 
 
 def _ended(command: list[str], env: dict[str, str]) -> tuple[str, str] | None:
-    """What a command printed, without and with its errors; None if a signal, or we, had to end it."""
+    """The output of a command, without and with standard error; None if it hung or a signal ended it."""
     pipe = subprocess.PIPE
-    # In a session of its own: the tool's program is a process of its own, and would outlive it.
+    # In a new session: the tool runs the program in another process, which would outlive the tool.
     with subprocess.Popen(
         command, stdout=pipe, stderr=pipe, text=True, env=os.environ | env, start_new_session=True
     ) as process:

@@ -203,11 +203,11 @@ def test_suites_lower_for_cuda(name, problem):
     assert {choice.backend for choice in choices} <= {name}
 
 
-# What may be timed.
+# Timing and checking.
 
 
 class FakeClock:
-    """Every launch runs, and takes what `seconds` of its result is."""
+    """A clock: every launch runs, and takes `seconds` of its result."""
 
     rests = (0.0, 0.0)
 
@@ -817,7 +817,7 @@ def test_a_run_goes_on_where_it_was_cut_off(tmp_path):
     assert len(after.environment["resumed"]) == 1
     assert after.environment["date"] == before.environment["date"]
     assert after.environment["seconds"] > before.environment["seconds"]
-    # Of other problems nothing that was measured is lost.
+    # Rows of other problems are kept.
     assert bench("--shapes", "35x48x40:float32", "--resume").exit_code == 0
     assert results.load(path).rows[:3] == after.rows
 
@@ -1085,7 +1085,7 @@ def test_rows_thin_out_a_suite(monkeypatch):
 
 
 def test_a_pattern_chooses_rows():
-    """Of shape, dtype and name."""
+    """The pattern matches the shape, the dtype and the name."""
     select = functools.partial(bench_cli._work, "gemm", ["gemm-square", "gemm-llm"], [], None)
     taken = lambda match: {p.label for _, p in select(match, settings(), None)}
     assert taken("^16384x8192.*70B o") == {"Llama 3 70B o", "Llama 3 70B o, dgrad"}

@@ -41,7 +41,7 @@ def invoke(*args: object) -> Result:
 
 
 def refusal(*args: object) -> str:
-    """What a command that fails writes to standard error; it writes no traceback, and exits with 1."""
+    """The standard error of a command that fails. It must exit with 1, without a traceback."""
     result = invoke(*args)
     assert result.exit_code == 1
     assert isinstance(result.exception, SystemExit)
@@ -103,7 +103,7 @@ def test_unknown_backend():
 
 @pytest.mark.parametrize("more", [[], ["--dtype=bfloat16"]])
 def test_backend_that_cannot_run_here(more):
-    """The platform is named first, whatever else the backend cannot do, and nothing is tokenised."""
+    """The platform is the first reason, even if there are others, and nothing is tokenised."""
     result = invoke("train", *SHORT, "--backend=pallas", *more)
     assert result.exit_code == 1
     assert result.stdout == ""
@@ -305,7 +305,7 @@ def test_doctor_prints_json(tmp_path):
 
 
 def of_chip(monkeypatch: pytest.MonkeyPatch, chip: hardware.Chip) -> dict[str, doctor.Availability]:
-    """What doctor says of the backends where the first device is `chip`."""
+    """The backends in doctor's report if the first device is `chip`."""
     monkeypatch.setattr(hardware, "chip_of", lambda device: chip)
     return {backend.name: backend for backend in doctor.examine().backends}
 

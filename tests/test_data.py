@@ -49,7 +49,7 @@ load_bpe = functools.partial(data.load, tokenizer="bpe", vocab_size=300, sequenc
 
 
 def reported(load: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, list[str]]:
-    """What a call returns, and the lines that it prints where there is no terminal."""
+    """The result of a call, and the lines that it prints without a terminal."""
     console = Console(file=io.StringIO(), soft_wrap=True, highlight=False, markup=False)
     result = load(*args, **options, console=console)
     return result, console.file.getvalue().splitlines()

@@ -61,7 +61,7 @@ PALLAS = "mosaic_gpu"
 
 
 def test_export_takes_the_kernels_of_each_platform():
-    """What a GPU gets are kernels for it, not what the exporting machine runs."""
+    """A GPU gets kernels for GPUs, even if the exporting machine has none."""
     a, b = A, B
     for_cpu, for_cuda, for_both = (
         exported(jk.matmul, a, b, platforms=platforms) for platforms in (("cpu",), ("cuda",), PLATFORMS)

@@ -134,7 +134,7 @@ def test_strict_refuses_an_ignored_setmaxnreg():
 
 
 def test_strict_refuses_a_serialised_pipeline():
-    """Who reads accumulators between products has ptxas wait for each, which it says as C7514."""
+    """If a kernel reads accumulators between products, ptxas waits for each product, and warns with C7514."""
     between = "p[128 + i] = d0;"
     source = """
     __global__ void __launch_bounds__(128) k(float* p, unsigned long long a, unsigned long long b) {

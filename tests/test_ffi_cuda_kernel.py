@@ -1,7 +1,7 @@
-"""`jk.ffi.CudaKernel`: what a plan may say, JAX's transforms, and what is refused before a launch.
+"""`jk.ffi.CudaKernel`: plans, JAX's transforms, and refusals before a launch.
 
-How JAX transforms a kernel does not depend on its code: on the CPU a plain JAX function computes in its
-place. The code itself has its turn on the GPU, and the example of docs/cuda-engine.md with it.
+JAX's transforms do not depend on a kernel's code, so on the CPU a plain JAX function replaces the kernel. The code
+itself, and the example of docs/cuda-engine.md, are tested on a GPU.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def test_jit_takes_constants_as_static_arguments():
 
 
 def test_constants_that_are_equal_but_written_otherwise_make_programs_of_their_own():
-    """Of calls outside of jit, too, which JAX keeps by the primitive's parameters."""
+    """Also for calls outside of jit, which JAX caches by the primitive's parameters."""
     source = "__global__ void half(float* out) { out[0] = 1 / DIV; }"
     made = CudaKernel(
         source, "half", lambda x, *, div: LaunchPlan({"out": x}, [Pointer("out")], (1,), (1,), defines={"DIV": div})
@@ -187,7 +187,7 @@ def test_results_may_have_any_shape_and_number():
     assert f"@{jk.ffi.TARGET}()" in lower(made)
 
 
-# What is refused.
+# Refusals.
 
 
 def identity(**changed: Any) -> CudaKernel:
@@ -439,7 +439,7 @@ def differentiable(**options: Any) -> CudaKernel:
 
 
 def check_transforms() -> None:
-    """Values and derivatives of `scaled_sum` under jit and vmap, on whatever device runs it."""
+    """Values and derivatives of `scaled_sum` under jit and vmap, on any device."""
     same = np.testing.assert_array_equal
     x, y = draw(24, 64), draw(64, seed=1)
     same(scaled_sum()(x, y), reference(x, y))
@@ -541,7 +541,7 @@ def test_vmap_on_meshes(on_cpu, meshes, method):
     f = jax.vmap(scaled_sum(vmap_method=method), (0, None))
     out = jax.jit(jax.shard_map(f, mesh=meshes.auto, in_specs=(P("x"), P()), out_specs=P("x")))(xs, y)
     np.testing.assert_array_equal(out, reference(xs, y))
-    # Where an Explicit axis shards the mapped dimension, every device maps over its own part.
+    # If an Explicit axis shards the mapped dimension, every device maps over its own part.
     with jax.set_mesh(meshes.explicit):
         out = jax.jit(f)(jax.device_put(xs, NamedSharding(meshes.explicit, P("x"))), jax.device_put(y, P()))
     assert out.sharding.spec[0] == "x"
@@ -682,7 +682,7 @@ WRONG = [None, "x", 1.5, float("nan"), -1, 2**70, [], {}, object(), [None], ["x"
 
 
 def refusal_of(changed: Any) -> str:
-    """What a kernel with this plan is refused with; nothing where it is taken."""
+    """The message with which a kernel with this plan is refused; empty if it is accepted."""
     try:
         jax.eval_shape(CudaKernel(SOURCE, "f", lambda x, y: changed(plan(x, y))), X, Y)
     except (ValueError, TypeError) as e:

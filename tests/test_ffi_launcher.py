@@ -34,7 +34,7 @@ CUDA = ROOT / "tests" / "cuda"
 FFI = ROOT / "ffi"
 H200 = hardware.lookup("NVIDIA H200")
 
-# What is checked before a launch.
+# Checks before a launch.
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +289,7 @@ class StandIn:
         self._library.stand_in_events.restype = ctypes.c_char_p
 
     def events(self) -> list[str]:
-        """What the driver was asked for since the last call."""
+        """The calls of the driver since the last call of this function."""
         return self._library.stand_in_events().decode().splitlines()
 
     def fail(self, function: str, code: int) -> None:

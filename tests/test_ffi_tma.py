@@ -22,11 +22,11 @@ import jaxkernels as jk
 from jaxkernels.core import hardware
 from jaxkernels.ffi import tma
 
-# What the operations compute.
+# Values.
 
 
 def places(shape: tuple[int, ...], start: np.ndarray, tile: tuple[int, ...]) -> tuple[tuple, tuple]:
-    """What of a tile lies inside the tensor: where in the tensor, and where in the tile."""
+    """The part of a tile inside the tensor: its slices in the tensor, and in the tile."""
     low = np.clip(start, 0, shape)
     high = np.clip(start + tile, low, shape)
     inside = tuple(map(slice, low, high))
@@ -160,7 +160,7 @@ def test_starts_beyond_32_bits_stay_outside():
     np.testing.assert_array_equal(starts_of(np.uint32([[2**32 - 1, 3]])), [[24, 3]])
 
 
-# What is refused.
+# Refusals.
 
 X = np.zeros((24, 64), np.float32)
 S = np.zeros((3, 2), np.int32)

@@ -508,7 +508,7 @@ def test_last_completion_of_a_barrier_need_not_be_waited_for():
     np.testing.assert_array_equal(run(kernel, x), [x, x])
 
 
-# Planted bugs. Without its fault each kernel is right; with it, it is refused, whatever the values are.
+# Planted bugs. Without its fault a kernel is correct. With the fault it is refused, even if its values are correct.
 
 
 def ring(fault: str | None):
@@ -595,7 +595,7 @@ def grouped(fault: str | None):
         plgpu.commit_smem_to_gmem_group()
         if fault is None:
             plgpu.copy_smem_to_gmem(tile_smem.at[0], out_gmem.at[0], lax.axis_index("i") > 0)
-        # Of the last group nothing need be awaited: without the fault that is the empty one.
+        # The wait leaves out the last group. Without the fault that group is empty.
         plgpu.wait_smem_to_gmem(1)
         tile_smem[0] = tile_smem[1]
         plgpu.wait_smem_to_gmem(0)
@@ -746,7 +746,7 @@ def handshake(fault: str | None):
 
 
 SMEM_RACE = r"RACE: (read|write) of SMEM"
-#: (kernel, fault, exceptions, message). Who overtakes may break a rule of barriers before the race is seen.
+#: (kernel, fault, exceptions, message). A thread that runs ahead may break a barrier rule before the race is seen.
 FAULTS = [
     (ring, "no wait for a full slot", (RaceError, ValueError), SMEM_RACE + "|no threads observed phase 0"),
     (ring, "no wait for an empty slot", (RaceError, ValueError), SMEM_RACE + "|observe"),

@@ -254,7 +254,7 @@ def test_generation_draws_by_temperature_top_k_and_vocabulary():
     assert_same_bits(drawn(), drawn())
 
 
-# What it is made of.
+# The parts of the model.
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""What an installation puts where: the wheel, the launcher or the reason for its absence, editable installs."""
+"""The files of an installation: the wheel, the launcher or the reason for its absence, editable installs."""
 
 from __future__ import annotations
 

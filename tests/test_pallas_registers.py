@@ -1,6 +1,6 @@
 """Every Pallas kernel compiles to machine code for an H200 without spilling accumulators. Needs no GPU.
 
-What may spill, where anything may, each test says in bytes.
+Each test states how many bytes may spill.
 
 Needs the extra "aot" (compilers and JAX's CUDA plugin); the tests are skipped without it.
 """
@@ -240,7 +240,7 @@ def test_layers_share_the_plan_of_their_documents() -> None:
 
 
 def _backward(spec: AttentionSpec, config: Any) -> tuple[Any, ...]:
-    """What runs, and on what."""
+    """A function and the types of its arguments."""
     batch, num_queries, num_heads, _ = spec.q.shape
     rows = ArrayType((batch, num_heads, num_queries), jnp.dtype(jnp.float32))
     out = ArrayType((*spec.q.shape[:3], spec.v.shape[3]), spec.q.dtype)
@@ -262,7 +262,7 @@ def _backward(spec: AttentionSpec, config: Any) -> tuple[Any, ...]:
 )
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_no_kernel_of_tritons_comes_right_before_the_fused_one(head_dim: int, options: dict[str, Any]) -> None:
-    """Of fusions XLA may leave any to Triton (it measures), but none with a concatenation."""
+    """XLA may give any fusion to Triton (it measures which is faster), but not a fusion with a concatenation."""
     spec = _attention_spec(head_dim, **{"causal": False, **options})
     config = dispatch.default_config("attention_backward", "pallas", spec)
     assert isinstance(config, backward_fused.Config)
@@ -306,7 +306,7 @@ def test_attention_backward_sums(
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_attention_backward_space(causal: bool, deterministic: bool, spills: Callable[..., list[int]]) -> None:
-    """Of the fused kernel at head dimension 96, padded and not."""
+    """The fused kernel at head dimension 96, padded to 128 and not padded."""
     spec = _attention_spec(96, causal=causal, deterministic=deterministic)
     configs = list(backward_fused.search_space(spec))
     assert {config.head_multiple for config in configs} == {32, 64}
@@ -321,7 +321,7 @@ def test_attention_backward_space(causal: bool, deterministic: bool, spills: Cal
 def test_attention_backward_features(
     head_dim: int, causal: bool, features: dict[str, Any], deterministic: bool, spills: Callable[..., list[int]]
 ) -> None:
-    """What spills is stored before the loop, and a step reads six words of it back."""
+    """Spilled registers are stored before the loop. A step reads six words of them."""
     spec = _attention_spec(head_dim, causal=causal, length=4000, deterministic=deterministic, **features)
     config = dispatch.default_config("attention_backward", "pallas", spec)
     assert max(spills(*_backward(spec, config))) <= {64: 40, 96: 52, 128: 128}[head_dim]

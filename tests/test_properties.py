@@ -1,4 +1,4 @@
-"""Random programs against plain JAX: whatever lax and jax.nn accept, these compute."""
+"""Random programs, compared with plain JAX: our functions compute all that lax and jax.nn accept."""
 
 from __future__ import annotations
 

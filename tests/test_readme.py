@@ -1,4 +1,4 @@
-"""README.md says what is so: its example runs and prints what it shows, its table agrees with the backends."""
+"""README.md is correct: its example runs and prints the sample, and its table agrees with the backends."""
 
 from __future__ import annotations
 

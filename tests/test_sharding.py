@@ -51,7 +51,7 @@ def place(mesh: jax.sharding.Mesh, xs: list[np.ndarray], specs: tuple[P, ...]) -
 
 
 def collectives_of_jax(f: Callable[..., Any], *xs: jax.Array) -> collections.Counter[str] | None:
-    """What plain JAX communicates; None where it refuses the program on an Explicit mesh."""
+    """The collectives of plain JAX; None if it refuses the program on an Explicit mesh."""
     try:
         return collectives(compile_quickly(f).lower(*xs).compile())
     except Exception as e:
@@ -164,7 +164,7 @@ NUMBERS = (((1,), (0,)), ((), ()))
 
 
 def ours_and_lax(backend: Any, program: Callable[[Callable[..., jax.Array]], Any]) -> tuple[Any, Any] | None:
-    """What `program` gives with our dot_general and with lax's. None: both raise, and our error must be lax's."""
+    """The results of `program` with our dot_general and with lax's. None: both raise, with the same error."""
 
     def attempt(dot_general: Callable[..., jax.Array]) -> Any:
         try:
@@ -651,7 +651,7 @@ def test_first_operand_settles_a_factor_and_an_axis_serves_one():
     assert assignment.in_specs == (P("x", "y"), P("y", None))
     assert assignment.out_specs == (P("x", None),)
     assert assignment.sums == (("y",),)
-    # What the result is wanted as decides where no operand does, and scatters sums.
+    # The requested result specs decide if no operand does, and scatter sums.
     assignment = chosen([P(None, "y"), P()], result_specs=[P("y", "x")])
     assert assignment.axes == dict(k=("y",), n=("x",))
     assert assignment.scatters == ((("y", 0),),)

@@ -69,7 +69,7 @@ def trainer(config: TrainingConfig = CONFIG, num_devices: int = 1) -> Trainer:
 
 @pytest.fixture(autouse=True, scope="module")
 def _shared() -> Iterator[None]:
-    """What the runs of this module have in common: the token cache, and the trainers, which take long to compile."""
+    """Shared by the runs of this module: the token cache, and the trainers, which take long to compile."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setenv("JAXKERNELS_CACHE_DIR", folder)
         compiled = lambda config, devices: trainer(dataclasses.replace(config, data=None, init_from=None), len(devices))
@@ -229,7 +229,13 @@ def test_run_leaves_its_files_and_its_losses_fall(tmp_path, text):
     assert abs(found[0, "validation_loss"] - math.log(256)) < 0.1
     assert found[60, "validation_loss"] < 3.2
     rows = [row for row in run.metrics().read() if "loss" in row]
-    assert list(rows[0]) == ["step", "loss", "grad_norm", "learning_rate", "tokens_per_s"]  # nobody knows a CPU's MFU
+    assert list(rows[0]) == [
+        "step",
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "tokens_per_s",
+    ]  # The peak of a CPU, and so its MFU, is not known.
 
     with Image.open(run.folder / "loss.png") as image:
         assert image.size == (1200, 675)
@@ -801,7 +807,7 @@ def test_exhausted_memory_is_explained_and_leaves_no_folder(finished, tmp_path, 
     assert not (tmp_path / "new").exists()
 
 
-# What a terminal shows.
+# The output on a terminal.
 
 
 def test_waiting_is_for_terminals_only():
@@ -812,7 +818,7 @@ def test_waiting_is_for_terminals_only():
         assert ("compiling" in console.file.getvalue()) == is_terminal
 
 
-# Where runs go.
+# The folders of runs.
 
 
 def test_new_run_takes_a_free_folder_and_the_latest_is_found(tmp_path, monkeypatch):

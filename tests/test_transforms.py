@@ -185,7 +185,7 @@ def test_third_derivatives():
 
 @some_programs("product", "bias, gelu, residual", "attention, bias")
 def test_jacobians(program):
-    """Of forward mode, which asks the batching rules also where no operand is mapped."""
+    """In forward mode, which also calls the batching rules if no operand is mapped."""
     xs = program.operands()
 
     def jacobians(f):

@@ -164,12 +164,12 @@ def test_backends_compete_where_none_is_named(lab):
     choice = dispatch.choose("matmul", spec, None)
     assert (choice.backend, choice.source) == ("xla", "tuned")
     assert choice.passed_over[0] == ("fake", "measured slower than xla")
-    # And the backend's own best is known, for those who name it.
+    # The best configuration of each backend is stored, too, for calls that name it.
     assert dispatch.choose("matmul", spec, "fake").source == "tuned"
 
 
 def test_the_fastest_of_what_is_exported(lab, registry):
-    """What `jax.export` refuses is passed over though it was measured fastest; the next is not called slower."""
+    """A backend that `jax.export` refuses is skipped, even if it is the fastest; the next is not reported as slower."""
     others = {key: entry for key, entry in registry.items() if key != ("matmul", "fake")}
     (module,) = registry["matmul", "fake"].designs
     registry.clear()
@@ -195,7 +195,7 @@ def test_the_fastest_of_what_is_exported(lab, registry):
 
 
 def test_candidates_are_traced_as_in_programs(lab, monkeypatch):
-    """Without `jax_enable_x64`, which changes kernels, on whatever thread."""
+    """On any thread, candidates are traced without `jax_enable_x64`, which would change the kernels."""
     module, seen = dispatch.load("matmul", "fake").designs[0], []
     run = module.run
     monkeypatch.setattr(module, "run", lambda *args: (seen.append(jax.config.jax_enable_x64), run(*args))[1])
@@ -225,7 +225,7 @@ def test_candidates_that_fail_are_dropped_with_their_reason(lab):
 
 @pytest.mark.parametrize("where", ["one element", "NaN"])
 def test_error_in_one_place_is_seen(where, lab, monkeypatch):
-    """Of 90,000 results: the average hardly moves."""
+    """One wrong result of 90,000 hardly changes the average error."""
     module = dispatch.load("matmul", "fake").designs[0]
     right = module.run
 
@@ -272,7 +272,7 @@ def test_budget_ends_compiling_but_for_the_default(lab, monkeypatch):
 
 
 def test_same_cache_same_choice(lab, monkeypatch):
-    """Whatever is measured later: the winner stays until it is measured again by name."""
+    """Later measurements do not change the winner, until its backend is tuned by name."""
     lab.microseconds = lambda backend, config: -config.block + 1000.0
     tuner.tune("matmul", make_spec(), "fake")
     first = dispatch.choose("matmul", make_spec(), "fake").config

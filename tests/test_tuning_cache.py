@@ -93,7 +93,7 @@ def test_winner_is_taken_instead_of_the_default(fake, forget):
 
 
 def test_a_process_keeps_to_its_first_choice(fake, forget, tmp_path):
-    """What other processes tune, or delete, later does not reach it: the same call gets the same kernel."""
+    """Later changes by other processes have no effect: the same call gets the same kernel."""
     store()
     (path,) = files(tmp_path)
     text = path.read_text()
@@ -250,7 +250,7 @@ def test_entry_that_cannot_be_read_is_ignored_with_one_warning(fake, forget, tmp
 
 
 def test_winner_is_a_member_of_the_space(fake, forget, tmp_path):
-    """What JSON makes equal to it may have another type, which a kernel must not meet."""
+    """A value from JSON may be equal but have another type, which a kernel must not get."""
     store()
     (path,) = files(tmp_path)
     path.write_text(path.read_text().replace("256", "256.0"))
@@ -448,7 +448,7 @@ for i in range(150):
 
 
 def test_processes_store_and_read_at_once(tmp_path):
-    """Nobody sees half an entry (which would warn), and none is lost."""
+    """No process reads half an entry (which would warn), and no entry is lost."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAXKERNELS_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-W", "error::UserWarning", "-c", _WRITER]
     processes = [subprocess.Popen([*command, str(i)], env=env, stderr=subprocess.PIPE, text=True) for i in range(3)]

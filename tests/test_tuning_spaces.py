@@ -95,7 +95,7 @@ def lower(run: Any, *types: ArrayType) -> None:
 
 
 def largest_rings(spec: MatmulSpec) -> list[matmul.Config]:
-    """Of every tile and cluster the member that takes most shared memory and barriers."""
+    """For each tile and cluster, the configuration with the most shared memory and barriers."""
     key = lambda c: (c.block_m, c.block_n, c.block_k, c.split or "")
     space = sorted(matmul.search_space(spec), key=key)
     groups = [list(group) for _, group in itertools.groupby(space, key)]

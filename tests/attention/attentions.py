@@ -1,4 +1,4 @@
-"""What tests of the attention kernels have in common."""
+"""Shared by the tests of the attention kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["extra_types"]
 
 
 def extra_types(spec: AttentionSpec) -> list[ArrayType]:
-    """Of the integer operands that follow q, k and v, in their order."""
+    """The types of the integer operands that follow q, k and v, in order."""
     (batch, queries), keys = spec.q.shape[:2], spec.k.shape[1]
     shapes = dict(
         query_lengths=(batch,),

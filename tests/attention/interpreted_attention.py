@@ -111,7 +111,7 @@ def random_operands(spec: AttentionSpec) -> list[np.ndarray]:
 
 
 def random_cotangents(spec: AttentionSpec) -> list[np.ndarray]:
-    """Of out and lse."""
+    """Random cotangents of out and lse."""
     rng, (batch, num_queries, num_heads, _) = np.random.default_rng(1), spec.q.shape
     dout = random_array(rng, (*spec.q.shape[:3], spec.v.shape[3]), spec.v.dtype)
     return [dout, random_array(rng, (batch, num_heads, num_queries), "float32")]

@@ -1,12 +1,12 @@
-"""What simulations of the attention kernels share: their own source runs on integers.
+"""Simulates the attention kernels: runs their source on integers.
 
-`Sources` copies modules, and in the copies puts stand-ins in the place of lax, jnp, pl, plgpu and of what writes MLIR
-or masks values; the real modules stay as they are. Integers are numpy's int32, which must not overflow, loops and
-branches are Python's. An array in registers is a `Tile`, which knows only what it comes from: products, and what is in
-shared memory, which are tiles and blocks of global memory.
+`Sources` makes copies of the kernels' modules. In the copies, stand-ins replace lax, jnp, pl, plgpu, and the functions
+that write MLIR or mask values. The real modules are not changed. Integers are numpy's int32, and must not overflow.
+Loops and branches are Python's. An array in registers is a `Tile`. A tile has no values, but a record of its origins:
+products, tiles in shared memory, and blocks of global memory.
 
-What a warpgroup does does not depend on when the others do it. So each is run by itself (`run`), and leaves a trace of
-its waits, arrivals, reads and writes for `simulated_replay`; what is read is known after that.
+The steps of a warpgroup do not depend on the time of the others' steps. So each warpgroup runs by itself (`run`), and
+records its waits, arrivals, reads and writes. `simulated_replay` replays them, and finds the content of each read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
     "run",
 ]
 
-#: In which CTAs store to a place: in any, one by one, or one before all that add.
+#: The order in which CTAs store to the same place: any, one after the other, or one stores before all others add.
 type Order = Literal["any", "as added", "one stores first"]
 
 
@@ -68,7 +68,7 @@ class Case:
 
     @functools.cached_property
     def visible(self) -> np.ndarray:
-        """Which queries see which keys, (B, T, S)."""
+        """Whether a query sees a key, (B, T, S)."""
         (batch, num_queries), num_keys = self.spec.q.shape[:2], self.spec.k.shape[1]
         query, key = np.arange(num_queries)[:, None] + self.offset, np.arange(num_keys)
         seen = np.ones((batch, num_queries, num_keys), bool) & _in_window(query, key, *self.spec.window or (None, None))
@@ -81,22 +81,22 @@ class Case:
         return seen
 
     def queries(self, batch: int, first: int, count: int) -> np.ndarray:
-        """Those of a block, without padding."""
+        """The queries of a block, without padding."""
         rows = np.arange(first, min(first + count, self.spec.q.shape[1]))
         if self.spec.query_lengths:
             rows = rows[rows + self.offset < self.integers["query_lengths"][batch]]
         return rows
 
     def num_visible(self, batch: int, first: int, count: int, keys: slice = slice(None)) -> int:
-        """Pairs of a block's queries and of keys that see each other."""
+        """The number of visible pairs of a block of queries and some keys."""
         return int(self.visible[batch, self.queries(batch, first, count), keys].sum())
 
     def num_unmasked(
         self, logits: Product, batch: int, first: int, count: int, keys: slice, num_kept: int | None = None
     ) -> int:
-        """Holds the mask of a block of logits to what its queries see; returns how many pairs count.
+        """Compares the mask of a block of logits with the visible pairs. Returns the number of unmasked pairs.
 
-        Beyond all keys queries see nothing. Only the first `num_kept` columns matter.
+        Columns past the last key must be masked. Only the first `num_kept` columns are compared.
         """
         rows = self.queries(batch, first, count)
         inside = self.visible[batch, rows, keys]
@@ -108,7 +108,7 @@ class Case:
         return int(expected.sum())
 
     def _unmasked(self, logits: Product, batch: int, rows: np.ndarray, first: int, keys: slice) -> np.ndarray:
-        """Which logits the kernel's masks leave."""
+        """The logits that the kernel does not mask."""
         key, query = np.arange(keys.start, keys.stop), rows[:, None] + self.offset
         left = np.ones((len(rows), len(key)), bool)
         if logits.mask is not None:
@@ -130,16 +130,16 @@ def _in_window(query: np.ndarray, key: np.ndarray, left: int | None, right: int 
     return (left is None or key >= query - left) & (right is None or key <= query + right)
 
 
-# What is computed, and where it is kept.
+# Products, tiles and references.
 
 
 @dataclasses.dataclass(eq=False)
 class Product:
-    """Of a tile or what is read, and what is read; of logits also how they are masked.
+    """A product: `lhs` is a tile or a read, `rhs` a read.
 
     Attributes:
-      mask: the query and the key at which it begins, and where keys end, if it hides those behind.
-      segments: where the ids are that it compares.
+      mask: of logits: first query and first key of the mask, and the end of the keys if later ones are masked.
+      segments: of logits: the blocks of segment ids that are compared.
     """
 
     lhs: Any
@@ -152,8 +152,8 @@ class Tile:
     """An array in registers.
 
     Attributes:
-      origins: what it is computed from, by kind, with the time at which that was read: of each kind the latest.
-      columns: of which columns it is a part.
+      origins: kind -> the latest origin of that kind, with the time at which it was read.
+      columns: the range of columns, if it is a part of a tile.
     """
 
     def __init__(self, origins: Any = None, shape: Any = (), columns: tuple[int, int] | None = None) -> None:
@@ -190,7 +190,7 @@ _ZEROS = Tile()
 
 
 class Accumulator:
-    """Of products, on top of what it begins with."""
+    """An accumulator: the sum of `initial` and some products."""
 
     def __init__(self, warpgroup: Warpgroup, shape: tuple[int, ...], initial: Tile | None = None) -> None:
         self.warpgroup, self.shape, self.initial = warpgroup, shape, initial
@@ -200,16 +200,16 @@ class Accumulator:
         return self.warpgroup.wgmma_accumulator_load(self)
 
     def __setitem__(self, _: Any, value: Any) -> None:
-        """Clears it; to scale it changes nothing here."""
+        """Clears the accumulator if the value is zero. Scaling does not change the record."""
         if value is _ZEROS:
             self.products = ()
 
 
 class Ref:
-    """A reference to memory, to barriers or semaphores, or to a part of these.
+    """A reference to memory, to barriers, to semaphores, or to a part of these.
 
     Attributes:
-      array: integers in global memory; of what else is there only the name is known, of a stacked array several.
+      array: integers in global memory. Other arrays have a name only; a stacked array has several names.
       is_bounded: whether blocks must begin before the end of `shape`.
     """
 
@@ -246,7 +246,7 @@ class Ref:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Those of a slot, a barrier or a semaphore."""
+        """The index of a slot, a barrier or a semaphore."""
         numbers = tuple([int(i) for i in self.index if not isinstance(i, slice)])
         is_there = min(numbers, default=0) >= 0 and all(map(operator.lt, numbers, self.shape))
         assert is_there, f"there is no {self.name}{list(numbers)}"
@@ -254,7 +254,7 @@ class Ref:
 
     @property
     def num_rows(self) -> int | None:
-        """Of a tile; None if all there are in global memory."""
+        """The rows of a tile; None for all rows in global memory."""
         ranges = [i for i in self.index if isinstance(i, slice)]
         if ranges:
             return None if ranges[0].start is None else ranges[0].stop - ranges[0].start
@@ -288,7 +288,7 @@ class _Parts:
 
 
 def only(contents: dict[Part, Any]) -> Any:
-    """What there is one of."""
+    """The only value in `contents`."""
     assert len(contents) == 1, f"{len(contents)} parts: {list(contents)}"
     return next(iter(contents.values()))
 
@@ -298,7 +298,7 @@ def only(contents: dict[Part, Any]) -> Any:
 
 @dataclasses.dataclass
 class Store:
-    """What TMA stores, or adds: of which warpgroup, where to, and from where."""
+    """A store or an addition by TMA: the warpgroup, the target and the staging buffer."""
 
     warpgroup: int
     to: Block
@@ -307,12 +307,12 @@ class Store:
 
 
 class Cta:
-    """Barriers of one, by name, and what it stores.
+    """A CTA: its barriers by name, and its stores.
 
     Attributes:
       cluster: the numbers of the CTAs in its cluster.
-      order: in which CTAs store to the same place, and add to it.
-      sums: what others, if any, have stored where it adds to.
+      order: the order in which CTAs store to the same place, and add to it.
+      sums: reads of the sums that it adds to.
     """
 
     def __init__(self, number: int, cluster: Sequence[int], order: Order) -> None:
@@ -337,7 +337,7 @@ class _Accumulators:
 
 
 class Warpgroup:
-    """plgpu for one warpgroup, and its trace."""
+    """The stand-in for plgpu in one warpgroup. Records its trace."""
 
     layout_cast = staticmethod(lambda x, _: x)
     broadcasted_iota = staticmethod(lambda *_, **__: Tile())
@@ -380,7 +380,7 @@ class Warpgroup:
         self.trace.append(("fence", None))
 
     def copy_gmem_to_smem(self, source: Ref, to: Ref, full: Ref, collective_axes: Any = None) -> None:
-        """With `collective_axes` half of the block, for all CTAs of the cluster."""
+        """Records a copy. With `collective_axes` it is half of the block, for all CTAs of the cluster."""
         assert source.num_rows in (None, to.num_rows), f"{source.num_rows} rows for {to.num_rows} of {to.name}"
         rank, (barrier, *_) = self.cta.cluster.index(self.cta.number), self._barriers(full)
         ctas, part = ([self.cta.number], ()) if collective_axes is None else (self.cta.cluster, ((rank, rank + 1),))
@@ -401,7 +401,7 @@ class Warpgroup:
             self.trace.append(("write", write))
             self.group.append(write)
         elif self.cta.order == "one stores first":
-            # To each other those who add are like readers.
+            # CTAs that add are like readers to each other.
             sum_before = Read(to.block, (), is_async=False)
             self.trace.append(("read", sum_before))
             self.cta.sums.append(sum_before)
@@ -453,7 +453,7 @@ class Warpgroup:
     def ClusterBarrier(  # noqa: N802
         self, collective_axes: Any, num_arrivals: int = 1, num_barriers: int = 1
     ) -> Callable[[str], Ref]:
-        """Whoever arrives does so at those of all CTAs of the cluster."""
+        """An arrival at this barrier arrives at the barriers of all CTAs of the cluster."""
 
         def make(name: str) -> Ref:
             self.cta.shared_barriers.add(name)
@@ -462,7 +462,7 @@ class Warpgroup:
         return make
 
     def _barriers(self, ref: Ref) -> list[tuple[Any, ...]]:
-        """Our own, or those of all CTAs of the cluster."""
+        """This CTA's barrier, or the barriers of all CTAs of the cluster."""
         ctas = self.cta.cluster if ref.name in self.cta.shared_barriers else [self.cta.number]
         return [(cta, ref.name, *(ref.numbers or (0,))) for cta in ctas]
 
@@ -485,7 +485,7 @@ class Warpgroup:
 
 
 class _Numpy:
-    """jnp: of integers numpy's functions; of tiles what they come from."""
+    """The stand-in for jnp: numpy's functions for integers; for tiles it records the origins."""
 
     full = staticmethod(lambda *args, **_: Tile())
     zeros_like = staticmethod(lambda _: _ZEROS)
@@ -550,14 +550,14 @@ def _arguments(body: Any) -> tuple[str, ...]:
 
 
 def _run_scoped(body: Callable[..., Any], *makers: Any, collective_axes: Any = None, **named: Any) -> Any:
-    """Calls `body` with what SMEM, ACC and Barrier make of its arguments' names."""
+    """Calls `body` with the objects that SMEM, ACC and Barrier make for its arguments' names."""
     names = itertools.chain(_arguments(body), itertools.repeat("more"))
     args = [_made(make, name) for name, make in zip(names, makers)]
     return body(*args, **{name: make and make(name) for name, make in named.items()})
 
 
 def _made(make: Any, name: str) -> Any:
-    """What a maker makes; for a record of makers, the record of what these make."""
+    """The object that a maker makes; for a record of makers, the record of their objects."""
     if not dataclasses.is_dataclass(make):
         return make and make(name)
     fields = {field.name: getattr(make, field.name) for field in dataclasses.fields(make)}
@@ -600,10 +600,10 @@ def _masked(s: Tile, **masks: Any) -> Tile:
 
 
 class Sources:
-    """Copies of kernels' modules, and of what these share, on stand-ins.
+    """Copies of the kernels' modules and of the modules that they share, with stand-ins.
 
     Args:
-      edit: a text that is in the sources once, and what to put there.
+      edit: a text that occurs once in the sources, and its replacement.
     """
 
     def __init__(self, *modules: ModuleType, edit: tuple[str, str] | None = None) -> None:
@@ -648,7 +648,7 @@ class Launch:
 
 
 def launch_with(sources: Sources, function: Callable[..., Any], *args: Any, order: Order = "any") -> Any:
-    """Calls a function outside of kernels; returns the kernels that it launches, and its results."""
+    """Calls a function that launches kernels. Returns the launches, and its results."""
     launches: list[Launch] = []
 
     def kernel(body: Any, out_type: Any, grid: Any, grid_names: Any, **settings: Any) -> Callable[..., Any]:
@@ -676,7 +676,7 @@ def _in_memory(name: str, x: Any) -> Any:
 
 
 def run(sources: Sources, launch: Launch) -> list[list[Warpgroup]]:
-    """Runs each warpgroup, the producer first; returns those of each cluster."""
+    """Runs each warpgroup, the producer first. Returns the warpgroups of each cluster."""
     clusters = []
     size = int(np.prod([*launch.cluster.values()], dtype=int))
     for number, index in enumerate(np.ndindex(*launch.grid.values())):

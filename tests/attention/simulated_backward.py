@@ -1,9 +1,14 @@
-"""Simulates the backward kernel's schedule up to head dimension 128 (see `simulated`), and checks what it did.
+"""Simulates the schedule of the backward kernel up to head dimension 128 (see `simulated`), and checks its stores.
 
-Checked are, of each block of keys and consumer: that dK and dV are stored once, and where; that they come from each
-block of queries at most once; that the operands of each product are of the same keys, queries and heads; that of all
-pairs of a query and a key those that see each other count, and no others. Of each block of queries the same for dQ, and
-that what is added to it is in order where that is asked for, of however many CTAs there is room on the chip for.
+For each block of keys and each consumer it checks that
+
+- dK and dV are stored once, at the right place;
+- each block of queries contributes at most once;
+- the operands of each product have the same keys, queries and heads;
+- all visible pairs of a query and a key are unmasked, and no others.
+
+For each block of queries it checks the same for dQ. With a fixed order it also checks the order of the additions, for
+any number of resident CTAs.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from jaxkernels.pallas.attention import backward_fused as attention_backward_fus
 
 __all__ = ["Place", "Simulation", "check_products_of_keys", "launches_of", "operands_of"]
 
-#: Of a block of logits: the batch, the query head, the first query and the first key.
+#: The position of a block of logits: batch, query head, first query, first key.
 type Place = tuple[int, int, int, int]
 
 #: Keys of a consumer.
@@ -58,7 +63,7 @@ class Simulation:
 
 
 def launches_of(sources: Sources, gradients: Callable[..., Any], *args: Any, order: Order = "any") -> list[Launch]:
-    """The kernels of a backward pass, whose results have names."""
+    """The launches of a backward pass. Its results get names."""
     launches, results = launch_with(sources, gradients, *args, order=order)
     for ref, name in zip(results, ("dq", "dk", "dv"), strict=True):
         ref.name = name
@@ -66,7 +71,7 @@ def launches_of(sources: Sources, gradients: Callable[..., Any], *args: Any, ord
 
 
 def operands_of(case: Case, *, is_bounded: bool) -> tuple[Ref, ...]:
-    """q, k, v, dout, lse and delta, as `gradients` takes them; if bounded, no block of a tile may lie beyond all."""
+    """q, k, v, dout, lse and delta, as `gradients` takes them. If bounded, blocks must begin inside the array."""
     spec, (head_dim, value_dim) = case.spec, case.padded_dims
     rows = lambda x: x.shape[1] + -x.shape[1] % 8
     tiles = ("q", spec.q, head_dim), ("k", spec.k, head_dim), ("v", spec.v, value_dim), ("dout", spec.q, value_dim)
@@ -86,10 +91,10 @@ def check_products_of_keys(
     kv_head: int,
     count: Callable[[Product, Place], int],
 ) -> None:
-    """Of 64 keys' dK or dV: dS Q, or P dO, of each block of queries at most once, and all pairs that see each other.
+    """Checks dK or dV of 64 keys: dS Q, or P dO, from each block of queries at most once, with all visible pairs.
 
     Args:
-      count: checks dS or P, and returns how many pairs of it count.
+      count: checks dS or P, and returns the number of its unmasked pairs.
     """
     spec, num_pairs = case.spec, collections.Counter[int]()
     visited = collections.Counter(product.rhs.block for product in products)
@@ -105,7 +110,7 @@ def check_products_of_keys(
 
 
 def _check_order(stores: Sequence[Write]) -> None:
-    """Of what is added to a block of dQ: the keys it comes from ascend."""
+    """Checks that the additions to a block of dQ are in the order of the keys."""
     added = collections.defaultdict(list)
     for store in stores:
         if store.place[0] == "dq":
@@ -116,12 +121,12 @@ def _check_order(stores: Sequence[Write]) -> None:
 
 
 class _Gradients:
-    """Holds what is stored to what should be."""
+    """Compares the stores with the expected ones."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.spec, self.block_q = case, case.spec, case.config.block_q
         self.keys_per_cta = 2 * _ROWS
-        #: Of dS and P that are found right: whose they are, how many pairs count, and they themselves.
+        #: id of a dS or P that was checked -> its position, the number of its unmasked pairs, and the tile.
         self.checked: dict[int, tuple[Any, int, Tile]] = {}
 
     def check(self, stores: list[Store], *, is_zeroed: bool) -> None:
@@ -154,7 +159,7 @@ class _Gradients:
             assert not products or owners[id(products)] == owner, f"{store.to} is of {owners[id(products)]}"
 
     def _check_tile(self, tile: Tile, place: Place, *, is_gradient: bool) -> int:
-        """P or dS of 64 keys and a block of queries; returns how many pairs of these count."""
+        """Checks P or dS of 64 keys and a block of queries. Returns the number of unmasked pairs."""
         if id(tile) in self.checked:
             of, num_pairs, _ = self.checked[id(tile)]
             assert of == place, f"{of} in the place of {place}"
@@ -201,7 +206,7 @@ class _Gradients:
             assert is_zeroed or visited[*place, 0], f"{place} is not stored, but added to"
 
     def _check_added(self, to: Any, staged: Read) -> tuple[int, int]:
-        """The first key of those a piece of dQ comes from, and how many pairs count."""
+        """Returns the first key from which a piece of dQ comes, and the number of its unmasked pairs."""
         _, batch, first_query, head = to
         width = math.gcd(64, self.case.padded_dims[0])
         rows, columns = range(0, self.block_q, 64), range(0, self.case.padded_dims[0], width)

@@ -1,8 +1,10 @@
-"""Simulates the forward kernel's schedule (see `simulated`), and checks what it did.
+"""Simulates the schedule of the forward kernel (see `simulated`), and checks its stores.
 
-Checked are, of each consumer's share of each item: that it is stored once, and where; that it comes from its queries
-and, in order, from blocks of keys and of the same values, none of them padding; that of all pairs of a query and a key
-those that see each other count, and no others.
+For each consumer's share of each item it checks that
+
+- the output is stored once, at the right place;
+- it comes from the item's queries and, in order, from blocks of keys and of the same values, without padding;
+- all visible pairs of a query and a key are unmasked, and no others.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ __all__ = ["Simulation"]
 
 
 class _Warpgroup(Warpgroup):
-    """One that asks for items: `numbers` are those that its CTA will get, `taken` those that it has. The producer comes
-    first."""
+    """A warpgroup that takes items from the counter.
+
+    `numbers` are the items that its CTA will get, `taken` the items that it has. The producer runs first.
+    """
 
     def __init__(self, cta: Cta, index: int, numbers: list[int], taken: list[int]) -> None:
         super().__init__(cta, index)
@@ -45,7 +49,7 @@ class Simulation:
         (self.forward,) = self.sources.kernels
 
     def check(self, case: Case, rng: np.random.Generator) -> None:
-        """Runs all workers, each of which takes random items where arrays tell how long these are."""
+        """Runs all workers. If the items' lengths depend on arrays, each worker takes random items."""
         spec, num_items = case.spec, self.forward._num_items(case.spec, case.config)
         if visibility.is_known_at_run_time(spec):
             items = [[worker] for worker in range(min(spec.target.num_sms, num_items))]
@@ -125,7 +129,7 @@ def _check_stores(case: Case, consumer: int, numbers: list[int], stores: list[St
 
 
 def _check_products(case: Case, batch: int, head: int, first: int, products: tuple[Product, ...]) -> None:
-    """The blocks that a consumer's queries from `first` on have visited, and what it has masked."""
+    """Checks the blocks that a consumer's queries from `first` on have visited, and their masks."""
     spec, block_kv = case.spec, case.config.block_kv
     block_q, last, num_pairs = case.config.block_q, None, 0
     for product in products:
@@ -144,7 +148,7 @@ def _check_products(case: Case, batch: int, head: int, first: int, products: tup
 
 
 def _check_values(case: Case, values: Block, batch: int, start: int, kv_head: int) -> None:
-    """Those of the keys from `start` on, and none of padding."""
+    """Checks that the values belong to the keys from `start` on, and that none are padding."""
     key_end, block_kv = case.key_end(batch), case.config.block_kv
     if values[0] == "edge_values":
         assert values == ("edge_values", batch, 0, kv_head), values

@@ -1,10 +1,11 @@
-"""Takes the steps of warpgroups in random orders, one after the other: their waits, arrivals, reads and writes.
+"""Replays the steps of warpgroups (waits, arrivals, reads, writes) in random orders, and checks them.
 
-What they do does not depend on when the others do it (see `simulated`), so each has its steps in a list: a kind, and
-what it is done to. In no order may all wait, or a barrier go round twice. What happens before what is the same in all
-of them. In the first, vector clocks tell of each read whether the write before it must have ended, and of each write
-whether the reads before it must; then what is read is known. wgmma and TMA end when they are waited for, and see of
-what threads write only what a fence follows.
+The steps of a warpgroup do not depend on the time of the others' steps (see `simulated`). So each warpgroup has a list
+of steps: a kind, and its object. No order may end in a deadlock, or let a barrier complete two phases before a waiting
+warpgroup has seen the first. The happens-before relation is the same in all orders. So the first order alone checks it,
+with vector clocks: for each read, that the write before it has ended; for each write, that the reads before it have
+ended. It also records the content that each read finds. wgmma and TMA end when they are waited for. They see the writes
+of threads only after a fence.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ import numpy as np
 
 __all__ = ["Block", "Part", "Read", "Write", "replay"]
 
-#: What TMA loads and stores: a global array's name, and the first place in it.
+#: A block that TMA loads or stores: the name of a global array, and the block's first index.
 type Block = tuple[Any, ...]
-#: Of a slot of shared memory, or a block of global memory: for each axis the range, or None; () is all of it.
+#: A part of a slot of shared memory, or of a block of global memory: a range or None for each axis; () is all of it.
 type Part = tuple[tuple[int, int] | None, ...]
-#: When something was done, for vector clocks: by whom, and at what time of theirs.
+#: The time of a step, for vector clocks: the number of a warpgroup, and its time.
 type Epoch = tuple[int, int] | None
 
 
 @dataclasses.dataclass(eq=False)
 class Read:
-    """Of shared memory: `contents`, by the parts in which they were written, are there after `replay`."""
+    """A read of shared memory. After `replay`, `contents` has the values by the parts in which they were written."""
 
     place: tuple[Any, ...]
     part: Part
@@ -38,7 +39,7 @@ class Read:
 
     @property
     def block(self) -> Block:
-        """That which TMA has loaded there, whole; or nothing."""
+        """The block that TMA has loaded into the slot."""
         blocks = list(self.contents.values())
         assert all(isinstance(block, tuple) for block in blocks), f"{self.place} holds what threads have written"
         assert all(block == blocks[0] for block in blocks), f"{self.place} holds parts of {blocks}"
@@ -47,7 +48,7 @@ class Read:
 
 @dataclasses.dataclass(eq=False)
 class Write:
-    """Of shared memory by threads or TMA, the end of which a barrier tells; or of global memory."""
+    """A write of shared memory, by threads or by TMA (a barrier signals its end); or of global memory."""
 
     place: tuple[Any, ...]
     part: Part
@@ -59,7 +60,7 @@ class Write:
 
 
 class Traced(Protocol):
-    """A warpgroup: its steps, and its CTA, of which the number and, by name, barriers' `num_arrivals` matter."""
+    """A warpgroup: its steps, and its CTA (with `number` and the `num_arrivals` of its barriers)."""
 
     cta: Any
     trace: list[tuple[str, Any]]
@@ -68,10 +69,11 @@ class Traced(Protocol):
 def replay(
     clusters: Sequence[Sequence[Traced]], rng: np.random.Generator, *, most_resident: int = 1, times: int = 3
 ) -> list[Write]:
-    """Takes what warpgroups do in random orders, some steps of each at a time; returns ordered stores as they come.
+    """Replays the steps of warpgroups in random orders. Returns the stores in the order in which they were made.
 
     Args:
-      most_resident: how many clusters, at most, are on the chip at once; where one ends, the next begins.
+      most_resident: the largest number of clusters on the chip at once. When one ends, the next begins.
+      times: the number of orders.
     """
     first, *others = (_Replay(clusters, rng, keeps_account=i == 0) for i in range(times))
     for order in (first, *others):
@@ -80,8 +82,11 @@ def replay(
 
 
 class _Replay:
-    """One order. If it keeps account of memory, `clocks` tell what each warpgroup knows of the others' times and, of
-    barriers at which copies arrive, of the rounds."""
+    """One order. If `keeps_account`, it checks accesses to memory.
+
+    `clocks` then has, for each warpgroup, the known times of the others, and the known rounds of barriers at which
+    copies arrive.
+    """
 
     def __init__(self, clusters: Sequence[Sequence[Traced]], rng: np.random.Generator, *, keeps_account: bool):
         warpgroups = [warpgroup for cluster in clusters for warpgroup in cluster]
@@ -104,7 +109,7 @@ class _Replay:
         self.memory: dict[Any, dict[Part, tuple[Write, list[Read]]]] = collections.defaultdict(dict)
         self.unfenced: list[list[Write]] = [[] for _ in warpgroups]
         self.stores: list[Write] = []
-        # What was last done to each CTA by others of its cluster.
+        # The last access to each CTA by other CTAs of its cluster.
         self.from_outside: dict[tuple[int, int], int] = {}
 
     def run(self, num_resident: int) -> None:
@@ -124,7 +129,7 @@ class _Replay:
             assert is_known, f"CTA {cta} may be gone before the other is done with it"
 
     def _advance(self, i: int) -> bool:
-        """Whether a warpgroup could do anything."""
+        """Takes some steps of a warpgroup. Returns whether it could take any."""
         start, trace = self.position[i], self.traces[i]
         for kind, what in trace[start : start + 2 ** int(self.rng.integers(8))]:
             if self.steps[kind](i, what) is False:
@@ -141,7 +146,7 @@ class _Replay:
         self._tell(i, barrier, self.rounds.send(i, barrier))
 
     def _tell(self, i: int, barrier: Any, nth: int) -> None:
-        """Whoever waits for a barrier's round knows what all who have arrived in it knew."""
+        """A warpgroup that waits for a round of a barrier learns the clocks of all that arrived in it."""
         if not self.keeps_account:
             return
         clock, others = self.clocks[i], self.at_barriers.get((barrier, nth))
@@ -159,7 +164,7 @@ class _Replay:
         return nth is not None
 
     def _signal(self, i: int, semaphore: Any) -> None:
-        """Whoever waits for so many signals knows what tells any of them."""
+        """A warpgroup that waits for n signals learns the clocks of the first n that signalled."""
         signals = self.signals[semaphore]
         signals.append(np.maximum(self.clocks[i], signals[-1]) if signals else self.clocks[i].copy())
         self.clocks[i, i] += 1
@@ -219,8 +224,11 @@ class _Replay:
 
 
 class _Rounds:
-    """Barriers' rounds. A round is over when as many have arrived as the barrier needs, and the other CTA of the
-    cluster has sent its half of what both load. In each round each arrives as often, and sends as much."""
+    """The rounds (phases) of barriers.
+
+    A round is over when the barrier has its arrivals, and the other CTA of the cluster has sent its half of a shared
+    load. A warpgroup arrives equally often, and sends equally much, in every round.
+    """
 
     def __init__(self, warpgroups: Sequence[Traced]) -> None:
         num_arrivals = {warpgroup.cta.number: warpgroup.cta.num_arrivals for warpgroup in warpgroups}
@@ -242,7 +250,7 @@ class _Rounds:
         self.waited: collections.Counter[Any] = collections.Counter()
 
     def next(self, i: int, barrier: Any) -> int:
-        """The round in which what a warpgroup loads arrives."""
+        """The round in which the load of a warpgroup arrives."""
         if ("arrive", i, barrier) in self.share:
             return self.arrived[barrier] // self.to_arrive[barrier]
         return self.sent[barrier] // self.to_send[barrier]
@@ -257,19 +265,19 @@ class _Rounds:
 
     def _check(self, kind: str, i: int, barrier: Any, nth: int) -> int:
         place = kind, i, barrier
-        assert self.done[place] // self.share[place] == nth, f"{barrier}: one arrives in another's place"
+        assert self.done[place] // self.share[place] == nth, f"{barrier}: a warpgroup arrives in the place of another"
         self.done[place] += 1
         return nth
 
     def wait(self, i: int, barrier: Any) -> int | None:
-        """The round that is over, or None if it is not."""
+        """The round that the warpgroup waits for, if it is over; else None."""
         completed = self.arrived[barrier] // self.to_arrive.get(barrier, 1)
         if barrier in self.to_send:
             completed = min(completed, self.sent[barrier] // self.to_send[barrier])
         nth = self.waited[i, barrier]
         if completed == nth:
             return None
-        assert completed == nth + 1, f"{barrier} went round twice"
+        assert completed == nth + 1, f"{barrier} completed two rounds before a wait"
         self.waited[i, barrier] += 1
         return nth
 

@@ -1,9 +1,13 @@
-"""Simulates the backward kernels' schedules above head dimension 128 (see `simulated`), and checks what they did.
+"""Simulates the schedules of the backward kernels above head dimension 128 (see `simulated`), and checks their stores.
 
-Checked are, of each block of 64 keys, and of 64 queries: that dK and dV, and dQ, are stored once, and where; that they
-come from each block at most once; that the operands of each product are of the same keys, queries and heads; that of
-all pairs of a query and a key those that see each other count, and no others. The two CTAs of a cluster are replayed
-together.
+For each block of 64 keys (dK and dV) and of 64 queries (dQ) it checks that
+
+- the gradients are stored once, at the right place;
+- each block contributes at most once;
+- the operands of each product have the same keys, queries and heads;
+- all visible pairs of a query and a key are unmasked, and no others.
+
+The two CTAs of a cluster are replayed together.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ class Simulation:
 
 
 class _Gradients:
-    """Holds what is stored to what should be."""
+    """Compares the stores with the expected ones."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.spec, config = case, case.spec, case.config
@@ -63,7 +67,7 @@ class _Gradients:
         assert self.places == expected, f"stored {self.places - expected or 'not'}, expected {expected - self.places}"
 
     def add(self, stores: list[Store]) -> None:
-        """Checks what one kernel stores."""
+        """Checks the stores of one kernel."""
         for store in stores:
             if store.to[0] in ("dk", "dv"):
                 assert store.warpgroup == ("dv", "dk").index(store.to[0]), f"{store.to} is of {store.warpgroup}"
@@ -82,7 +86,7 @@ class _Gradients:
         check_products_of_keys(self.case, name, products, batch, first_key, kv_head, count)
 
     def _p_of(self, ds: Tile, place: Place) -> Tile:
-        """Checks what else consumer 1 makes dS of."""
+        """Checks the other origins of consumer 1's dS."""
         batch, head, first_query, first_key = place
         assert set(ds.origins) == {"p", "v dout", "delta"}, f"dS of {set(ds.origins)}"
         (product,) = ds.origin("v dout")
@@ -93,7 +97,7 @@ class _Gradients:
         return only(ds.origin("p").contents)
 
     def _check_p(self, p: Tile, place: Place) -> int:
-        """Returns how many pairs count. Keys behind the last one may be unmasked: they are not stored, or as zeros."""
+        """Returns the number of unmasked pairs. Keys past the last one need no mask: their gradients are not stored."""
         batch, head, first_query, first_key = place
         assert set(p.origins) == {"k q", "lse"}, f"P of {set(p.origins)}"
         (logits,) = p.origin("k q")

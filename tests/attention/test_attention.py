@@ -48,7 +48,7 @@ def test_error_rule(backend, attention_case):
 )
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_200_runs_have_the_same_bits(head_dim, options):
-    """Of a chip full of blocks, which begin and end in another order each time."""
+    """With a chip full of blocks, which begin and end in a different order in each run."""
     shapes = [(4, 1000, heads, head_dim) for heads in (16, 4, 4)]
     rng = np.random.default_rng(0)
     operands = [jnp.asarray(random_array(rng, shape, "bfloat16")) for shape in shapes]
@@ -288,7 +288,7 @@ def test_compiled_logits_of_any_size_are_masked(rules, scale):
     ids=lambda x: str(x) or "independent",
 )
 def test_gradients_at_peaked_softmaxes_are_as_near_as_jax_nns(tied, spread):
-    """Where one p is nearly 1, dp - delta nearly cancels: an error of delta is all that is left of it."""
+    """If one p is nearly 1, dp - delta nearly cancels, and the error of delta dominates."""
     rng = np.random.default_rng(0)
     q, k, v, dout = (random_array(rng, (1, 128, 2, 64), "bfloat16") for _ in range(4))
     bias = random_array(rng, (1, 2, 128, 128), "bfloat16")
@@ -345,7 +345,7 @@ def test_padding_reaches_no_tangent_and_no_second_derivative(options):
     assert_close(*compile_quickly(lambda: (results(np.nan), results(0.0)))(), rtol=1e-4)
 
 
-# What jax.nn does not have.
+# Features that jax.nn does not have.
 
 
 def test_residual_has_no_gradient_and_lse_has_one(backend):

@@ -278,12 +278,12 @@ def test_every_item_of_the_backward_pass_is_planned_once_behind_those_it_waits_f
     ids=str,
 )
 def test_the_backward_pass_reads_queries_once(heads: tuple[int, int], options: dict[str, Any], most: float) -> None:
-    """Of a cache of 24 MB, in time, a model: each CTA takes a step at a time, two beside them for each item."""
+    """In a model: a cache of 24 MB; all steps take the same time; an item costs two additional steps."""
     spec = _planned_spec(heads, **options)
     steps = attention_backward_fused._steps(spec, 64)
     plan = attention_backward_fused._plan(spec, 64, is_zeroed=True)
     num_q_blocks, group = pl.cdiv(spec.q.shape[1], 64), spec.group_size
-    visits = []  # When, and of which block of queries of which head.
+    visits = []  # (time, (stream, head, block of queries))
     for row in plan:
         time = 0
         for number in row[1 : 1 + row[0]]:
@@ -320,7 +320,7 @@ def test_the_backward_pass_reads_queries_once(heads: tuple[int, int], options: d
     ids=str,
 )
 def test_nobody_waits_long_for_the_first_block_of_keys(options: dict[str, Any], block_q: int) -> None:
-    """Steps are as long as each other, and a block of queries stored first may be added to 1.5 steps later."""
+    """In a model: all steps take the same time, and a block of queries may be added to 1.5 steps after its store."""
     spec = _planned_spec((16, 16), **options)
     steps = attention_backward_fused._steps(spec, block_q)
     plan = attention_backward_fused._plan(spec, block_q, is_zeroed=False)
@@ -487,7 +487,7 @@ def test_features_with_schedules(schedule: dict[str, Any]) -> None:
 
 def _poisoned(spec: AttentionSpec, keys: slice) -> list[np.ndarray]:
     q, k, v = random_operands(spec)
-    v[:, keys] = np.nan  # Of a block that is visited NaN reaches every query: 0 NaN is NaN.
+    v[:, keys] = np.nan  # NaN in a visited block reaches every query, because 0 NaN is NaN.
     return [q, k, v]
 
 
@@ -555,9 +555,9 @@ def _loads(spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch, *extras: Any) -
 def test_items_of_padding_visit_one_block(
     keys: int, rules: dict[str, Any], extras: list[Any], num_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of what they read nothing shows: outputs of padding are 0."""
+    """Outputs do not show it, because outputs of padding are 0. So the loads are counted."""
     spec = make_spec(520, keys, query_lengths=True, **rules)
-    # Of each of two heads five items of 128 queries, the last three of padding; blocks of 64 keys and values.
+    # Each of two heads has five items of 128 queries; the last three are padding. Blocks have 64 keys and values.
     assert _loads(spec, monkeypatch, *map(np.int32, extras)) == 2 * 2 * (num_blocks + 3)
 
 
@@ -613,7 +613,7 @@ def filled_in(
     ids=["lengths", "window", "padding", "shard", "segments"],
 )
 def test_queries_that_see_no_key_get_means(value_dim: int, rules: dict[str, Any], extras: dict[str, Any]) -> None:
-    """And nobody else."""
+    """Other queries do not."""
     spec = make_spec(200, 600, heads=(4, 2), dims=(64, value_dim), batch=3, **rules)
     out, actual, is_blind = filled_in(spec, extras)
     assert is_blind.any()
@@ -670,7 +670,7 @@ def test_consumers_do_not_visit_blocks_that_only_others_queries_see(
 @pytest.mark.one_version
 @pytest.mark.parametrize("queries", [128, 130, 200])
 def test_consumers_without_queries_have_blocks_among_the_items(queries: int) -> None:
-    """Else they would wait for what nobody loads."""
+    """Otherwise they would wait for blocks that are never loaded."""
     config = dataclasses.replace(FORWARD, num_consumers=3, bridge=False)
     check(make_spec(queries, 328, window=(0, 0)), config, None)
 
@@ -728,7 +728,7 @@ def _sees(spec: AttentionSpec, i: np.ndarray, j: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("window", [None, *WINDOWS], ids=str)
 def test_ranges_are_what_the_masks_say(window: tuple[int | None, int | None] | None, causal: bool) -> None:
-    """Of queries for keys and of keys for queries, in numbers and traced."""
+    """Ranges of queries for keys and of keys for queries, with numbers and with traced values."""
     num_queries, num_keys, block_q, block_kv = 130, 170, 32, 16
     spec = make_spec(num_queries, num_keys, window=window, causal=causal)
     sees = _sees(spec, np.arange(num_queries)[:, None], np.arange(num_keys))
@@ -795,7 +795,7 @@ def test_blocks_that_all_see_are_not_masked(monkeypatch: pytest.MonkeyPatch) -> 
     q, k, v = random_operands(spec)
     _, lse = forward(spec, q, k, v)
     assert np.isfinite(lse[..., 256:384]).all()
-    # Of 64 queries from 320 on, the blocks from 128 to 320 are seen whole: the first key that all see is 83.
+    # The 64 queries from 320 on see all of the blocks from 128 to 320: the first key that all of them see is 83.
     logits = np.einsum("tnh,skh->nts", *(x[0].astype(np.float32) for x in (q[:, 320:384], k[:, 128:320])))
     np.testing.assert_allclose(lse[0, :, 320:384], np.log(np.exp(logits * spec.scale).sum(-1)), rtol=1e-3)
 

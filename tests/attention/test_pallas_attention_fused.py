@@ -157,7 +157,7 @@ def test_fused_with_three_slots(causal: bool) -> None:
 
 @pytest.mark.one_version
 def test_fused_ignores_keys_that_there_are_not() -> None:
-    """Where all logits are some -300, a key of zeros beyond the last one would have an infinite probability."""
+    """With all logits about -300, a zero key past the last one would have an infinite probability."""
     spec = make_spec(72, 136)
     q, k, v = map(jnp.asarray, random_operands(spec))
     q, k = jnp.full_like(q, 6.0), jnp.full_like(k, -6.0) + k
@@ -271,7 +271,7 @@ def test_fused_with_segments(name: str, rules: dict[str, Any]) -> None:
 @pytest.mark.parametrize("cap", [0.5, 30.0])
 @pytest.mark.parametrize("scale_queries", [1.0, 100.0])
 def test_fused_with_a_soft_cap(cap: float, scale_queries: float, dtype: str) -> None:
-    """Where all logits are at the cap, what is left of the gradients is the slope there."""
+    """With all logits at the cap, the gradients depend on the small slope there."""
     spec = make_spec(72, 136, causal=dtype == "float16", soft_cap=cap, dtype=dtype)
     check_backward(spec, FUSED[64], scale_queries=scale_queries)
 
@@ -361,7 +361,7 @@ _DOCUMENTS = np.arange(392)[None] // 128
 def test_blocks_that_see_no_key_are_not_visited(
     rules: dict[str, Any], integers: dict[str, Any], poisoned: slice, clean: slice
 ) -> None:
-    """Of a block that is visited NaN reaches the gradients of every key: 0 NaN is NaN."""
+    """NaN in a visited block would reach the gradients of every key, because 0 NaN is NaN."""
     spec = make_spec(392, 392, **rules)
     extras = [np.int32(integers[name]) for name in spec.extra_names]
     arrays = residuals(spec, *extras)
@@ -423,7 +423,7 @@ _RANKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_blocks_of_keys_add_to_dq_in_turn(
     rules: dict[str, Any], integers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever adds to a block of dQ waits for as many as come before: 0, 1, 2 and so on, none twice."""
+    """The blocks of keys that add to a block of dQ wait for 0, 1, 2, ... earlier additions, each number once."""
     ids = [integers[name].shape[1] for name in ("query_segments", "key_segments") if name in integers]
     spec = make_spec(*(ids or (392, 392)), deterministic=True, **rules)
     extras = [np.int32(integers[name]) for name in spec.extra_names]

@@ -85,7 +85,7 @@ _ALONE = dataclasses.replace(WIDE, multicast=False)
 @pytest.mark.parametrize(("config", "lengths"), [(_ALONE, (136, 328)), (WIDE, (328, 136))], ids=["alone", "pairs"])
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_split_windows(window: tuple[int | None, int | None], lengths: tuple[int, int], config: Any) -> None:
-    """Keys and queries that nobody sees, or that see none; CTAs of a pair that see different blocks."""
+    """Keys that no query sees, queries that see no key, and CTAs of a pair that see different blocks."""
     check_backward(make_spec(*lengths, window=window), config)
 
 
@@ -148,7 +148,7 @@ def test_wide_heads_with_everything_at_once(dims: tuple[int, int], causal: bool)
 def split_gradients(
     spec: AttentionSpec, config: Any, poisoned: dict[str, slice], **integers: Any
 ) -> dict[str, np.ndarray]:
-    """What the two kernels make of NaN in some rows of the values or of the output gradients."""
+    """The gradients of the two kernels, with NaN in some rows of the operands."""
     q, k, v = random_operands(spec)
     operands = dict(q=q, k=k, v=v, dout=random_array(np.random.default_rng(1), q.shape, q.dtype))
     for name, rows in poisoned.items():
@@ -204,7 +204,7 @@ def test_split_kernels_do_not_visit_what_nobody_sees(
 
 @pytest.mark.one_version
 def test_padding_visits_one_block() -> None:
-    """Also where its place is far beyond the last query or key."""
+    """Also if its position is far past the last query or key."""
 
     def visited(range_of: Any, spec: AttentionSpec, length: int, *place: int) -> list[int]:
         inputs = dict.fromkeys(spec.extra_names, jnp.int32([length]))
@@ -223,7 +223,7 @@ def test_padding_visits_one_block() -> None:
 
 @pytest.mark.one_version
 def test_split_kernels_mask_edges_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of keys that end with a block, and of one segment, nothing is hidden: that it would be NaN does not matter."""
+    """Keys that end with a block, and a single segment, need no mask. A mask would make the results NaN."""
     for name in ("hide_unseen", "hide_other_segments"):
         monkeypatch.setattr(attention_backward_wide, name, lambda s, *_, **__: jnp.full_like(s, jnp.nan))
     spec = make_spec(256, 264, key_lengths=True, segments=True)

@@ -39,7 +39,7 @@ class StridedBand(MaskTerm):
 
 @dataclasses.dataclass(frozen=True)
 class Checkers(MaskTerm):
-    """A query sees keys of the other parity only; no block may be skipped. Nobody sees the only key."""
+    """A query sees keys of the other parity only; no block may be skipped. With a single key, even queries see none."""
 
     def visible(self, query: Any, key: Any) -> Any:
         return lax.rem(query + key, jnp.full_like(query + key, 2)) == 1

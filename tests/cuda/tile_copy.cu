@@ -23,7 +23,7 @@ __global__ __launch_bounds__(32,
 
   tma::mbarrier_init(&full, 1);
   tma::fence_mbarrier_init();
-  // A box that hangs over the edge arrives whole: what lies outside counts, as zeros.
+  // A box past the edge arrives whole: elements outside are zeros, and count as bytes.
   tma::mbarrier_arrive_expect_tx(&full, box_bytes);
   tma::cp_async_bulk_tensor_load(tile, &source, &full, at);
   tma::mbarrier_wait_parity(&full, 0);

@@ -1,4 +1,4 @@
-"""What a type checker must accept and refuse; .ci/run checks this file with pyright."""
+"""Calls that a type checker must accept or refuse. .ci/run checks this file with pyright."""
 # pyright: strict, reportUnnecessaryTypeIgnoreComment=error, reportMissingTypeStubs=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 

@@ -3,30 +3,32 @@
     with interpret():
         out = kernel(x)
 
-This is JAX's own interpret mode for Mosaic GPU (each warpgroup is a thread of the host, shared memory and barriers
-are simulated, vector clocks tell which accesses are ordered) with what Hopper kernels need and it lacks: wgmma with
-an operand in registers, initialised and stored accumulators, predicated and reducing stores, commit groups,
-multicast. It sees what stock interpret mode does not: the reads of a wgmma until it is waited for, multicast into
-the other blocks of a cluster, blocks of different clusters as unordered, deadlocks, stores that overrun a row.
+This extends JAX's own interpret mode for Mosaic GPU. There each warpgroup is a thread of the host, shared memory and
+barriers are simulated, and vector clocks tell which accesses are ordered. The extensions are
 
-What no run under it can see, and lowering the kernel for CUDA or running it on a GPU must check:
+- features of Hopper kernels: wgmma with an operand in registers, initialised and stored accumulators, predicated and
+  reducing stores, commit groups, multicast;
+- further errors: reads of a wgmma until it is waited for, multicast into the other blocks of a cluster, accesses of
+  different clusters (which are unordered), deadlocks, stores that overrun a row.
 
-- layouts in registers, swizzles and tilings, the alignment and the 256 elements a side of TMA;
-- how much shared memory and how many registers a kernel uses;
+It cannot see the following. Lowering the kernel for CUDA, or running it on a GPU, must check them:
+
+- layouts in registers, swizzles and tilings, alignment, and TMA's limit of 256 elements a side;
+- the shared memory and the registers of a kernel;
 - the precision of the tensor core and of approximate functions (here products and sums are float32, also those of
   float32 operands, which wgmma rounds to TF32);
-- buffers of different `run_scoped`s that share storage (each has its own), and a collective `run_scoped` that some
-  warpgroups do not enter, where the others would wait;
+- buffers of different `run_scoped`s that share storage (here each has its own); a collective `run_scoped` that some
+  warpgroups do not enter, so that the others wait;
 - races on registers, and among the threads of a warpgroup.
 
-It does not run: loads with a predicate, without a barrier or tracked by a leader, references into another block's
+It does not support: loads with a predicate, without a barrier or tracked by a leader, references into another block's
 shared memory, semaphores, `barrier_test`, bitcast or reshaped views of shared memory, more than one device, more
 than 31 warpgroups a cluster.
 
-On few cores XLA_FLAGS must have --xla_force_host_platform_device_count=8, as conftest.py sets it: XLA else has fewer
-threads than a kernel has warpgroups, and one that waits for another which has no thread looks like a deadlock.
+On few cores XLA_FLAGS must have --xla_force_host_platform_device_count=8, as in conftest.py. Otherwise XLA has fewer
+threads than a kernel has warpgroups. A warpgroup that waits for one without a thread then looks like a deadlock.
 
-JAX is patched by private names; `patches.check_jax` refuses a version in which they have changed.
+Private names of JAX are patched. `patches.check_jax` refuses a version in which they have changed.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ __all__ = ["RaceError", "interpret"]
 
 
 class RaceError(AssertionError):
-    """Two accesses that nothing orders; the message has each pair of source lines."""
+    """Unordered accesses. The message has each pair of source lines."""
 
 
 @contextlib.contextmanager
@@ -63,10 +65,9 @@ def interpret(
       deadlock_after: seconds that a thread may wait at a barrier.
 
     Raises:
-      RaceError: on exit, where kernels raced.
+      RaceError: on exit, if kernels raced.
       TimeoutError: a kernel is deadlocked.
-      Exception: whatever else a kernel's thread raised (out of bounds, a rule of barriers broken), instead of the
-        error that XLA makes of it.
+      Exception: any other error of a kernel's thread (out of bounds, a broken barrier rule), instead of XLA's error.
     """
     install()
     parameters = Parameters(

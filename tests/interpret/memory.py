@@ -1,8 +1,8 @@
-"""What the GPU's memory does, and in which order: clocks, operations in flight, barriers, races.
+"""Models the GPU's memory: clocks, operations in flight, barriers, races.
 
-JAX's interpret mode gives every thread (a warpgroup) a vector clock, and every access to a buffer the clock
-of its thread at that moment; two accesses race if neither clock is below the other. The classes here take the
-place of three of its own, and see more:
+JAX's interpret mode gives every thread (a warpgroup) a vector clock, and every access to a buffer the clock of its
+thread at that moment. Two accesses race if neither clock is below the other. The classes here replace three of JAX's
+classes, and find more errors:
 
 - a wgmma reads shared memory until it has been waited for;
 - a TMA multicast writes into every block of the cluster, and each block's barrier counts its share;
@@ -31,10 +31,10 @@ __all__ = ["Barrier", "Races", "Session", "SharedMemory", "session"]
 
 @dataclasses.dataclass
 class Session:
-    """One use of the harness: what its kernels' threads are told and what they find.
+    """One use of the harness: its settings and its findings.
 
     Attributes:
-      deadlock_after: seconds a thread waits before it says that the kernel is deadlocked.
+      deadlock_after: seconds that a thread waits before it reports a deadlock.
       races: a text for each pair of source lines whose accesses race.
       failure: the first exception in a callback; XLA passes on its text only.
     """
@@ -54,7 +54,7 @@ _Box = tuple[tuple[int, int], ...]
 
 @dataclasses.dataclass(frozen=True)
 class _Event:
-    """One access: `kind` is "read", "write" or "reduction"; `box` is what it touches, one interval a dimension."""
+    """One access: `kind` is "read", "write" or "reduction"; `box` is its range, one interval a dimension."""
 
     kind: str
     thread: Any
@@ -78,7 +78,7 @@ def _name(thread) -> str:
 
 
 def _where(source_info: Any) -> str:
-    """Names the line of the kernel, or where that is not recorded (the body of a pipeline) the functions of Pallas."""
+    """Names the line of the kernel. If it is not recorded (the body of a pipeline), names the functions of Pallas."""
     if source_info is None:
         return "the launch"
     if summary := source_info_util.summarize(source_info):
@@ -101,7 +101,7 @@ def _covers(a: _Box, b: _Box) -> bool:
 
 
 class Races(race_detection_state.GPURaceDetectionState):
-    """Compares every access with the earlier ones to the same buffer, and tells the session what it finds.
+    """Compares every access with the earlier ones to the same buffer, and reports races to the session.
 
     The members of a `RefUnion` are separate buffers here; accesses through different alias groups count as
     accesses to the same place.
@@ -150,9 +150,9 @@ class Races(race_detection_state.GPURaceDetectionState):
             self._writes[buffer_key] = [*self._compare(event, self._writes[buffer_key]), event]
 
     def _compare(self, event: _Event, earlier: list[_Event], clock=None, anywhere: bool = False) -> list[_Event]:
-        """Reports the races of `event` with `earlier`; returns those that later events need to be compared with.
+        """Reports the races of `event` with `earlier`. Returns the events that later ones must be compared with.
 
-        Not among them is what a write covers and follows: what races with that also races with the write.
+        Events that a write covers and follows are dropped: an access that races with them also races with the write.
         """
         kept = []
         for other in earlier:
@@ -190,7 +190,7 @@ class SharedMemory(shared_memory.GPUSharedMemory):
         self._released: set[Any] = set()
 
     def reset_per_cluster_state(self):
-        """Starts a cluster. Its clocks rise in one position and fall in another: no two clusters are ordered."""
+        """Starts a cluster. Its clocks rise in one position and fall in another, so that clusters are unordered."""
         super().reset_per_cluster_state()
         self._num_clusters += 1
         for bundle in self.clocks.values():
@@ -238,7 +238,7 @@ class SharedMemory(shared_memory.GPUSharedMemory):
                 self.open_group[thread] = (read_clock, write_clock)
 
     def commit_group(self, thread) -> None:
-        """Closes the thread's group of stores. It may be empty; a wait counts it all the same."""
+        """Closes the thread's group of stores. A wait also counts empty groups."""
         with self.lock:
             nothing = self.VectorClock(self.vector_clock_size)
             reads, writes = self.open_group.pop(thread, (nothing, nothing))
@@ -261,7 +261,7 @@ class SharedMemory(shared_memory.GPUSharedMemory):
             self._released.add(key)
 
     def signal_semaphore(self, thread, place: tuple[int, ...], value: int) -> None:
-        """Whoever sees the semaphore's new value is ordered after what the thread has done."""
+        """Signals. A thread that sees the semaphore's new value is ordered after this thread's accesses."""
         clock = self.incr_clock(thread)
         with self._signalled:
             self._semaphores[place] += value
@@ -332,7 +332,7 @@ class Barrier(shared_memory.Barrier):
         self._clock = self.VectorClock(shared_memory.vector_clock_size)
 
     def arrive(self, thread, clock=None, logging_info=None, share=fractions.Fraction(1)):
-        """Arrives. Of a multicast copy, each block's part is a share of one arrival at every block's barrier."""
+        """Arrives. The part of each block in a multicast copy is a share of one arrival at every block's barrier."""
         with self._arriving:
             self._arrived += share
             self._clock.update(clock)
@@ -353,7 +353,7 @@ class Barrier(shared_memory.Barrier):
             ) from None
 
     def deallocate(self):
-        """Leaves the scope. Completions that nobody waited for are legal at the end (jax 0.11.2 refuses them)."""
+        """Leaves the scope. Completions without a wait are legal at the end (jax 0.11.2 refuses them)."""
         with self.cv:
             self.ref_count -= 1
             if self.ref_count == 0 and self._arrived:

@@ -1,4 +1,4 @@
-"""What tests of the matmul kernels have in common: specs, operands, the error rule, and what every kernel refuses."""
+"""Shared by the tests of the matmul kernels: specs, operands, the error rule, and refusals of every kernel."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def shipped_winners(backend: str) -> list[tuple[MatmulSpec, Any]]:
 
 
 def types_of(spec: MatmulSpec) -> list[ArrayType]:
-    """Of every operand there is, in the order of a kernel's arguments."""
+    """The types of the operands of a spec, in the order of a kernel's arguments."""
     return [array for array in (spec.lhs, spec.rhs, spec.bias, spec.residual) if array is not None]
 
 

@@ -137,7 +137,7 @@ def test_every_shipped_winner_compiles_without_spills(spec: MatmulSpec, config: 
 
 
 def test_kernels_are_shared_by_shapes_and_tile_orders() -> None:
-    """Where blocks have more than one tile."""
+    """For sizes at which blocks have more than one tile."""
     first = matmul.compile_gemm(make_spec(4096, 4096, 512), Config())
     assert matmul.compile_gemm(make_spec(1024, 4096, 72, batch=3), Config(strip=3, minor="n")) is first
 
@@ -328,7 +328,7 @@ def test_schedules(config: Config, layouts: str) -> None:
 @pytest.mark.parametrize("options", [{}, dict(bias=True, activation="gelu"), dict(out_dtype="float32")], ids=str)
 @pytest.mark.parametrize("config", [c for c in SCHEDULES.values() if c.split_k == 1], ids=str)
 def test_several_tiles_for_each_block(config: Config, options: dict[str, Any], layouts: str) -> None:
-    """What is stored while the next tile is multiplied."""
+    """Results are stored during the products of the next tile."""
     if config.num_accumulators > 128 and options.get("bias"):
         pytest.skip("192 accumulators leave no registers for a bias")
     check(make_spec(2600, 2824, 328, layouts=layouts, **options), config, runs=2)

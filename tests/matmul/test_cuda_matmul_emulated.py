@@ -307,7 +307,7 @@ PLANTED: dict[str, tuple[Config, dict[str, str], str | None]] = {
 
 
 def check_orders(config: Config, emulator: Emulator) -> None:
-    k = 24 if config.block_n == 256 else 520  # Of one step: pieces are stored one behind the other.
+    k = 24 if config.block_n == 256 else 520  # 24 is a single step, so pieces are stored one after the other.
     options = dict(residual=config.block_m == 64, out_dtype="float32" if config.block_m == 256 else "bfloat16")
     for emulator.seed in range(8):
         check(make_spec(300, 200, k, **options), config)
@@ -330,7 +330,7 @@ def test_without_them_every_order_is_right(config: Config, emulator: Emulator) -
     check_orders(config, emulator)
 
 
-#: Of an lhs read in place. What is not cleared shows in the rows of others that are no numbers.
+#: Bugs with an lhs read in place. Elements that are not cleared show, because neighbouring rows have NaN.
 IN_PLACE_PLANTED: dict[str, tuple[str, str]] = {
     "rhs read from its first row on": ("k_element - tile.head", "k_element"),
     "rows before the head not cleared": ("if (element < head) store", "if (element + 1 < head) store"),

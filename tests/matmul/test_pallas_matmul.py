@@ -162,7 +162,7 @@ def test_operands_of_two_dtypes(dtypes: tuple[str, str], alpha: float) -> None:
     "dtypes", [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float32")], ids="-".join
 )
 def test_infinities_stay_infinities(dtypes: tuple[str, str]) -> None:
-    """Whichever operand they are of, and whatever the lower halves are that they meet: 0, positive or negative."""
+    """In either operand, and multiplied by lower halves that are 0, positive or negative."""
     spec = make_spec(72, 136, 136, dtypes=dtypes, out_dtype="float32")
     lhs, rhs = np.ones((72, 136), np.float32), np.tile(np.float32([1, 1 + 2**-9, 1 - 2**-10, 2]), (136, 34))
     lhs[3, 5], lhs[7, 2], lhs[11, 3] = np.inf, np.nan, -np.inf

@@ -1,4 +1,4 @@
-"""What a kernel of the operation computes."""
+"""The spec of the operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is timed."""
+"""The benchmark suites of the operation."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-// What a reducing copy computes in. What only moves has no type.
+// The type in which a reducing copy computes. Plain copies have no type.
 enum class Type { kNone, kFloat32, kFloat16, kBFloat16, kInt32, kUInt32 };
 
 // Innermost dimension first; those beyond the rank are 1.
@@ -147,7 +147,7 @@ inline void load(void* tile, const TensorMap* map, u64* full, const Place& at, u
   for (u32 rank = 0; rank < emulator::cluster->blocks.size(); ++rank) {
     if (!(ranks >> rank & 1)) continue;
     emulator::Block* block = emulator::cluster->blocks[rank].get();
-    // From now on nobody may count on what is there.
+    // From now on the content must not be read until the copy is complete.
     for_each_element(*map, to, at, [&](u32 place, unsigned char*) {
       const int bytes = map->element_bytes;
       const auto need_fenced = [&](emulator::Access* accesses, const char* verb) {
