@@ -4,7 +4,7 @@
 >>> h = jk.matmul(x, w, bias=bias, activation="gelu")
 >>> out = jk.dot_product_attention(q, k, v, is_causal=True)
 
-`jk.ffi` makes JAX functions of your own CUDA C++: see `jk.ffi.CudaKernel`. `jk.models` has a Flax transformer and
+`jk.ffi.CudaKernel` turns your own CUDA C++ into a JAX function. `jk.models` has a Flax transformer and
 attention functions for Flax's layers.
 """
 
@@ -12,7 +12,7 @@ import importlib as _importlib
 import pathlib as _pathlib
 import typing as _typing
 
-# In a checkout the folders pallas, ffi and models stand beside this one; installed, inside it.
+# In a checkout the folders pallas, ffi and models are beside this folder. In an installed copy they are inside it.
 _root = _pathlib.Path(__file__).parent.parent
 if (_root / "pyproject.toml").exists() and (_root / "pallas" / "__init__.py").exists():
     __path__.insert(0, str(_root))
@@ -29,12 +29,12 @@ __all__ = [
     "matmul", "models", "tuning",
 ]  # fmt: skip
 
-#: The installed version; that of a checkout that is not installed is "0+unknown".
+#: The installed version; "0+unknown" in a checkout that is not installed.
 __version__: str = _installed_version("jaxkernels") or "0+unknown"
 
 if _typing.TYPE_CHECKING:
     from jaxkernels import ffi, models
-else:  # A type checker that sees a module's __getattr__ accepts every name.
+else:  # Hidden from type checkers, which accept every name of a module with __getattr__.
 
     def __getattr__(name: str) -> _typing.Any:
         # Imported at first use: most programs have no CUDA C++ and no Flax model.

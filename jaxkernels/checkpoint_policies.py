@@ -1,4 +1,4 @@
-"""Policies for `jax.checkpoint` that know this package's products: JAX's own know `jax.lax.dot_general` only.
+"""Policies for `jax.checkpoint` that recognise this package's products. JAX's own recognise `jax.lax.dot_general` only.
 
 >>> import jax
 >>> import jaxkernels as jk
@@ -6,14 +6,14 @@
 >>> block = lambda x, w: jk.matmul(x, w, activation="gelu")
 >>> block = jax.checkpoint(block, policy=checkpoint_policies.dots_saveable)
 
-`nnx.remat(policy=...)` and Linen's `nn.remat(policy=...)` take them too. Names and meaning are those of
-`jax.checkpoint_policies`; `knowing_products` makes one of any other policy. They save `jk.matmul` and `jk.dot_general`
-as JAX's policies save `jax.lax.dot_general`. A product with an epilogue is saved as a whole: its result and, with an
-activation, the pre-activation.
+`nnx.remat(policy=...)` and Linen's `nn.remat(policy=...)` take them too. They have the names and the meaning of the
+policies in `jax.checkpoint_policies`: they save `jk.matmul` and `jk.dot_general` as JAX's policies save
+`jax.lax.dot_general`. `knowing_products` converts any other policy. A product with an epilogue is saved as a whole: its
+result and, with an activation, the pre-activation.
 
-Attention is no dot. The gradient names its results `jk_attention_out` and `jk_attention_lse`, for
-`jax.checkpoint_policies.save_only_these_names("jk_attention_out", "jk_attention_lse")`: with both saved, the
-backward pass does not run the forward kernel again. `save_products_and_attention` saves those and all products.
+Attention is not a dot. The gradient names its results `jk_attention_out` and `jk_attention_lse`. To save them, use
+`jax.checkpoint_policies.save_only_these_names("jk_attention_out", "jk_attention_lse")`. If both are saved, the backward
+pass does not run the forward kernel again. `save_products_and_attention` saves them and all products.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ __all__ = [
     "save_products_and_attention",
 ]
 
-#: What a policy of `jax.checkpoint` is: asked for a primitive, its operands' types and its parameters.
+#: A policy of `jax.checkpoint`: a function of a primitive, its operands' types and its parameters.
 Policy = Callable[..., Any]
 
 _PRODUCTS = (dot_general_op.primitive, matmul_op.primitive)
 
 
 def knowing_products(policy: Policy) -> Policy:
-    """Returns `policy`, asked about each product of this package as if it were a `jax.lax.dot_general`.
+    """Returns a policy that treats each product of this package like a `jax.lax.dot_general`.
 
     Args:
       policy: a policy of `jax.checkpoint`, such as an attribute of `jax.checkpoint_policies`.
 
     Returns:
-      A policy with the same answer for every other primitive. Keep it: with a new one, JAX traces anew.
+      The policy. For every other primitive it equals `policy`. Reuse it: JAX traces again for a new policy.
     """
 
     @functools.wraps(policy)
@@ -80,5 +80,5 @@ save_products_and_attention = jax.checkpoint_policies.save_from_both_policies(
 
 
 def offload_dot_with_no_batch_dims(offload_src: str, offload_dst: str) -> Policy:
-    """Returns `jax.checkpoint_policies.offload_dot_with_no_batch_dims(offload_src, offload_dst)`, knowing products."""
+    """Like `jax.checkpoint_policies.offload_dot_with_no_batch_dims`, but recognises this package's products."""
     return knowing_products(jax.checkpoint_policies.offload_dot_with_no_batch_dims(offload_src, offload_dst))

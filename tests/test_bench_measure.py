@@ -181,7 +181,7 @@ def test_samples_are_percentiles_within_what_was_measured():
 
 
 def test_ratio_is_of_shared_rounds():
-    """A drift that both sides share cancels, also where it is larger than their distance."""
+    """A drift of both sides cancels, even if it is larger than their difference."""
     ours, theirs = Samples.of([[1.0], [2.0], [4.0]]), Samples.of([[1.1], [2.2], [4.4]])
     assert ratio(ours, theirs) == pytest.approx(1.1)
 
@@ -279,7 +279,7 @@ def test_a_record_that_does_not_add_up_is_refused(timings, message):
 
 
 def test_cupti_learns_anew_what_a_launch_consists_of():
-    """As when XLA puts a program into a CUDA graph, where a copy is a kernel."""
+    """For example, XLA puts a program into a CUDA graph, in which a copy is a kernel."""
     recorder = Recorder(("gemm", 1.0))
     clock = CuptiClock(recorder)
     clock.times([visit(left, 1)])

@@ -159,7 +159,7 @@ def test_every_reason_is_listed_where_all_refuse(install, registry):
 
 
 def test_broken_backend_raises_with_its_cause(registry, tmp_path, monkeypatch):
-    """Also where it was not asked for by name: silently taking another would hide it."""
+    """Also without a named backend: taking another one silently would hide the error."""
     (tmp_path / "broken_backend.py").write_text("import a_library_that_is_not_there\n")
     monkeypatch.syspath_prepend(tmp_path)
     others = dict(registry)

@@ -448,7 +448,7 @@ CALLS: list[Any] = [
 
 @pytest.mark.parametrize(("f", "args", "options", "message"), CALLS)
 def test_message(f, args, options, message):
-    """The call is only traced: nothing can have run."""
+    """The call is only traced, so no kernel can have run."""
     with raises_exactly(ValueError, message):
         jax.eval_shape(lambda: f(*args, **options))
 

@@ -40,7 +40,7 @@ __global__ void scaled_sum(const float* x, const float* y, float* out, long long
 
 
 def plan(x: Any, y: Any, *, factor: int = 3) -> LaunchPlan:
-    """out = factor * x + 1 + y, where y is repeated as often as it takes."""
+    """out = factor * x + 1 + y, with y repeated to the size of x."""
     return LaunchPlan(
         results={"out": x},
         parameters=[Pointer("x"), Pointer("y"), Pointer("out"), np.int64(x.size)],
@@ -60,7 +60,7 @@ def reference(x: jax.Array, y: jax.Array, factor: int = 3) -> jax.Array:
 
 
 def exactly(message: str) -> str:
-    """Matches an error of this message, behind which JAX may say that it hid frames of the traceback."""
+    """Matches an error with this message. JAX may append a note about hidden frames of the traceback."""
     return f"^{re.escape(message)}(\\n---|$)"
 
 

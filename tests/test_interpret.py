@@ -301,7 +301,7 @@ def test_pipeline_that_stores_a_block_twice():
 
 @HALF
 def test_tiles_at_the_border(dtype):
-    """Loads are filled with zeros and stores clipped, also where the tile is larger than the array."""
+    """Loads are filled with zeros and stores are clipped, even if the tile is larger than the array."""
 
     def body(x_gmem, loaded_gmem, copy_gmem, tile_smem, full):
         i, j = lax.axis_index("i"), lax.axis_index("j")
@@ -584,7 +584,7 @@ def staged(fault: str | None):
 
 
 def grouped(fault: str | None):
-    """Stores two tiles in one group, then nothing in a second one, and overwrites the first tile."""
+    """Stores two tiles in one group, has an empty second group, and overwrites the first tile."""
     x = normal(0, (2, 64, 64), F16)
 
     def body(x_gmem, out_gmem, tile_smem):
@@ -788,7 +788,7 @@ def test_planted_bug(kernel, fault, error, message):
 
 
 def test_races_of_every_kernel_are_reported():
-    """Also those of kernels before the last one."""
+    """Also the races of kernels before the last one."""
     racy, (right, expected) = tiles("tile of another block")[0], staged(None)
     with pytest.raises(RaceError, match=r"RACE: write of GMEM"):
         run(lambda: (racy(), right()))

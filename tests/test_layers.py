@@ -124,7 +124,7 @@ def test_operations_do_not_import_backends(name):
 
 
 def test_models_use_the_public_face_only():
-    """And three things of core: the table of chips, the rule for where caches are kept, the error for bad input."""
+    """Models may also use three modules of core: the table of chips, the folders of caches, the error for bad input."""
     public = "jaxkernels", "jaxkernels.core.hardware", "jaxkernels.core.folders", "jaxkernels.core.errors"
     for name in MODULES:
         if folder_of(name) == "models":

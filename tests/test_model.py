@@ -258,7 +258,7 @@ def test_generation_draws_by_temperature_top_k_and_vocabulary():
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation of a jaxpr and of the jaxprs inside; those of a scan as often as it repeats them."""
+    """Every equation of a jaxpr and of the jaxprs inside. Equations of a scan are repeated."""
     for eqn in jaxpr.eqns:
         yield eqn
         inner = [x for x in jax.tree.leaves(eqn.params, is_leaf=is_jaxpr) if is_jaxpr(x)]

@@ -44,7 +44,7 @@ def wheel(folder: pathlib.Path, **env: str) -> zipfile.ZipFile:
 
 
 def evaluate(interpreter: str, expression: str, **env: str) -> str:
-    """Runs Python in a folder where nothing of ours lies and returns what the expression prints as."""
+    """Runs Python in a folder outside of the checkout, and returns the printed value of the expression."""
     script = f"import jaxkernels.ffi\nprint({expression})"
     command = [interpreter, "-c", script]
     outcome = subprocess.run(command, capture_output=True, text=True, env=clean(env), cwd=pathlib.Path(sys.prefix))

@@ -148,7 +148,7 @@ def test_matmul_epilogue(activation: str, spills: Callable[..., list[int]]) -> N
 
 
 def test_the_default_product_compiles_ahead_of_time() -> None:
-    """Backend cuda's, where this machine can compile it: XLA knows its handler without a GPU."""
+    """The backend cuda, if this machine can compile it: XLA has its handler without a GPU."""
     x = ArrayType((1024, 1024), jnp.dtype(jnp.bfloat16))
     _compile(jk.matmul, x, x)
 

@@ -155,7 +155,7 @@ def test_batch_of_products(opaque, meshes, kind, specs):
 
 @every_kind
 def test_sizes_that_no_axis_divides(opaque, meshes, kind):
-    """Eight rows are split by 4, a contraction of 6 by 2, nothing else by anything."""
+    """Eight rows are split by 4 and a contraction of 6 by 2. No other dimension is split."""
     ours = functools.partial(jk.matmul, backend=opaque)
     assert_no_worse(ours, jnp.matmul, getattr(meshes, kind), arrays((8, 6), (6, 7)), (P("x", "y"), P("y", None)))
 
@@ -276,7 +276,7 @@ def test_reduced_operand_inside_shard_map(opaque, meshes):
 
 
 def test_axis_of_size_1_stays_in_the_type(opaque):
-    """It shards nothing and costs nothing, but plain JAX's result names it too."""
+    """It has no effect on sharding, but it is in the type of plain JAX's result, too."""
     explicit = jax.sharding.AxisType.Explicit
     mesh = jax.make_mesh((8, 1), ("x", "y"), axis_types=(explicit, explicit), devices=jax.devices("cpu"))
     a, b = place(mesh, arrays((16, 32), (32, 8)), (P("x", None), P(None, "y")))
@@ -349,7 +349,7 @@ def test_more_shards_than_key_heads(opaque, meshes, kind):
 )
 @every_kind
 def test_gradient_of_the_bias(opaque, meshes, kind, shape, spec):
-    """Every shard has a part of it, where the bias is one for what the mesh splits."""
+    """Every shard adds a part to the gradient if the bias is broadcast along a sharded dimension."""
     mesh, xs = getattr(meshes, kind), arrays((8, 16, 4, 8), (8, 24, 2, 8), (8, 24, 2, 8), shape)
     kv_spec = P(spec[0], None, *spec[2:])
     placed = place(mesh, xs, (spec, kv_spec, kv_spec, P()))
@@ -571,7 +571,7 @@ def test_eager_evaluation(backend, meshes, kind, name):
 @pytest.mark.parametrize("second", [False, True])
 @every_operation
 def test_eager_evaluation_with_one_operand_on_a_single_device(backend, meshes, name, second):
-    """On an Explicit mesh without set_mesh, where the other operand must be brought onto the mesh."""
+    """On an Explicit mesh without set_mesh: the other operand must be moved onto the mesh."""
     make, reference, shapes = OPERATIONS[name]
     xs = arrays(*shapes)
     placed = [jnp.asarray(x) for x in xs]
@@ -682,7 +682,7 @@ def test_minor_factor_is_sharded_once_its_major_one_is_split_up():
 
 
 def test_sharding_that_a_result_keeps_takes_precedence():
-    """P("y", "x") . P(None, "y") -> P(None, "y"): one operand is gathered, nothing else moves."""
+    """P("y", "x") . P(None, "y") -> P(None, "y"): one operand is gathered, the others do not move."""
     factors = Factors(operands=(("m", "k"), ("k", "n")), results=(("m", "n"),))
     types = [ArrayType(shape, np.dtype(np.float32)) for shape in ((16, 32), (32, 8), (16, 8))]
     chosen = functools.partial(assign, factors, types[:2], axis_sizes=dict(x=4, y=2), results=types[2:])

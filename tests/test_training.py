@@ -564,7 +564,7 @@ def test_training_stops_at_the_first_loss_that_is_not_finite(first_bad, message,
 
 
 def checkpoint_of(step: int) -> tuple[Any, dict[str, Any]]:
-    """A state that is told from those of other steps."""
+    """A state that differs from the states of other steps."""
     state = trainer().abstract_state()
     rng = np.random.default_rng(step)
     full = lambda x: jnp.asarray(rng.standard_normal(x.shape) * 100, x.dtype)

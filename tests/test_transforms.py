@@ -509,7 +509,7 @@ def test_gradient_of_attention_is_one_forward_and_one_backward_kernel():
 
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(2, 64), (4, 64), (2, 32)])
 def test_many_tangents_of_some_operands(num_heads, head_dim):
-    """XLA's CPU backend made garbage of 512 tangents of the queries beside zeros as those of the values."""
+    """XLA's CPU backend returned garbage for 512 tangents of the queries with zero tangents of the values."""
     shape = (1, 16, num_heads, head_dim)
     draw = functools.partial(random_array, np.random.default_rng(0), dtype=jnp.float32)
     q, k, v = draw((1, 4, *shape[2:])), draw(shape), draw(shape)

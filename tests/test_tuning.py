@@ -134,7 +134,7 @@ def attention_spec(**options: Any) -> AttentionSpec:
 
 
 def test_fastest_configuration_wins_and_is_kept(lab):
-    """It lies where the model does not look first: in the second round, beside the best of the first."""
+    """The model does not rank it among the best. The second round finds it, as a neighbour of the first's winner."""
     lab.microseconds = lambda backend, config: 10 + abs(config.block - 192) + config.depth * -1.0
     assert dispatch.default_config("matmul", "fake", make_spec()) == Config(64, 1)
     result = tuner.tune("matmul", make_spec(), "fake", top=4)
@@ -387,7 +387,7 @@ def test_attention_is_checked_and_tuned(lab):
 
 
 def test_autotune_tunes_every_operation_of_a_program(lab):
-    """Under jit, with gradients; each different kernel once, and nothing the second time."""
+    """Under jit, with gradients: each different kernel once, and none the second time."""
 
     @jax.jit
     def step(a: jax.Array, b: jax.Array, q: jax.Array) -> Any:

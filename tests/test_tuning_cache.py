@@ -1,4 +1,4 @@
-"""Winners on disk: found again by everyone, never half written, and ignored with one warning where they are damaged."""
+"""Winners on disk: other processes find them; they are written atomically; damaged ones are ignored, with a warning."""
 
 from __future__ import annotations
 
@@ -464,7 +464,7 @@ def test_processes_store_and_read_at_once(tmp_path):
 
 
 def test_lookups_cost_microseconds(fake, monkeypatch):
-    """The disk is asked once for each key, also where it has nothing."""
+    """The disk is read once for each key, even if it has no entry."""
     reads = []
     original = winners._from_file
     monkeypatch.setattr(winners, "_from_file", lambda *args: reads.append(args) or original(*args))

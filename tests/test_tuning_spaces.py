@@ -104,7 +104,7 @@ def largest_rings(spec: MatmulSpec) -> list[matmul.Config]:
 
 @pytest.mark.parametrize("sizes", [(4096, 4096, 4096), (512, 768, 1024), (4096, 64, 512)], ids=str)
 def test_matmul_space_lowers(sizes):
-    """Lowering fails where shared memory does not suffice; the epilogue takes the most."""
+    """Lowering fails if shared memory is too small. The epilogue takes the most."""
     m, n, k = sizes
     epilogue = dict(bias=array(n), activation="gelu", residual=array(m, n), save_preactivation=True)
     spec = matmul_spec(m, n, k, layouts="km.nk", **epilogue)

@@ -83,7 +83,7 @@ def _is_benchmark(path: pathlib.Path) -> bool:
 
 
 def render(text: str, library: Library, *, where: str) -> str:
-    """Returns the text with all its tables written anew.
+    """Returns the text with all its tables replaced by current ones.
 
     Args:
       text: a Markdown document.

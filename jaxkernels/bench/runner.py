@@ -57,7 +57,7 @@ _REASON_LENGTH = 240
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a run compares, and how.
+    """The settings of a run.
 
     Attributes:
       device: the device to run on.

@@ -316,7 +316,7 @@ def fill_padding(name: str, x: np.ndarray, value: float) -> np.ndarray:
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf], ids=str)
 def test_padding_reaches_no_result_and_no_gradient(poison, backend):
-    """Neither of operands nor of cotangents. The second sequence has no keys: its queries get means of all values."""
+    """Padding of operands and of cotangents. The second sequence has no keys: its queries get means of all values."""
     f = functools.partial(jk.dot_product_attention, **PADDED, return_lse=True, backend=backend)
 
     def results(value):

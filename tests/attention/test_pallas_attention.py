@@ -421,7 +421,7 @@ _OF_ITSELF = ["packed", "one", "alternating", "extreme"]
 @pytest.mark.one_version
 @pytest.mark.parametrize("name", _OF_ITSELF)
 def test_segments_of_one_sequence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each query sees itself: nothing is computed for those that see no key."""
+    """Each query sees itself, so no means are computed for queries that see no key."""
     monkeypatch.setattr(backward, "_mean_gradient", None)
     ids, _ = SEGMENTS[name]
     rules = dict(causal=True) if name == "packed" else dict(window=(40, 0)) if name == "extreme" else {}

@@ -37,7 +37,7 @@ _feature = pytest.mark.sampled(one_in=11, of="features of the split kernels")
 @pytest.mark.parametrize("lengths", [(128, 128), (136, 200), (200, 136), (1, 130), (63, 300)], ids=str)
 @pytest.mark.parametrize(("multicast", "causal"), [(True, False), (False, True)], ids=["pairs, full", "alone, causal"])
 def test_split_lengths(lengths: tuple[int, int], multicast: bool, causal: bool) -> None:
-    """Clusters of which one CTA has no keys or no queries, and keys that no query sees."""
+    """Clusters in which one CTA has no keys or no queries, and keys that no query sees."""
     check_backward(make_spec(*lengths, causal=causal), dataclasses.replace(WIDE, multicast=multicast))
 
 

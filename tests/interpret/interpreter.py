@@ -113,7 +113,7 @@ def _view(memory, ref):
 
 
 def _read(memory, key, access):
-    """Returns the selected values, all of which must be in bounds."""
+    """Returns the selected values. All must be in bounds."""
     value, (shape, _), _ = memory.get_buffer_content(key, access, None)
     if value is None or value.shape != access.shape:
         raise IndexError(f"reads [{access.range}] of a buffer of shape {tuple(shape)}.")
@@ -320,7 +320,7 @@ def _copy_smem_to_gmem(memory, thread, info, src, dst, predicate, *, commit_grou
 
 
 def _check_single_tile(access, shape: tuple[int, ...]) -> None:
-    """Raises where a tiled store beyond the last column would land on the first.
+    """Raises if a tiled store past the last column would overwrite the first columns.
 
     Mosaic GPU drops a dimension of which the array has one tile and the slice too, and with it the index.
     Tiles are as wide as the slices here: rows are tiled by 8, and slices have more of them.
@@ -334,7 +334,7 @@ def _check_single_tile(access, shape: tuple[int, ...]) -> None:
 
 
 def _check_overrun(access, shape: tuple[int, ...]) -> None:
-    """Raises where a store that is not tiled would run over the end of a row into the next one.
+    """Raises if a store that is not tiled would extend past the end of a row into the next row.
 
     Mosaic GPU copies a contiguous slice as one run of bytes, which is clipped at the end of the array only.
     """

@@ -1,4 +1,4 @@
-"""Puts the harness into JAX: the private names it replaces, and those it builds on; `install` checks all of them.
+"""Installs the harness in JAX: the private names that it replaces or uses. `install` checks all of them.
 
 It also makes interpret mode faster. A kernel's program is compiled once, not once for each thread of each block, and
 its calls to the host go without a detour over a device: a run of JAX's hopper_matmul_mgpu (256 x 512 x 256, 4 blocks)

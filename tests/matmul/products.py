@@ -43,7 +43,7 @@ def make_spec(
     target: hardware.Chip = H200,
     **epilogue: Any,
 ) -> MatmulSpec:
-    """A product of m x k and k x n; the result, and the residual, have the lhs' dtype if nothing else is said."""
+    """A product of m x k and k x n. By default the result and the residual have the dtype of the lhs."""
     lhs_layout, rhs_layout = layouts.split(".")
     sizes = dict(m=m, n=n, k=k)
     lead = () if batch is None else (batch,)

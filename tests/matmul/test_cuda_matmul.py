@@ -83,7 +83,7 @@ EPILOGUES: list[dict[str, Any]] = [
 @pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("options", EPILOGUES, ids=lambda options: "-".join(options))
 def test_the_search_space_compiles_without_spills(options: dict[str, Any], pytestconfig: pytest.Config) -> None:
-    """`compile_gemm` is strict: it raises where registers spill or ptxas gives up on the tensor cores' pipeline.
+    """`compile_gemm` is strict: it raises if registers spill or ptxas serialises products.
 
     Of each epilogue's some 190 kernels a thirtieth, from another one on, or with --thorough a sixth.
     """

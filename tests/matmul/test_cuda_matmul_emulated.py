@@ -77,7 +77,7 @@ def test_operands_of_whole_boxes(config: Config, layouts: str, emulator: Emulato
 
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_padded_rows_are_no_whole_boxes(layouts: str, emulator: Emulator) -> None:
-    """The kernel is compiled for the sizes of the product, and not for those of what was padded."""
+    """The kernel is compiled for the sizes of the product, not for the padded sizes."""
     check(make_spec(185, 251, 72, layouts=layouts), Config(128, 128, num_stages=3))
 
 
@@ -114,7 +114,7 @@ def test_padding_adds_nothing_to_a_sum(emulator: Emulator) -> None:
 def test_an_lhs_read_in_place(
     config: Config, shape: tuple[int, int, int], options: dict[str, Any], emulator: Emulator
 ) -> None:
-    """Rows of every residue, also where some have a row more than others, and tiles of several blocks of k."""
+    """Rows of every residue (some residues have one row more than others), and tiles of several blocks of k."""
     config = dataclasses.replace(config, in_place=True)
     spec = make_spec(*shape, **options)
     assert matmul._num_residues(spec, config) == (8 if shape[2] % 2 else 4 if shape[2] % 4 else 2)
@@ -127,7 +127,7 @@ def test_batches_read_in_place(m: int, k: int, emulator: Emulator) -> None:
 
 
 def check_rows_that_are_no_numbers(config: Config, m: int, k: int) -> None:
-    """Read in place, a row has the end of another one before it, and the begin of another one behind it."""
+    """A row that is read in place has other rows directly before and after it."""
     n = 40
     lhs, rhs = np.random.default_rng(0).standard_normal((m, k), np.float32), np.ones((k, n), np.float32)
     lhs[3::7, -1], lhs[4::14, 0] = np.inf, np.nan
@@ -205,7 +205,7 @@ def test_short_rings(num_stages: int, emulator: Emulator) -> None:
 @pytest.mark.parametrize("n", [65, 66, 67, 127, 194])
 @pytest.mark.parametrize("block_n", [64, 96])
 def test_rows_that_begin_anywhere(block_n: int, n: int, emulator: Emulator) -> None:
-    """Also where the second product's first row is an odd one."""
+    """Also if the first row of the second product is odd."""
     check(make_spec(71, n, 72, batch=2), Config(64, block_n, num_stages=3))
 
 

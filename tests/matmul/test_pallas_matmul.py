@@ -70,7 +70,7 @@ def test_number_of_stages(num_stages: int, split: Any) -> None:
 @pytest.mark.parametrize("split_k", [2, 3])
 @pytest.mark.parametrize("k", [264, 384])
 def test_split_k(k: int, split_k: int, layouts: str) -> None:
-    """Also where the last part's blocks lie beyond k."""
+    """Also if the last part's blocks are past k."""
     config = dataclasses.replace(_SMALL_TILE, split_k=split_k)
     check(make_spec(72, 136, k, layouts=layouts), config)
     check(make_spec(72, 136, k, layouts=layouts, batch=2), config)
