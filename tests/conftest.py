@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 # Before JAX starts its CPU client. It leaves GPUs as they are: the tests marked gpu see the real ones.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 # XLA measures its own ways to multiply: of no use to a reference, and most of the time that its compilation takes.
 # The tests that compare speed turn it on again.
 os.environ["XLA_FLAGS"] += " --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+# Programs for the CPU run once: to optimise their machine code takes longer than it saves. The same option would slow
+# down what XLA compiles for a GPU.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 # pytest-xdist's workers share a GPU: each takes what its arrays need, and keeps nothing.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
@@ -17,7 +22,6 @@ import collections
 import dataclasses
 import gc
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
