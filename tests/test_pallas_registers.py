@@ -114,9 +114,6 @@ def test_shipped_winners(spec: MatmulSpec, config: matmul.Config, spills: Callab
     assert set(spills(functools.partial(matmul.run, spec, config), *types_of(spec))) == {0}
 
 
-_PING_PONG: dict[str, Any] = dict(block_n=128, num_stages=6, split=None)
-
-
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -125,9 +122,6 @@ _PING_PONG: dict[str, Any] = dict(block_n=128, num_stages=6, split=None)
         dict(cluster="n"),
         dict(block_m=256, block_n=128, cluster="n", minor="n", strip=4),
         dict(block_m=64, split="n", num_stages=3),
-        _PING_PONG,
-        _PING_PONG | dict(delay_release=0, cluster="m"),
-        dict(block_m=64, split=None),
     ],
     ids=str,
 )

@@ -96,7 +96,7 @@ def lower(run: Any, *types: ArrayType) -> None:
 
 def largest_rings(spec: MatmulSpec) -> list[matmul.Config]:
     """For each tile and cluster, the configuration with the most shared memory and barriers."""
-    key = lambda c: (c.block_m, c.block_n, c.block_k, c.split or "")
+    key = lambda c: (c.block_m, c.block_n, c.block_k, c.split)
     space = sorted(matmul.search_space(spec), key=key)
     groups = [list(group) for _, group in itertools.groupby(space, key)]
     return [max(group, key=lambda c: (c.num_stages, c.delay_release, c.cluster or "")) for group in groups]

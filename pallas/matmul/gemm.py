@@ -89,8 +89,7 @@ class Config:
       block_m, block_n: output tile of one CTA.
       block_k: depth of one pipeline step.
       num_stages: slots of the operand ring.
-      split: the dimension along which the two consumers divide the tile. None: they take tiles in turn (ping-pong),
-        and one stores during the products of the other.
+      split: the dimension along which the two consumers divide the tile.
       cluster: the dimension along which two neighbouring CTAs form a cluster and multicast the operand
         they share, or None.
       minor: the dimension along which consecutive tiles lie, in strips of `strip` tiles.
@@ -103,7 +102,7 @@ class Config:
     block_n: int = 256
     block_k: int = 64
     num_stages: int = 4
-    split: _Axis | None = "m"
+    split: _Axis = "m"
     cluster: _Axis | None = None
     minor: _Axis = "m"
     strip: int = 8
@@ -178,7 +177,7 @@ _HIDDEN = 0.6
 _BLOCKS_M = (128, 64, 256)
 _BLOCKS_N = (256, 192, 128, 64)
 _BLOCK_KS = (64, 128)
-_SPLITS: tuple[_Axis | None, ...] = ("m", "n", None)
+_SPLITS: tuple[_Axis, ...] = ("m", "n")
 _MAX_STAGES = 6
 _PARTS = (2, 4, 8)
 _MIN_SPLIT_STEPS = 4
@@ -213,8 +212,6 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
       accumulators fit into registers. Tiles of 64 rows are split along n, others along m, because a wgmma of 256
       columns reads least. Blocks of 192 or 256 only for sizes above 128; blocks of 128 along m for m above 64; blocks
       of 64 along n for n up to 64, or in a tile of 128 rows. With many waves no tile is smaller than 128 x 128.
-    - Ping-pong: tiles of 128 columns, if a CTA has at least two tiles and there is an activation; in the usual order
-      only.
     - block_k 128, which halves the barriers: tiles up to 128 x 128, for k above 128.
     - The deepest ring of up to 6 slots that fits. A shallower ring saves memory that nothing else uses.
     - Clusters, if two tiles can share an operand; a late release, if k is longer than the ring.
@@ -229,28 +226,24 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
         area = block_m * block_n
         consumer_m = block_m // (_NUM_CONSUMERS if split == "m" else 1)
         consumer_n = block_n // (_NUM_CONSUMERS if split == "n" else 1)
-        in_turn = split is None
-        needless = in_turn and (
-            block_n != 128 or spec.activation is None or num_tiles(block_m, block_n) <= spec.target.num_sms
-        )
         reads_more = split == "n" and block_m > 64
         illegal = consumer_m % 64 or consumer_n % 64 or consumer_m * consumer_n > _MAX_CONSUMER_TILE
         too_large = (block_m == 256 and g.m <= 128) or (block_n > 128 >= g.n) or (block_m > 64 >= g.m)
         too_small = (block_n == 64 and g.n > 64 and block_m != 128) or (many and area < 128 * 128)
         needlessly_deep = block_k > 64 and (area > 128 * 128 or g.k <= 128)
         num_stages = min(_MAX_STAGES, _max_stages(spec, block_m, block_n, block_k))
-        if illegal or needless or reads_more or too_large or too_small or needlessly_deep or num_stages < 2:
+        if illegal or reads_more or too_large or too_small or needlessly_deep or num_stages < 2:
             continue
         config = Config(block_m, block_n, block_k, num_stages, split)
         m_iters, n_iters = tiles(block_m, block_n)
         sides: tuple[tuple[_Axis, int], ...] = (("m", m_iters), ("n", n_iters))
         clusters: list[_Axis | None] = [None, *(axis for axis, iters in sides if iters > 1)]
         walks: list[tuple[_Axis, int]] = [("m", _STRIPS[0])]
-        if m_iters * n_iters > spec.target.num_sms and not in_turn:
+        if m_iters * n_iters > spec.target.num_sms:
             walks.extend((axis, strip) for axis, iters in sides for strip in _STRIPS if strip < iters)
         parts = [
             split_k for split_k in _PARTS
-            if num_tiles(block_m, block_n) * split_k <= spec.target.num_sms and not in_turn
+            if num_tiles(block_m, block_n) * split_k <= spec.target.num_sms
             and pl.cdiv(g.k, block_k) >= _MIN_SPLIT_STEPS * split_k
         ]  # fmt: skip
         # dict.fromkeys removes duplicates: the usual order is often among the others.
@@ -283,9 +276,8 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
     m_iters, n_iters = pl.cdiv(g.m, config.block_m), pl.cdiv(g.n, config.block_n)
     groups = config.split_k * _num_groups(spec, config)
     consumer_m, consumer_n = config.consumer_tile
-    num_consumers = 1 if config.split is None else _NUM_CONSUMERS
     flops = 2 * config.block_m * config.block_n * config.block_k
-    smem_bytes = 2 * num_consumers * consumer_m // 64 * (64 + consumer_n) * config.block_k
+    smem_bytes = 2 * _NUM_CONSUMERS * consumer_m // 64 * (64 + consumer_n) * config.block_k
     l2_bytes = 2 * (config.block_m / paired_n + config.block_n / paired_m) * config.block_k
     step = max(
         flops / _FLOPS_PER_SM + smem_bytes / _SMEM_BYTES_PER_SM,
@@ -303,11 +295,8 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
     waves = hardware.waves(groups, _num_clusters(spec, config))
     steps = pl.cdiv(g.k, config.block_k * config.split_k) * step
     store = _STORE_SECONDS * config.block_m * config.block_n / (128 * 256) * (_EPILOGUE if spec.activation else 1.0)
-    if config.split is None:  # The stores of one consumer overlap with the products of the other.
-        seconds = waves * max(steps, store) + store
-    else:
-        hidden = store * _HIDDEN * _num_deferred(spec, config) / _num_pieces(spec, config)
-        seconds = waves * (steps + store - hidden) + hidden
+    hidden = store * _HIDDEN * _num_deferred(spec, config) / _num_pieces(spec, config)
+    seconds = waves * (steps + store - hidden) + hidden
     if config.split_k > 1:
         sums_bytes = 8 * config.split_k * (g.batch or 1) * g.m * g.n
         seconds += _SUM_SECONDS + sums_bytes / (spec.target.memory_bytes_per_s or math.inf)
@@ -395,8 +384,6 @@ class _Loops:
       m_iters, n_iters: tiles of the result along m and n. A tile is that of a whole cluster (two neighbouring CTAs).
       k_iters: steps of a tile.
       num_tiles: all work items: the tiles of every batch element and part of k.
-      in_turn: 2 if the consumers take tiles in turn (ping-pong), else 1. With ping-pong each consumer has its own
-        barriers, because it misses the phases of the other's tiles.
       store_n: columns of a piece of the result.
       pieces: row and column of each piece in a consumer's part of a tile.
       num_deferred: the number of pieces, the last ones, that are stored during the next tile's first steps.
@@ -406,7 +393,6 @@ class _Loops:
     n_iters: int
     k_iters: int
     num_tiles: int
-    in_turn: int
     store_n: int
     pieces: tuple[tuple[int, int], ...]
     num_deferred: int
@@ -421,7 +407,6 @@ class _Loops:
             n_iters=pl.cdiv(g.n, config.block_n * (2 if config.cluster == "n" else 1)),
             k_iters=pl.cdiv(pl.cdiv(g.k, config.block_k), config.split_k),
             num_tiles=config.split_k * _num_groups(spec, config),
-            in_turn=_NUM_CONSUMERS if config.split is None else 1,
             store_n=store_n,
             pieces=tuple(itertools.product(range(consumer_m // _STORE_M), range(consumer_n // store_n))),
             num_deferred=_num_deferred(spec, config),
@@ -505,11 +490,6 @@ class _Cta:
     def tile(self, nth: Any) -> Any:
         return self.index + nth * self.num_ctas
 
-    def full(self, nth: Any, slot: Any) -> Any:
-        """The barrier of a slot that holds blocks of this CTA's nth tile."""
-        in_turn = self.loops.in_turn
-        return self.smem.full.at[slot * in_turn + lax.rem(nth, jnp.int32(in_turn))]
-
     # Loops carry the slot index: a remainder by a number that is not a power of two would slow down every step.
 
     def following(self, slot: Any) -> Any:
@@ -574,8 +554,7 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, *refs: Any, spec: MatmulSpec, config: 
 
 def _allocations(spec: MatmulSpec, config: Config, loops: _Loops) -> dict[str, Any]:
     """The fields of `_Smem`."""
-    num_stages, in_turn = config.num_stages, loops.in_turn
-    blocks = _operand_blocks(spec, config)
+    num_stages, blocks = config.num_stages, _operand_blocks(spec, config)
 
     def ring(block: Any) -> Any:
         shape = (num_stages, *(size for size in block.block_shape if size is not None))
@@ -586,10 +565,8 @@ def _allocations(spec: MatmulSpec, config: Config, loops: _Loops) -> dict[str, A
     has_residual = spec.residual is not None
     return dict(
         rings=[ring(block) for block in blocks],
-        full=plgpu.Barrier(num_arrivals=len(blocks), num_barriers=num_stages * in_turn),
-        empty=(in_cluster if config.cluster else plgpu.Barrier)(
-            num_arrivals=_NUM_CONSUMERS // in_turn, num_barriers=num_stages
-        ),
+        full=plgpu.Barrier(num_arrivals=len(blocks), num_barriers=num_stages),
+        empty=(in_cluster if config.cluster else plgpu.Barrier)(num_arrivals=_NUM_CONSUMERS, num_barriers=num_stages),
         out=plgpu.SMEM(
             (_NUM_CONSUMERS, _NUM_STORE_SLOTS, _STORE_M, loops.store_n),
             spec.out_dtype,
@@ -642,7 +619,7 @@ def _load_tile(cta: _Cta, nth: Any, slot: Any) -> Any:
                 for index, size in zip(block.index_map(place.batch, i, first + k), block.block_shape)
             )
             plgpu.copy_gmem_to_smem(
-                gmem.at[source], ring.at[slot], cta.full(nth, slot), collective_axes=block.collective_axes or None
+                gmem.at[source], ring.at[slot], cta.smem.full.at[slot], collective_axes=block.collective_axes or None
             )
         return cta.following(slot)
 
@@ -650,35 +627,30 @@ def _load_tile(cta: _Cta, nth: Any, slot: Any) -> Any:
 
 
 def _consume(cta: _Cta, index: Any) -> None:
-    """Multiplies and stores a consumer's part of each tile, or every other tile if consumers take tiles in turn."""
+    """Multiplies and stores a consumer's part of each tile."""
     plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
     consumer, loops = _Consumer.of(cta, index), cta.loops
-    first_slot, num_tiles = jnp.int32(0), cta.num_tiles
-    if loops.in_turn > 1:
-        first_slot = lax.rem(index * loops.k_iters, jnp.int32(cta.config.num_stages))
-        num_tiles = lax.div(cta.num_tiles - index + 1, jnp.int32(loops.in_turn))
     nothing = plgpu.layout_cast(jnp.zeros((_STORE_M, loops.store_n), cta.spec.out_dtype), plgpu.Layout.WGMMA)
-    carry = first_slot, [nothing] * loops.num_deferred
-    _, deferred = lax.fori_loop(0, num_tiles, functools.partial(_run_tile, consumer), carry)
+    carry = jnp.int32(0), [nothing] * loops.num_deferred
+    _, deferred = lax.fori_loop(0, cta.num_tiles, functools.partial(_run_tile, consumer), carry)
     for k, x in enumerate(deferred):
         _store(consumer, x, cta.tile(cta.num_tiles - 1), loops.num_now + k)
 
 
-def _run_tile(consumer: _Consumer, i: Any, carry: tuple[Any, list[jax.Array]]) -> tuple[Any, list[jax.Array]]:
-    """Multiplies and stores a consumer's ith tile.
+def _run_tile(consumer: _Consumer, nth: Any, carry: tuple[Any, list[jax.Array]]) -> tuple[Any, list[jax.Array]]:
+    """Multiplies and stores a consumer's part of the CTA's nth tile.
 
     Args:
       carry: the slot of the tile's first blocks, and the deferred pieces of the previous tile.
     """
     slot, before = carry
     cta, loops = consumer.cta, consumer.cta.loops
-    nth = i * loops.in_turn + consumer.index if loops.in_turn > 1 else i
     tile = cta.tile(nth)
 
     def store_deferred(k: int) -> None:
         pl.when(nth > 0)(lambda: _store(consumer, before[k], tile - cta.num_ctas, loops.num_now + k))
 
-    acc, slot = _multiply_tile(consumer, nth, slot, store_deferred)
+    acc, slot = _multiply_tile(consumer, slot, store_deferred)
     for piece in range(loops.num_now):
         preactivation, result = _finish(consumer, acc, tile, piece)
         if cta.spec.save_preactivation:
@@ -686,15 +658,11 @@ def _run_tile(consumer: _Consumer, i: Any, carry: tuple[Any, list[jax.Array]]) -
         _store(consumer, result, tile, piece)
     last_pieces = range(loops.num_now, len(loops.pieces))
     deferred = [_finish(consumer, acc, tile, piece)[1].astype(cta.spec.out_dtype) for piece in last_pieces]
-    if loops.in_turn > 1:  # The other consumer's tile comes next in the ring.
-        slot = lax.rem(slot + loops.k_iters, jnp.int32(cta.config.num_stages))
     return slot, deferred
 
 
-def _multiply_tile(
-    consumer: _Consumer, nth: Any, slot: Any, store_deferred: Callable[[int], None]
-) -> tuple[jax.Array, Any]:
-    """Returns the products of the CTA's nth tile, and the slot after its last block.
+def _multiply_tile(consumer: _Consumer, slot: Any, store_deferred: Callable[[int], None]) -> tuple[jax.Array, Any]:
+    """Returns the products of the tile whose first blocks are in `slot`, and the slot after its last block.
 
     Args:
       store_deferred: called with 0, 1, ... while the products of that step run.
@@ -704,10 +672,8 @@ def _multiply_tile(
     def multiply(acc_ref: Any) -> tuple[jax.Array, Any]:
         next_slot = slot
         for k in range(loops.num_deferred):
-            next_slot = _multiply_blocks(
-                consumer, acc_ref, cta.full(nth, next_slot), next_slot, k, functools.partial(store_deferred, k)
-            )
-        step = lambda k, slot: _multiply_blocks(consumer, acc_ref, cta.full(nth, slot), slot, k)
+            next_slot = _multiply_blocks(consumer, acc_ref, next_slot, k, functools.partial(store_deferred, k))
+        step = lambda k, slot: _multiply_blocks(consumer, acc_ref, slot, k)
         next_slot = lax.fori_loop(loops.num_deferred, loops.k_iters, step, next_slot)
         products = acc_ref[...]
         if cta.config.delay_release:
@@ -718,14 +684,14 @@ def _multiply_tile(
 
 
 def _multiply_blocks(
-    consumer: _Consumer, acc_ref: Any, full: Any, slot: Any, k: Any, store_deferred: Callable[[], None] | None = None
+    consumer: _Consumer, acc_ref: Any, slot: Any, k: Any, store_deferred: Callable[[], None] | None = None
 ) -> Any:
     """Adds the product of a slot's blocks, the kth of the tile. Returns the next slot.
 
     With a late release it releases the slot of the previous step. The first step has none.
     """
     cta, g, is_late = consumer.cta, consumer.cta.spec.gemm, consumer.cta.config.delay_release
-    plgpu.barrier_wait(full)
+    plgpu.barrier_wait(cta.smem.full.at[slot])
     lhs, rhs = (ring.at[slot] for ring in cta.smem.rings)
     lhs = lhs.at[consumer.rows] if g.lhs_layout == "mk" else lhs.at[:, consumer.rows].transpose((1, 0))
     rhs = rhs.at[:, consumer.columns] if g.rhs_layout == "kn" else rhs.at[consumer.columns].transpose((1, 0))
@@ -800,13 +766,7 @@ def _num_deferred(spec: MatmulSpec, config: Config) -> int:
     """The number of deferred pieces: a consumer keeps them in registers, in 16 bits, and stores them during the first
     steps of the next tile. As many as fit into the registers; none if CTAs have one tile only."""
     has_next = config.split_k * _num_groups(spec, config) > _num_clusters(spec, config)
-    if (
-        not has_next
-        or config.split is None
-        or spec.out_dtype.itemsize != 2
-        or spec.residual is not None
-        or spec.save_preactivation
-    ):
+    if not has_next or spec.out_dtype.itemsize != 2 or spec.residual is not None or spec.save_preactivation:
         return 0
     accumulators = math.prod(config.consumer_tile) // _WARPGROUP  # Of one thread.
     packed = _STORE_M * _SWIZZLE_BYTES // 4 // _WARPGROUP

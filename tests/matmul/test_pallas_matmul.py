@@ -59,9 +59,8 @@ def test_schedules(layouts: str, cluster: Any, delay_release: int) -> None:
 
 @pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
-@pytest.mark.parametrize("split", ["n", None])
-def test_number_of_stages(num_stages: int, split: Any) -> None:
-    check(make_spec(72, 136, 320), dataclasses.replace(_SMALL_TILE, num_stages=num_stages, split=split))
+def test_number_of_stages(num_stages: int) -> None:
+    check(make_spec(72, 136, 320), dataclasses.replace(_SMALL_TILE, num_stages=num_stages))
 
 
 @pytest.mark.sampled(one_in=5)
@@ -75,7 +74,7 @@ def test_split_k(k: int, split_k: int, layouts: str) -> None:
     check(make_spec(72, 136, k, layouts=layouts), config)
     check(make_spec(72, 136, k, layouts=layouts, batch=2), config)
     epilogue = dict(bias=True, residual=True, activation="gelu", save_preactivation=True, alpha=0.3)
-    check(make_spec(72, 136, k, layouts=layouts, **epilogue), dataclasses.replace(config, cluster="n", split=None))
+    check(make_spec(72, 136, k, layouts=layouts, **epilogue), dataclasses.replace(config, cluster="n"))
 
 
 def test_a_part_of_k_with_nothing_in_it_is_refused() -> None:
@@ -87,11 +86,11 @@ def test_a_part_of_k_with_nothing_in_it_is_refused() -> None:
 @pytest.mark.sampled(one_in=5)
 @pytest.mark.one_version
 @pytest.mark.parametrize("layouts", ["mk.kn", "km.nk"])
-@pytest.mark.parametrize("cluster", [None, "m", "n"])
+@pytest.mark.parametrize("cluster", ["m", "n"])
 @pytest.mark.parametrize("delay_release", [0, 1])
 @pytest.mark.parametrize("m", [64, 200, 520])
-def test_ping_pong(m: int, layouts: str, cluster: Any, delay_release: int) -> None:
-    config = matmul.Config(64, 64, num_stages=3, split=None, cluster=cluster, delay_release=delay_release)
+def test_epilogue_in_pairs(m: int, layouts: str, cluster: Any, delay_release: int) -> None:
+    config = dataclasses.replace(_SMALL_TILE, cluster=cluster, delay_release=delay_release, num_stages=3)
     check(make_spec(m, 72, 200, layouts=layouts, bias=True, activation="silu", save_preactivation=True), config)
 
 
@@ -234,7 +233,6 @@ def test_same_inputs_give_the_same_bits() -> None:
         ("wait_smem_to_gmem", _SMALL_TILE),
         ("wgmma_wait", dataclasses.replace(_SMALL_TILE, num_stages=2)),
         ("wgmma_wait", matmul.Config(num_stages=2)),
-        ("wgmma_wait", matmul.Config(64, 64, num_stages=2, split=None, delay_release=0)),
         ("wait_smem_to_gmem", matmul.Config(num_stages=2)),
     ],
 )
@@ -316,8 +314,6 @@ _ON_THE_CHIP = {
     "pairs-n": matmul.Config(cluster="n", delay_release=0),
     "narrow": matmul.Config(128, 64, 128),
     "split-n": matmul.Config(64, 256, split="n", cluster="n"),
-    "in-turn": matmul.Config(128, 128, num_stages=5, split=None),
-    "in-turn-pairs": matmul.Config(64, 128, 128, num_stages=3, split=None, cluster="m"),
     "split-k": matmul.Config(128, 128, num_stages=5, split_k=3),
 }
 
@@ -330,7 +326,7 @@ def test_schedules_on_the_chip(name: str, layouts: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["usual", "tall", "split-n", "in-turn", "split-k"])
+@pytest.mark.parametrize("name", ["usual", "tall", "split-n", "split-k"])
 @pytest.mark.parametrize(
     "options",
     [
