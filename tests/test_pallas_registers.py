@@ -170,7 +170,6 @@ def test_attention_forward(dims: tuple[int, int], causal: bool, length: int, spi
     "schedule",
     [
         dict(bridge=False),
-        dict(num_q_slots=2),
         dict(num_consumers=3, block_kv=64),
     ],
     ids=str,

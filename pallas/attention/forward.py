@@ -1,6 +1,6 @@
 """FlashAttention forward on Hopper tensor cores, in Pallas Mosaic GPU.
 
-Algorithm. A persistent grid walks work items: two times `block_q` queries of one head of one batch element. A
+Algorithm. A persistent grid walks work items: 64 queries for each consumer, of one head of one batch element. A
 producer warpgroup streams their queries, and blocks of keys and values, through rings of shared memory slots that
 never stop: it is already loading the next item while this one is finished. Two consumer warpgroups take half of the
 queries each, and keep a running maximum m, sum l and output O in registers (online softmax, base-2 exponentials
@@ -92,9 +92,11 @@ _ITEM_STEPS = 0.7
 #: float32 holds as well.
 _MAX_GROWTH = 8.0
 
+#: Queries of a consumer warpgroup in an item.
+_BLOCK_Q = 64
+
 # The search space: what is tried along each knob, the usual setting first.
-_BLOCK_QS = (64, 128)
-_BLOCK_KVS = (128, 64, 192)
+_BLOCK_KVS = (128, 64)
 _STAGES = (2, 3, 4)
 #: What a step takes beside its products: 128 keys at head dimension 128 take 1.7 us on an H200 (637 TFLOP/s), 1.35 us
 #: of which are the products.
@@ -106,11 +108,8 @@ class Config:
     """Tiling and schedule.
 
     Attributes:
-      block_q: queries of one consumer warpgroup.
-      block_kv: keys and values of one pipeline step.
+      block_kv: keys and values of one pipeline step, 64 or 128.
       num_stages: slots of the key ring and of the value ring.
-      num_q_slots: items whose queries are in shared memory: with one, the next item's are loaded once this one's last
-        logits are computed.
       bridge: whether an item's first logits are computed together with the last output of the item before.
       num_consumers: consumer warpgroups of a CTA, 2 or 3.
       head_multiple: to multiples of which head dimensions are padded, 64 or 32; of 32, 64 bytes of a row are swizzled
@@ -121,10 +120,8 @@ class Config:
         2^8. Few blocks of keys leave little to pass over.
     """
 
-    block_q: int = 64
     block_kv: int = 128
     num_stages: int = 2
-    num_q_slots: int = 1
     bridge: bool = True
     num_consumers: int = 2
     head_multiple: int = 64
@@ -134,11 +131,9 @@ class Config:
     def __post_init__(self) -> None:
         check_fields("attention_forward[pallas]", self)
         rules = {
-            "block_q and block_kv must be positive multiples of 64": (
-                self.block_q % 64 or self.block_kv % 64 or min(self.block_q, self.block_kv) <= 0
-            ),
+            "block_kv must be 64 or 128": self.block_kv not in _BLOCK_KVS,
             # A consumer waits for values while others are in use.
-            "num_stages must be at least 2 and num_q_slots at least 1": self.num_stages < 2 or self.num_q_slots < 1,
+            "num_stages must be at least 2": self.num_stages < 2,
             "num_consumers must be 2 or 3": self.num_consumers not in _REGISTERS,
             "head_multiple must be 64 or 32": self.head_multiple not in (64, 32),
         }
@@ -169,32 +164,29 @@ def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
 def search_space(spec: AttentionSpec) -> Iterator[Config]:
     """Yields the shortlist, and the blocks whose tiles fit the registers and whose rings fit shared memory.
 
-    A second slot for queries beside the usual rings. Items of more than 128 queries and blocks of 192 keys only where
-    there are more than 128. Head dimensions up to 128 padded to multiples of 32 where that is less. Pairs of
-    CTAs in full attention. The shortlist's other way of rescaling.
+    Items of more than 128 queries only where there are more than 128. Head dimensions up to 128 padded to multiples of
+    32 where that is less. Pairs of CTAs in full attention. The shortlist's other way of rescaling.
     """
     usual = shortlist(spec)
     yield from usual
     yield from [dataclasses.replace(config, lazy_rescale=not config.lazy_rescale) for config in usual]
     _, value_dim = padded_head_dims(spec)
-    num_queries, num_keys = spec.q.shape[1], spec.k.shape[1]
-    for num_consumers, block_q, block_kv in itertools.product(_REGISTERS, _BLOCK_QS, _BLOCK_KVS):
+    num_queries = spec.q.shape[1]
+    for num_consumers, block_kv in itertools.product(_REGISTERS, _BLOCK_KVS):
         # The output and the logits in float32, the probabilities in 16 bits, over the 128 threads of a consumer.
-        registers = block_q * (value_dim + block_kv * 3 // 2) // 128
-        wasteful = (num_consumers * block_q > 128 and num_queries <= 128) or (block_kv > 128 and num_keys <= 128)
-        if registers > _REGISTERS[num_consumers][2] or wasteful:
+        registers = _BLOCK_Q * (value_dim + block_kv * 3 // 2) // 128
+        is_wasteful = num_consumers * _BLOCK_Q > 128 and num_queries <= 128
+        if registers > _REGISTERS[num_consumers][2] or is_wasteful:
             continue
-        rings = [Config(block_q, block_kv, n, num_consumers=num_consumers) for n in _STAGES]
+        rings = [Config(block_kv, n, num_consumers=num_consumers) for n in _STAGES]
         fits = [config for config in rings if _num_store_slots(spec, config) > 0]
         yield from fits
         if least_head_multiple(spec) == 32:
             yield from [dataclasses.replace(config, head_multiple=32) for config in fits]
-        if _sees_all(spec) and num_queries > num_consumers * block_q:
+        if _sees_all(spec) and num_queries > num_consumers * _BLOCK_Q:
             # At head dimension 256 a bridge leaves no register for the neighbour's barriers.
             changes = dict(multicast=True, bridge=value_dim <= 128)
             yield from [dataclasses.replace(config, **changes) for config in fits]
-        more_queries = [dataclasses.replace(config, num_q_slots=2) for config in fits[:1]]
-        yield from [config for config in more_queries if _num_store_slots(spec, config) > 0]
 
 
 def _sees_all(spec: AttentionSpec) -> bool:
@@ -205,7 +197,7 @@ def _smem_bytes(spec: AttentionSpec, config: Config) -> int:
     """Queries, the rings, logsumexps and barriers, and one piece of each consumer's output."""
     head_dim, value_dim = padded_head_dims(spec, config.head_multiple)
     rows = _cta_rows(config)
-    per_row = 2 * head_dim * config.num_q_slots + 2 * swizzle_span(value_dim) + 4
+    per_row = 2 * head_dim + 2 * swizzle_span(value_dim) + 4
     slot = 2 * config.block_kv * (head_dim + value_dim)
     return rows * per_row + config.num_stages * slot + RING_BARRIER_BYTES
 
@@ -330,7 +322,7 @@ def _num_ctas(config: Config) -> int:
 
 def _cta_rows(config: Config) -> int:
     """Queries of a CTA's share of an item."""
-    return config.num_consumers * config.block_q
+    return config.num_consumers * _BLOCK_Q
 
 
 def _rows(config: Config) -> int:
@@ -417,18 +409,17 @@ def _allocations(spec: AttentionSpec, config: Config, gmem: _Gmem) -> _Smem:
     num_consumers, num_stages = config.num_consumers, config.num_stages
     head_dim, value_dim = gmem.q.shape[3], gmem.v.shape[3]
     tile = lambda *shape: plgpu.SMEM(shape, gmem.q.dtype, transforms=transforms_of(shape[-1]))
-    num_q_slots, num_store_slots = config.num_q_slots * num_consumers, _num_store_slots(spec, config)
-    is_dealt = is_known_at_run_time(spec)
+    num_store_slots, is_dealt = _num_store_slots(spec, config), is_known_at_run_time(spec)
     return _Smem(
-        q_smem=tile(num_q_slots, config.block_q, head_dim),
+        q_smem=tile(num_consumers, _BLOCK_Q, head_dim),
         k_smem=tile(num_stages, config.block_kv, head_dim),
         v_smem=tile(num_stages, config.block_kv, value_dim),
         # Outputs are staged here and sent out in pieces of one swizzle span.
-        out_smem=tile(num_consumers * num_store_slots, config.block_q, swizzle_span(value_dim)),
-        lse_smem=plgpu.SMEM((num_consumers, config.block_q), jnp.float32),
+        out_smem=tile(num_consumers * num_store_slots, _BLOCK_Q, swizzle_span(value_dim)),
+        lse_smem=plgpu.SMEM((num_consumers, _BLOCK_Q), jnp.float32),
         # A consumer has queries of its own, and waits for its own only.
-        q_full=plgpu.Barrier(num_barriers=num_q_slots),
-        q_empty=plgpu.Barrier(num_barriers=num_q_slots),
+        q_full=plgpu.Barrier(num_barriers=num_consumers),
+        q_empty=plgpu.Barrier(num_barriers=num_consumers),
         k_full=plgpu.Barrier(num_barriers=num_stages),
         v_full=plgpu.Barrier(num_barriers=num_stages),
         k_empty=slot_releases(num_stages, num_consumers, multicast=config.multicast),
@@ -488,9 +479,6 @@ class _Cta:
     def following(self, slot: Any) -> Any:
         return jnp.where(slot == self.config.num_stages - 1, 0, slot + 1)
 
-    def q_slot(self, nth: Any, consumer: Any) -> Any:
-        return lax.rem(nth, jnp.int32(self.config.num_q_slots)) * self.config.num_consumers + consumer
-
     def planned_number(self, nth: Any) -> Any:
         """The number of the worker's nth item; behind the last one, some item's."""
         return self.gmem.plan[self.worker, nth + 1]
@@ -523,7 +511,7 @@ class _Cta:
         if not self.skips_blocks:
             consumer = None
         if hides_by_causality_alone(spec):
-            last_rows = _rows(config) if consumer is None else (consumer + 1) * config.block_q
+            last_rows = _rows(config) if consumer is None else (consumer + 1) * _BLOCK_Q
             num_blocks = key_iters(spec, q_base + last_rows + self.offset, config.block_kv)
             return _Item(lax.div(head, num_heads), lax.rem(head, num_heads), q_base, num_blocks)
         return self._visible_item(lax.div(head, num_heads), lax.rem(head, num_heads), q_base, consumer)
@@ -532,7 +520,7 @@ class _Cta:
         """The item at this place, whatever masks there are, with the blocks that its queries see, at least one; or a
         consumer's, at least one of these."""
         spec, config, inputs = self.spec, self.config, self.gmem.inputs
-        block_q, block_kv = config.block_q, config.block_kv
+        block_kv = config.block_kv
         query_end, key_end = ends_of(spec, inputs, batch, self.offset)
         start, some_segment, same_segment = q_base + self.offset, None, None
         if spec.segments:
@@ -556,7 +544,7 @@ class _Cta:
 
         first_block, end_block = blocks_seen_from(start, _rows(config))
         if consumer is not None:
-            own_first, own_end = blocks_seen_from(start + consumer * block_q, block_q)
+            own_first, own_end = blocks_seen_from(start + consumer * _BLOCK_Q, _BLOCK_Q)
             first_block = jnp.clip(own_first, first_block, end_block - 1)
             end_block = jnp.clip(own_end, first_block + 1, end_block)
         return _Item(batch, head, q_base, end_block, first_block, key_end, query_end, same_segment)
@@ -574,7 +562,7 @@ def _produce(cta: _Cta) -> None:
 
 def _load_item(cta: _Cta, nth: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
     number, slot = carry
-    gmem, smem, block_q = cta.gmem, cta.smem, cta.config.block_q
+    gmem, smem = cta.gmem, cta.smem
     item, next_number = cta.item(number), None if cta.is_dealt else cta.planned_number(nth + 1)
     kv_head = lax.div(item.head, jnp.int32(cta.spec.group_size))
     load = functools.partial(_load_block, cta, item, kv_head)
@@ -588,10 +576,9 @@ def _load_item(cta: _Cta, nth: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
     last = item.last_block
     load_keys(last, slot)
     for consumer in range(cta.config.num_consumers):
-        q_slot = cta.q_slot(nth, consumer)
-        rows = (item.batch, pl.ds(item.q_base + consumer * block_q, block_q), item.head)
-        plgpu.barrier_wait(smem.q_empty.at[q_slot])
-        plgpu.copy_gmem_to_smem(gmem.q.at[rows], smem.q_smem.at[q_slot], smem.q_full.at[q_slot])
+        rows = (item.batch, pl.ds(item.q_base + consumer * _BLOCK_Q, _BLOCK_Q), item.head)
+        plgpu.barrier_wait(smem.q_empty.at[consumer])
+        plgpu.copy_gmem_to_smem(gmem.q.at[rows], smem.q_smem.at[consumer], smem.q_full.at[consumer])
     if cta.is_dealt:
         next_number = _take_number(cta)
 
@@ -644,7 +631,7 @@ def _take_number(cta: _Cta) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Consumer:
-    """A consumer warpgroup, which has `block_q` queries of each item.
+    """A consumer warpgroup, which has 64 queries of each item.
 
     What loops carry is a slot of the rings, P of the block in it, the running maxima and the sums of the rows.
 
@@ -678,7 +665,7 @@ class _Consumer:
     @property
     def logits(self) -> Any:
         """An accumulator of logits."""
-        return plgpu.ACC((self.config.block_q, self.config.block_kv), jnp.float32)
+        return plgpu.ACC((_BLOCK_Q, self.config.block_kv), jnp.float32)
 
     @property
     def keeps_eighths(self) -> bool:
@@ -699,10 +686,7 @@ class _Consumer:
 
     def first_query(self, item: _Item) -> Any:
         """The place of its first query in the sequence."""
-        return item.q_base + self.index * self.config.block_q + self.cta.offset
-
-    def q_slot(self, nth: Any) -> Any:
-        return self.cta.q_slot(nth, self.index)
+        return item.q_base + self.index * _BLOCK_Q + self.cta.offset
 
 
 def _consume(cta: _Cta, index: Any) -> None:
@@ -712,14 +696,13 @@ def _consume(cta: _Cta, index: Any) -> None:
     for slot in range(config.num_stages):
         plgpu.barrier_arrive(smem.k_empty.at[slot])
         plgpu.barrier_arrive(smem.v_empty.at[slot])
-    for slot in range(config.num_q_slots):
-        plgpu.barrier_arrive(smem.q_empty.at[slot * config.num_consumers + index])
+    plgpu.barrier_arrive(smem.q_empty.at[index])
     if cta.is_dealt:
         plgpu.barrier_arrive(smem.number_empty)
     # Finite: a row that sees nothing of its last blocks has no maximum yet, and -inf - -inf is no number.
-    no_max = plgpu.layout_cast(jnp.full((config.block_q,), jnp.finfo(jnp.float32).min, jnp.float32), ROWS)
+    no_max = plgpu.layout_cast(jnp.full((_BLOCK_Q,), jnp.finfo(jnp.float32).min, jnp.float32), ROWS)
     attend = lambda acc_ref: _attend(_Consumer(cta, index, no_max, acc_ref))
-    pl.run_scoped(attend, plgpu.ACC((config.block_q, cta.gmem.v.shape[3]), jnp.float32))
+    pl.run_scoped(attend, plgpu.ACC((_BLOCK_Q, cta.gmem.v.shape[3]), jnp.float32))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -727,7 +710,7 @@ def _attend(consumer: _Consumer) -> None:
     cta, bridges = consumer.cta, consumer.config.bridge
     count, number = cta.first_item()
     slot = jnp.int32(0)
-    first = _begin(consumer, jnp.int32(0), cta.item(number), slot) if bridges else slot
+    first = _begin(consumer, cta.item(number), slot) if bridges else slot
     run_item = functools.partial(_run_item, consumer, count)
     cta.for_each_item(number, count, run_item, first)
 
@@ -738,12 +721,12 @@ def _run_item(consumer: _Consumer, count: Any, nth: Any, carry: tuple[Any, Any])
     item = cta.item(number, consumer.index)
     next_number = _taken_number(cta) if cta.is_dealt else cta.planned_number(nth + 1)
     if consumer.config.bridge:
-        carry = _walk(consumer, nth, number, item, carry)
+        carry = _walk(consumer, number, item, carry)
         return next_number, _bridge(consumer, nth, number, next_number, count, carry)
     slot = carry
     if cta.skips_blocks:
         slot = _skip(cta, cta.item(number).end_block - item.end_block, slot)
-    carry = _walk(consumer, nth, number, item, _begin(consumer, nth, item, slot))
+    carry = _walk(consumer, number, item, _begin(consumer, item, slot))
     slot = _end(consumer, number, carry)
     if cta.skips_blocks and looks_back(consumer.spec):
         again = lambda *args: cta.item(lax.optimization_barrier(number), *args)
@@ -771,18 +754,18 @@ def _skip(cta: _Cta, num_blocks: Any, slot: Any) -> Any:
     return lax.fori_loop(0, num_blocks, skip_block, slot)
 
 
-def _begin(consumer: _Consumer, nth: Any, item: _Item, slot: Any) -> Any:
+def _begin(consumer: _Consumer, item: _Item, slot: Any) -> Any:
     """The first logits of an item, on their own."""
     smem, block = consumer.smem, item.last_block
-    plgpu.barrier_wait(smem.q_full.at[consumer.q_slot(nth)])
+    plgpu.barrier_wait(smem.q_full.at[consumer.index])
     plgpu.barrier_wait(smem.k_full.at[slot])
 
     @functools.partial(pl.run_scoped, s_ref=consumer.logits)
     def s(s_ref: Any) -> jax.Array:
-        _multiply_keys(consumer, s_ref, nth, slot)
+        _multiply_keys(consumer, s_ref, slot)
         return plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
 
-    _release_keys(consumer, nth, item, slot, block)
+    _release_keys(consumer, item, slot, block)
     s = _changed_and_masked(consumer, s, item, block, maybe=consumer.last_is_masked)
     p, row_sum, row_max = _softmax(consumer, s, consumer.no_max)
     p, row_sum, row_max = lax.optimization_barrier((p, row_sum, row_max))
@@ -790,30 +773,30 @@ def _begin(consumer: _Consumer, nth: Any, item: _Item, slot: Any) -> Any:
     return slot, p.astype(consumer.dtype), row_max, row_sum
 
 
-def _walk(consumer: _Consumer, nth: Any, number: Any, item: _Item, carry: Any) -> Any:
+def _walk(consumer: _Consumer, number: Any, item: _Item, carry: Any) -> Any:
     """All blocks but the last, which `_begin` has seen to."""
     spec, config = consumer.spec, consumer.config
     if not hides_by_causality_alone(spec):
-        return _walk_edges(consumer, nth, number, carry)
+        return _walk_edges(consumer, number, carry)
     first_unmasked = 1
-    queries_at_once = config.block_q if consumer.cta.skips_blocks else _rows(config)
+    queries_at_once = _BLOCK_Q if consumer.cta.skips_blocks else _rows(config)
     if spec.causal and (spec.query_offset or config.block_kv % queries_at_once):
         last_seen = jnp.minimum(consumer.first_query(item), spec.k.shape[1] - 1)
         num_unmasked = lax.div(last_seen + 1, jnp.int32(config.block_kv))
         first_unmasked = jnp.maximum(1, item.num_blocks - num_unmasked)
-        carry = lax.fori_loop(1, first_unmasked, functools.partial(_step, consumer, nth, item, True), carry)
-    unmasked_step = functools.partial(_step, consumer, nth, item, False)
+        carry = lax.fori_loop(1, first_unmasked, functools.partial(_step, consumer, item, True), carry)
+    unmasked_step = functools.partial(_step, consumer, item, False)
     return lax.fori_loop(first_unmasked, item.num_blocks, unmasked_step, carry)
 
 
-def _walk_edges(consumer: _Consumer, nth: Any, number: Any, carry: Any) -> Any:
+def _walk_edges(consumer: _Consumer, number: Any, carry: Any) -> Any:
     """As `_walk`, with masked blocks at both ends."""
     spec, config = consumer.spec, consumer.config
     # Computed anew for each block that needs it: no register holds it all the while.
     again = lambda: consumer.cta.item(lax.optimization_barrier(number), consumer.index)
     item = again()
     first_query = consumer.first_query(item)
-    seen = keys_seen_by_all(spec, first_query, first_query + config.block_q, item.key_end)
+    seen = keys_seen_by_all(spec, first_query, first_query + _BLOCK_Q, item.key_end)
     first, end = blocks_within(*seen, config.block_kv)
     if item.same_segment is not None:
         first = jnp.maximum(first, item.same_segment[0])
@@ -823,12 +806,12 @@ def _walk_edges(consumer: _Consumer, nth: Any, number: Any, carry: Any) -> Any:
     end_unmasked = jnp.clip(item.end_block - first, first_unmasked, num_blocks)
 
     def masked_step(i: Any, carry: Any) -> Any:
-        return _step(consumer, nth, again(), True, i, carry)
+        return _step(consumer, again(), True, i, carry)
 
     def unmasked_step(i: Any, carry: Any) -> Any:
         # Which blocks these are matters to terms only. Otherwise it is how many.
         item = again() if spec.terms else _Item(None, None, None, num_blocks)
-        return _step(consumer, nth, item, False, i, carry)
+        return _step(consumer, item, False, i, carry)
 
     carry = lax.fori_loop(1, first_unmasked, masked_step, carry)
     carry = lax.fori_loop(first_unmasked, end_unmasked, unmasked_step, carry)
@@ -837,7 +820,7 @@ def _walk_edges(consumer: _Consumer, nth: Any, number: Any, carry: Any) -> Any:
     return carry
 
 
-def _step(consumer: _Consumer, nth: Any, item: _Item, masked: bool, i: Any, carry: Any) -> Any:
+def _step(consumer: _Consumer, item: _Item, masked: bool, i: Any, carry: Any) -> Any:
     """The logits of the i-th block from the end, and the output of the one before."""
     slot, p, row_max, row_sum = carry
     smem, acc_ref = consumer.smem, consumer.acc_ref
@@ -847,8 +830,8 @@ def _step(consumer: _Consumer, nth: Any, item: _Item, masked: bool, i: Any, carr
     @functools.partial(pl.run_scoped, s_ref=consumer.logits)
     def result(s_ref: Any) -> Any:
         plgpu.barrier_wait(smem.k_full.at[next_slot])
-        s = _multiply(consumer, s_ref, nth, next_slot, p, slot)
-        _release_keys(consumer, nth, item, next_slot, block)
+        s = _multiply(consumer, s_ref, next_slot, p, slot)
+        _release_keys(consumer, item, next_slot, block)
         s = _changed_and_masked(consumer, s, item, block, maybe=masked)
         next_p, next_sum, new_max = _softmax(consumer, s, row_max)
         alpha = jnp.exp2(row_max - new_max)
@@ -890,11 +873,11 @@ def _bridge(consumer: _Consumer, nth: Any, number: Any, next_number: Any, count:
     def result(s_ref: Any) -> Any:
         @if_any
         def _wait() -> None:
-            plgpu.barrier_wait(smem.q_full.at[consumer.q_slot(nth + 1)])
+            plgpu.barrier_wait(smem.q_full.at[consumer.index])
             plgpu.barrier_wait(smem.k_full.at[next_slot])
 
-        s = _multiply(consumer, s_ref, nth + 1, next_slot, p, slot)
-        if_any(lambda: _release_keys(consumer, nth + 1, item, next_slot, block))
+        s = _multiply(consumer, s_ref, next_slot, p, slot)
+        if_any(lambda: _release_keys(consumer, item, next_slot, block))
         s = _changed_and_masked(consumer, s, item, block, maybe=consumer.last_is_masked)
         next_p, next_sum, new_max = lax.optimization_barrier(_softmax(consumer, s, consumer.no_max))
         if_any(lambda: plgpu.barrier_wait(smem.v_full.at[next_slot]))
@@ -909,14 +892,14 @@ def _bridge(consumer: _Consumer, nth: Any, number: Any, next_number: Any, count:
 # Products, softmax, masks.
 
 
-def _multiply_keys(consumer: _Consumer, s_ref: Any, nth: Any, slot: Any) -> None:
+def _multiply_keys(consumer: _Consumer, s_ref: Any, slot: Any) -> None:
     q_smem, k_smem = consumer.smem.q_smem, consumer.smem.k_smem
-    plgpu.wgmma(s_ref, q_smem.at[consumer.q_slot(nth)], k_smem.at[slot].transpose((1, 0)))
+    plgpu.wgmma(s_ref, q_smem.at[consumer.index], k_smem.at[slot].transpose((1, 0)))
 
 
-def _multiply(consumer: _Consumer, s_ref: Any, nth: Any, next_slot: Any, p: jax.Array, slot: Any) -> jax.Array:
+def _multiply(consumer: _Consumer, s_ref: Any, next_slot: Any, p: jax.Array, slot: Any) -> jax.Array:
     """Adds P V of one block to the output, and returns the logits of the next."""
-    _multiply_keys(consumer, s_ref, nth, next_slot)
+    _multiply_keys(consumer, s_ref, next_slot)
     plgpu.wgmma(consumer.acc_ref, p, consumer.smem.v_smem.at[slot])
     return plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
 
@@ -927,11 +910,11 @@ def _output(consumer: _Consumer, slot: Any) -> jax.Array:
     return acc
 
 
-def _release_keys(consumer: _Consumer, nth: Any, item: _Item, slot: Any, block: Any) -> None:
-    """The logits of a block are computed: of the item's last one, its queries are not needed any more."""
+def _release_keys(consumer: _Consumer, item: _Item, slot: Any, block: Any) -> None:
+    """Releases the keys of a block whose logits are computed; after the item's last one, its queries, too."""
     q_empty = consumer.smem.q_empty
     plgpu.barrier_arrive(consumer.smem.k_empty.at[slot])
-    pl.when(block == item.first_block)(lambda: plgpu.barrier_arrive(q_empty.at[consumer.q_slot(nth)]))
+    pl.when(block == item.first_block)(lambda: plgpu.barrier_arrive(q_empty.at[consumer.index]))
 
 
 def _softmax(consumer: _Consumer, s: jax.Array, row_max: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -969,9 +952,9 @@ def _changed_and_masked(consumer: _Consumer, s: jax.Array, item: _Item, block: A
 
 def _hide_segments(consumer: _Consumer, s: jax.Array, item: _Item, block: Any) -> jax.Array:
     assert item.same_segment is not None
-    inputs, (block_q, block_kv) = consumer.cta.gmem.inputs, (consumer.config.block_q, consumer.config.block_kv)
+    inputs, block_kv = consumer.cta.gmem.inputs, consumer.config.block_kv
     first, end = item.same_segment
-    query_ids = inputs["query_segments"].at[item.batch, pl.ds(item.q_base + consumer.index * block_q, block_q)]
+    query_ids = inputs["query_segments"].at[item.batch, pl.ds(item.q_base + consumer.index * _BLOCK_Q, _BLOCK_Q)]
     key_ids = inputs["key_segments"].at[item.batch, pl.ds(block * block_kv, block_kv)]
     differ = functools.partial(hide_other_segments, row_ids=query_ids, column_ids=key_ids)
     return lax.cond((block >= first) & (block < end), lambda s: s, differ, s)
@@ -985,7 +968,7 @@ def _stage_lse(consumer: _Consumer, number: Any, row_max: jax.Array, row_sum: ja
 
     Of padding and of queries that see no key, 0.
     """
-    spec, block_q = consumer.spec, consumer.config.block_q
+    spec = consumer.spec
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if consumer.keeps_eighths:
         row_sum = row_sum.sum(axis=1)
@@ -997,7 +980,7 @@ def _stage_lse(consumer: _Consumer, number: Any, row_max: jax.Array, row_sum: ja
     is_query = None
     if spec.query_lengths:
         item = consumer.cta.item(number)
-        row = plgpu.broadcasted_iota(jnp.int32, (block_q,), 0, layout=ROWS)
+        row = plgpu.broadcasted_iota(jnp.int32, (_BLOCK_Q,), 0, layout=ROWS)
         is_query = row < item.query_end - consumer.first_query(item)
         lse = jnp.where(is_query, lse, MASKED_LOGIT)
     consumer.smem.lse_smem.at[consumer.index][...] = lse
@@ -1011,7 +994,7 @@ def _store(consumer: _Consumer, number: Any, acc: jax.Array, normalizer: jax.Arr
     spec, config, gmem, smem = consumer.spec, consumer.config, consumer.cta.gmem, consumer.smem
     # Computed anew: no register holds it all the while.
     item = consumer.cta.item(lax.optimization_barrier(number))
-    rows = pl.ds(item.q_base + consumer.index * config.block_q, config.block_q)
+    rows = pl.ds(item.q_base + consumer.index * _BLOCK_Q, _BLOCK_Q)
     columns, num_slots = swizzle_span(acc.shape[1]), _num_store_slots(spec, config)
     for pieces in itertools.batched(range(0, acc.shape[1], columns), num_slots):
         if pieces[0]:

@@ -21,6 +21,9 @@ from jaxkernels.pallas.attention import layouts, visibility
 
 __all__ = ["Simulation"]
 
+#: Queries of a consumer.
+_BLOCK_Q = 64
+
 
 class _Warpgroup(Warpgroup):
     """A warpgroup that takes items from the counter.
@@ -111,7 +114,7 @@ def _check_stores(case: Case, consumer: int, numbers: list[int], stores: list[St
         if spec.causal and visibility.is_known_at_run_time(spec):
             q_block = num_q_blocks - 1 - q_block
         (batch, head), first = divmod(item, spec.q.shape[2]), attention_forward._rows(config) * q_block
-        first += consumer * config.block_q
+        first += consumer * _BLOCK_Q
         pieces, lse = outs[nth * len(columns) : (nth + 1) * len(columns)], lses[nth]
         places = [store.to for store in pieces]
         assert places == [("out", batch, first, head, column) for column in columns], f"stored at {places}"
@@ -130,8 +133,7 @@ def _check_stores(case: Case, consumer: int, numbers: list[int], stores: list[St
 
 def _check_products(case: Case, batch: int, head: int, first: int, products: tuple[Product, ...]) -> None:
     """Checks the blocks that a consumer's queries from `first` on have visited, and their masks."""
-    spec, block_kv = case.spec, case.config.block_kv
-    block_q, last, num_pairs = case.config.block_q, None, 0
+    spec, block_kv, last, num_pairs = case.spec, case.config.block_kv, None, 0
     for product in products:
         (logits,) = product.lhs.origin("q k")
         queries, keys = logits.lhs.block, logits.rhs.block
@@ -143,8 +145,8 @@ def _check_products(case: Case, batch: int, head: int, first: int, products: tup
         assert last is None or start == last - block_kv, f"{start} after {last}"
         last = start
         _check_values(case, product.rhs.block, batch, start, kv_head)
-        num_pairs += case.num_unmasked(logits, batch, first, block_q, slice(start, start + block_kv))
-    assert num_pairs == case.num_visible(batch, first, block_q), f"pairs are left out: {batch, first}"
+        num_pairs += case.num_unmasked(logits, batch, first, _BLOCK_Q, slice(start, start + block_kv))
+    assert num_pairs == case.num_visible(batch, first, _BLOCK_Q), f"pairs are left out: {batch, first}"
 
 
 def _check_values(case: Case, values: Block, batch: int, start: int, kv_head: int) -> None:

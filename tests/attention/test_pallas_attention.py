@@ -134,13 +134,10 @@ def test_dtypes(dtype: str) -> None:
     [
         dict(block_kv=128),
         dict(num_stages=3),
-        dict(block_q=128),
         dict(bridge=False),
-        dict(num_q_slots=2),
-        dict(num_q_slots=2, bridge=False),
         dict(lazy_rescale=False),
         dict(num_consumers=3),
-        dict(num_consumers=3, bridge=False, num_q_slots=2, lazy_rescale=False),
+        dict(num_consumers=3, bridge=False, lazy_rescale=False),
     ],
     ids=str,
 )
@@ -472,7 +469,7 @@ def test_everything_at_once(dims: tuple[int, int], causal: bool, offset: int | N
     "schedule",
     [
         dict(block_kv=128),
-        dict(num_stages=3, num_q_slots=2),
+        dict(num_stages=3),
         dict(num_consumers=3),
         dict(num_consumers=3, bridge=False),
     ],
@@ -989,27 +986,20 @@ def test_refuses_what_has_no_kernel_shape() -> None:
     [
         (
             lambda: attention_forward.Config(block_kv=32),
-            "attention_forward[pallas]: block_q and block_kv must be positive multiples of 64; "
-            "got Config(block_q=64, block_kv=32, num_stages=2, num_q_slots=1, "
-            "bridge=True, num_consumers=2, head_multiple=64, multicast=False, lazy_rescale=True).",
-        ),
-        (
-            lambda: attention_forward.Config(num_q_slots=0),
-            "attention_forward[pallas]: num_stages must be at least 2 and num_q_slots at least 1; "
-            "got Config(block_q=64, block_kv=128, num_stages=2, num_q_slots=0, "
-            "bridge=True, num_consumers=2, head_multiple=64, multicast=False, lazy_rescale=True).",
+            "attention_forward[pallas]: block_kv must be 64 or 128; got Config(block_kv=32, num_stages=2, bridge=True, "
+            "num_consumers=2, head_multiple=64, multicast=False, lazy_rescale=True).",
         ),
         (
             lambda: attention_forward.Config(num_stages=1),
-            "attention_forward[pallas]: num_stages must be at least 2 and num_q_slots at least 1; "
-            "got Config(block_q=64, block_kv=128, num_stages=1, num_q_slots=1, "
-            "bridge=True, num_consumers=2, head_multiple=64, multicast=False, lazy_rescale=True).",
+            "attention_forward[pallas]: num_stages must be at least 2; "
+            "got Config(block_kv=128, num_stages=1, bridge=True, "
+            "num_consumers=2, head_multiple=64, multicast=False, lazy_rescale=True).",
         ),
         (
             lambda: attention_forward.Config(num_consumers=4),
             "attention_forward[pallas]: num_consumers must be 2 or 3; "
-            "got Config(block_q=64, block_kv=128, num_stages=2, num_q_slots=1, "
-            "bridge=True, num_consumers=4, head_multiple=64, multicast=False, lazy_rescale=True).",
+            "got Config(block_kv=128, num_stages=2, bridge=True, "
+            "num_consumers=4, head_multiple=64, multicast=False, lazy_rescale=True).",
         ),
         (
             lambda: attention_backward_two_kernels.Config(dq_num_stages=0),
@@ -1034,7 +1024,7 @@ def test_refuses_what_has_no_kernel_shape() -> None:
             "1; got Config(dq_num_stages=3, dkv_num_stages=2, multicast=True, ping_pong=True, group_parts=0).",
         ),
     ],
-    ids=["block", "no queries", "one slot", "consumers", "two kernels", "fused, one stage", "fused, padding", "wide"],
+    ids=["block", "one slot", "consumers", "two kernels", "fused, one stage", "fused, padding", "wide"],
 )
 def test_configs_refuse_what_cannot_run(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
