@@ -347,12 +347,19 @@ def _inputs(spec: AttentionSpec, block_q: int, extras: dict[str, jax.Array]) -> 
     if spec.segments:
         first, end, *same_segment = jnp.moveaxis(segment_query_blocks(spec, block_q, _KEYS, extras), 2, 0)
         if spec.deterministic:
-            # Makes the visitors of a block of queries consecutive, so that each can compute its rank.
-            first, end = lax.cummin(first, axis=1, reverse=True), lax.cummax(end, axis=1)
+            first, end = _without_gaps(first, end)
             q_block = jnp.arange(pl.cdiv(spec.q.shape[1], block_q), dtype=jnp.int32)
             inputs["first_kv_block"] = jnp.sum(end[:, None, :] <= q_block[:, None], axis=2, dtype=jnp.int32)
         inputs["segment_blocks"] = jnp.stack([first, end, *same_segment], axis=2)
     return inputs
+
+
+def _without_gaps(first: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Widens ranges of blocks of queries, so that consecutive blocks of keys visit each block of queries.
+
+    A block of keys then knows how many others add to a block of dQ before it.
+    """
+    return lax.cummin(first, axis=1, reverse=True), lax.cummax(end, axis=1)
 
 
 def _steps(spec: AttentionSpec, block_q: int) -> list[int]:
@@ -437,8 +444,7 @@ def _plan_behind_the_first(num_streams: int, steps: list[int], num_sms: int) -> 
     def plan(num_first_ctas: int) -> tuple[np.ndarray, float]:
         def ctas(number: int) -> range:
             stream, kv_block = divmod(number // 2, len(steps))
-            begin = stream % num_first_ctas
-            return range(begin, begin + 1 if kv_block == 0 else num_ctas)
+            return _ctas_that_may_have(stream, kv_block, num_first_ctas, num_ctas)
 
         items = _in_sets(num_streams, len(steps), num_first_ctas)
         return balanced_plan(_numbered(items, steps), num_ctas, ctas)
@@ -446,6 +452,12 @@ def _plan_behind_the_first(num_streams: int, steps: list[int], num_sms: int) -> 
     fewest = min(num_ctas, pl.cdiv(num_streams, first_in_a_cta))
     plans = [plan(n) for n in range(fewest, min(fewest + 2, num_ctas) + 1)]
     return min(plans, key=lambda plan: plan[1])[0]
+
+
+def _ctas_that_may_have(stream: int, kv_block: int, num_first_ctas: int, num_ctas: int) -> range:
+    """The CTA of a stream's first block of keys; for the other blocks that CTA and all later ones."""
+    begin = stream % num_first_ctas
+    return range(begin, begin + 1 if kv_block == 0 else num_ctas)
 
 
 def _items_by_streams(spec: AttentionSpec, num_streams: int, num_kv_blocks: int) -> list[tuple[int, int, int]]:
@@ -643,8 +655,15 @@ class _Cta:
     def masks_places(self) -> bool:
         return bool(self.spec.index_terms) or self.cuts_keys
 
+    def is_cut(self, kv_base: Any, key_end: Any) -> Any:
+        """Whether some keys of a block are beyond the end of the keys. All of its steps are masked then."""
+        return kv_base + _KEYS > key_end
+
     def following(self, slot: Any) -> Any:
         return jnp.where(slot == self.num_stages - 1, 0, slot + 1)
+
+    def previous(self, slot: Any) -> Any:
+        return jnp.where(slot == 0, self.num_stages - 1, slot - 1)
 
     def for_each_item(self, run: Callable[[Any, Any], Any], carry: Any) -> Any:
         if _has_one_item_each(self.spec, self.block_q):
@@ -675,7 +694,7 @@ class _Cta:
             num_blocks = jnp.where(kv_base < key_end, num_blocks, 0)
         first_unmasked, end_unmasked = end_block - end_whole, end_block - first_whole
         if self.cuts_keys:
-            end_unmasked = jnp.where(kv_base + _KEYS > key_end, 0, end_unmasked)
+            end_unmasked = jnp.where(self.is_cut(kv_base, key_end), 0, end_unmasked)
         return _Item(batch, kv_head, kv_block, end_block, num_blocks, first_unmasked, end_unmasked, key_end, is_upward)
 
     def place(self, item: _Item, step: Any) -> tuple[Any, Any]:
@@ -924,7 +943,7 @@ def _multiply_add(work: _Work, step: Any, slot: Any) -> Any:
 def _free_queries_before(cta: _Cta, slot: Any) -> None:
     """Releases the queries of the previous step. Its dK product is the last one before the product just issued."""
     plgpu.wgmma_wait(1)
-    plgpu.barrier_arrive(cta.smem.q_empty.at[jnp.where(slot == 0, cta.num_stages - 1, slot - 1)])
+    plgpu.barrier_arrive(cta.smem.q_empty.at[cta.previous(slot)])
 
 
 def _hide_edges(work: _Work, s: jax.Array, step: Any) -> jax.Array:

@@ -388,6 +388,10 @@ class _Turns:
     barriers: Any
     consumer: Any
 
+    def give_first(self) -> None:
+        """Gives consumer 0 the first turn."""
+        pl.when(self.consumer == NUM_CONSUMERS - 1)(self.pass_on)
+
     def wait(self) -> None:
         if self.barriers is not None:
             plgpu.barrier_wait(self.barriers.at[self.consumer])
@@ -947,13 +951,13 @@ def _compute_dq(item: _DqItem, index: Any) -> None:
     plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
     smem, head_dim = item.smem, item.gmem.q.shape[3]
     my_q = item.q_base + index * _ROWS_PER_CONSUMER
-    # All slots are free, and consumer 0 has the first turn.
+    # All slots are free.
     for slot in range(item.config.dq_num_stages):
         plgpu.barrier_arrive(smem.v_empty.at[slot])
         if not item.has_one_ring:
             plgpu.barrier_arrive(smem.k_empty.at[slot])
     turns = _Turns(smem.turn, index)
-    pl.when(index == NUM_CONSUMERS - 1)(turns.pass_on)
+    turns.give_first()
     plgpu.barrier_wait(smem.q_full.at[index])
     lse = plgpu.load(smem.lse_smem.at[index], layout=ROWS)
     delta = plgpu.load(smem.delta_smem.at[index], layout=ROWS)

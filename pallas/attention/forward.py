@@ -505,9 +505,7 @@ class _Cta:
         head, q_block = lax.div(number, jnp.int32(num_q_blocks)), lax.rem(number, jnp.int32(num_q_blocks))
         if self.is_dealt and spec.causal:
             q_block = num_q_blocks - 1 - q_block
-        q_base = q_block * _rows(config)
-        if config.multicast:
-            q_base += lax.axis_index("cluster") * _cta_rows(config)
+        q_base = self.q_base_of(q_block)
         if not self.skips_blocks:
             consumer = None
         if hides_by_causality_alone(spec):
@@ -515,6 +513,13 @@ class _Cta:
             num_blocks = key_iters(spec, q_base + last_rows + self.offset, config.block_kv)
             return _Item(lax.div(head, num_heads), lax.rem(head, num_heads), q_base, num_blocks)
         return self._visible_item(lax.div(head, num_heads), lax.rem(head, num_heads), q_base, consumer)
+
+    def q_base_of(self, q_block: Any) -> Any:
+        """The first of the CTA's own queries in an item's block of queries."""
+        first = q_block * _rows(self.config)
+        if self.config.multicast:
+            first += lax.axis_index("cluster") * _cta_rows(self.config)
+        return first
 
     def _visible_item(self, batch: Any, head: Any, q_base: Any, consumer: Any) -> _Item:
         """The item at this place, whatever masks there are, with the blocks that its queries see, at least one; or a
@@ -544,10 +549,15 @@ class _Cta:
 
         first_block, end_block = blocks_seen_from(start, _rows(config))
         if consumer is not None:
-            own_first, own_end = blocks_seen_from(start + consumer * _BLOCK_Q, _BLOCK_Q)
-            first_block = jnp.clip(own_first, first_block, end_block - 1)
-            end_block = jnp.clip(own_end, first_block + 1, end_block)
+            own = blocks_seen_from(start + consumer * _BLOCK_Q, _BLOCK_Q)
+            first_block, end_block = _cut_to(first_block, end_block, *own)
         return _Item(batch, head, q_base, end_block, first_block, key_end, query_end, same_segment)
+
+
+def _cut_to(first_block: Any, end_block: Any, own_first: Any, own_end: Any) -> tuple[Any, Any]:
+    """A consumer's own range of blocks, cut to the item's range; at least one block."""
+    own_first = jnp.clip(own_first, first_block, end_block - 1)
+    return own_first, jnp.clip(own_end, own_first + 1, end_block)
 
 
 # The producer.
@@ -723,15 +733,10 @@ def _run_item(consumer: _Consumer, count: Any, nth: Any, carry: tuple[Any, Any])
     if consumer.config.bridge:
         carry = _walk(consumer, number, item, carry)
         return next_number, _bridge(consumer, nth, number, next_number, count, carry)
-    slot = carry
-    if cta.skips_blocks:
-        slot = _skip(cta, cta.item(number).end_block - item.end_block, slot)
+    slot = _skip_later_blocks(consumer, number, item, carry)
     carry = _walk(consumer, number, item, _begin(consumer, item, slot))
     slot = _end(consumer, number, carry)
-    if cta.skips_blocks and looks_back(consumer.spec):
-        again = lambda *args: cta.item(lax.optimization_barrier(number), *args)
-        slot = _skip(cta, again(consumer.index).first_block - again().first_block, slot)
-    return next_number, slot
+    return next_number, _skip_earlier_blocks(consumer, number, slot)
 
 
 def _taken_number(cta: _Cta) -> Any:
@@ -739,6 +744,21 @@ def _taken_number(cta: _Cta) -> Any:
     number = cta.smem.number_smem[0]
     plgpu.barrier_arrive(cta.smem.number_empty)
     return number
+
+
+def _skip_later_blocks(consumer: _Consumer, number: Any, item: _Item, slot: Any) -> Any:
+    """Passes over the item's last blocks, which only other consumers' queries see; they come first."""
+    cta = consumer.cta
+    return _skip(cta, cta.item(number).end_block - item.end_block, slot) if cta.skips_blocks else slot
+
+
+def _skip_earlier_blocks(consumer: _Consumer, number: Any, slot: Any) -> Any:
+    """Passes over the item's first blocks, which only other consumers' queries see; they come last."""
+    cta = consumer.cta
+    if not (cta.skips_blocks and looks_back(consumer.spec)):
+        return slot
+    again = lambda *args: cta.item(lax.optimization_barrier(number), *args)
+    return _skip(cta, again(consumer.index).first_block - again().first_block, slot)
 
 
 def _skip(cta: _Cta, num_blocks: Any, slot: Any) -> Any:
@@ -791,19 +811,12 @@ def _walk(consumer: _Consumer, number: Any, item: _Item, carry: Any) -> Any:
 
 def _walk_edges(consumer: _Consumer, number: Any, carry: Any) -> Any:
     """As `_walk`, with masked blocks at both ends."""
-    spec, config = consumer.spec, consumer.config
+    spec = consumer.spec
     # Computed anew for each block that needs it: no register holds it all the while.
     again = lambda: consumer.cta.item(lax.optimization_barrier(number), consumer.index)
     item = again()
-    first_query = consumer.first_query(item)
-    seen = keys_seen_by_all(spec, first_query, first_query + _BLOCK_Q, item.key_end)
-    first, end = blocks_within(*seen, config.block_kv)
-    if item.same_segment is not None:
-        first = jnp.maximum(first, item.same_segment[0])
-        end = jnp.minimum(end, item.same_segment[1])
+    first_unmasked, end_unmasked = _unmasked_steps(consumer, item)
     num_blocks = item.num_blocks
-    first_unmasked = jnp.clip(item.end_block - end, 1, num_blocks)
-    end_unmasked = jnp.clip(item.end_block - first, first_unmasked, num_blocks)
 
     def masked_step(i: Any, carry: Any) -> Any:
         return _step(consumer, again(), True, i, carry)
@@ -818,6 +831,19 @@ def _walk_edges(consumer: _Consumer, number: Any, carry: Any) -> Any:
     if spec.segments or looks_back(spec):
         carry = lax.fori_loop(end_unmasked, num_blocks, masked_step, carry)
     return carry
+
+
+def _unmasked_steps(consumer: _Consumer, item: _Item) -> tuple[Any, Any]:
+    """The steps after the first one whose blocks all of the consumer's queries see, counted from the last block."""
+    first_query = consumer.first_query(item)
+    seen = keys_seen_by_all(consumer.spec, first_query, first_query + _BLOCK_Q, item.key_end)
+    first, end = blocks_within(*seen, consumer.config.block_kv)
+    if item.same_segment is not None:
+        first = jnp.maximum(first, item.same_segment[0])
+        end = jnp.minimum(end, item.same_segment[1])
+    num_blocks = item.num_blocks
+    first_unmasked = jnp.clip(item.end_block - end, 1, num_blocks)
+    return first_unmasked, jnp.clip(item.end_block - first, first_unmasked, num_blocks)
 
 
 def _step(consumer: _Consumer, item: _Item, masked: bool, i: Any, carry: Any) -> Any:

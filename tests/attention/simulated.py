@@ -19,9 +19,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
+from unittest import mock
 
 import jax
 import numpy as np
+from faults import Fault
 from simulated_replay import Block, Part, Read, Write
 
 from jaxkernels.ops.attention.spec import AttentionSpec
@@ -40,6 +42,7 @@ __all__ = [
     "launch_with",
     "only",
     "run",
+    "with_faulty",
 ]
 
 #: The order in which CTAs store to the same place: any, one after the other, or one stores before all others add.
@@ -599,36 +602,59 @@ def _masked(s: Tile, **masks: Any) -> Tile:
     return Tile({kind: (time, tuple(dataclasses.replace(product, **masks) for product in products))}, s.shape)
 
 
+def with_faulty(operation: str, faulty: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a part of a kernel in which an operation of plgpu is faulty.
+
+    Args:
+      faulty: takes the right operation, and the operation's arguments.
+    """
+
+    def make(right: Any) -> Callable[..., Any]:
+        def part(*args: Any) -> Any:
+            plgpu = right.__globals__["plgpu"]
+            with mock.patch.object(plgpu, operation, functools.partial(faulty, getattr(plgpu, operation))):
+                return right(*args)
+
+        return part
+
+    return make
+
+
 class Sources:
     """Copies of the kernels' modules and of the modules that they share, with stand-ins.
 
     Args:
-      edit: a text that occurs once in the sources, and its replacement.
+      fault: planted in the copies; its part begins with the module's last name.
     """
 
-    def __init__(self, *modules: ModuleType, edit: tuple[str, str] | None = None) -> None:
+    def __init__(self, *modules: ModuleType, fault: Fault | None = None) -> None:
         shared = (layouts, limits, planning, visibility, logits, rings)
-        originals = (*shared, *modules)
-        sources = [Path(str(module.__file__)).read_text() for module in originals]
-        if edit is not None:
-            if (count := sum(source.count(edit[0]) for source in sources)) != 1:
-                raise ValueError(f"is {count} times in the source, not once: {edit[0]}")
-            sources = [source.replace(*edit) for source in sources]
-        self.modules = [_copied(*of) for of in zip(originals, sources)]
+        self.modules = [_copied(module) for module in (*shared, *modules)]
         self.kernels = self.modules[len(shared) :]
         stand_ins = dict(pl=_PL, jnp=_Numpy(), lax=SimpleNamespace(**_LAX), scale_rows=Tile.combined)
         self.bind(hide_unseen=_hide_unseen, hide_other_segments=_hide_other_segments, **stand_ins)
         for module in self.modules[: len(shared)]:
             self.bind(**{name: getattr(module, name) for name in module.__all__})
+        if fault is not None:
+            self._plant(fault)
+
+    def _plant(self, fault: Fault) -> None:
+        module = next(copied for copied in self.modules if copied.__name__.endswith(f".{fault.module}"))
+        right = fault.right(module)
+        fault.plant(module)
+        # Others have imported it.
+        for other in self.modules:
+            if vars(other).get(fault.name) is right:
+                setattr(other, fault.name, fault.right(module))
 
     def bind(self, **names: Any) -> None:
         for module in self.modules:
             vars(module).update({name: value for name, value in names.items() if name in vars(module)})
 
 
-def _copied(module: ModuleType, source: str) -> Any:
-    copied = ModuleType(module.__name__)
-    exec(compile(source, str(module.__file__), "exec"), vars(copied))
+def _copied(module: ModuleType) -> Any:
+    path, copied = Path(str(module.__file__)), ModuleType(module.__name__)
+    exec(compile(path.read_text(), str(path), "exec"), vars(copied))
     return copied
 
 

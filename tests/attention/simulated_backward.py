@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from faults import Fault
 from simulated import Case, Launch, Order, Product, Ref, Sources, Store, Tile, launch_with, only, run
 from simulated_replay import Read, Write, replay
 
@@ -35,8 +36,8 @@ _ROWS = 64
 
 
 class Simulation:
-    def __init__(self, edit: tuple[str, str] | None = None) -> None:
-        self.sources = Sources(attention_backward_fused, edit=edit)
+    def __init__(self, fault: Fault | None = None) -> None:
+        self.sources = Sources(attention_backward_fused, fault=fault)
         (self.fused,) = self.sources.kernels
 
     def check(self, case: Case, rng: np.random.Generator) -> None:

@@ -13,6 +13,7 @@ import itertools
 from typing import Any
 
 import numpy as np
+from faults import Fault
 from simulated import Case, Cta, Launch, Product, Ref, Sources, Store, Tile, Warpgroup, only, run
 from simulated_replay import Block, Read, replay
 
@@ -47,8 +48,8 @@ class _Warpgroup(Warpgroup):
 
 
 class Simulation:
-    def __init__(self, edit: tuple[str, str] | None = None) -> None:
-        self.sources = Sources(attention_forward, edit=edit)
+    def __init__(self, fault: Fault | None = None) -> None:
+        self.sources = Sources(attention_forward, fault=fault)
         (self.forward,) = self.sources.kernels
 
     def check(self, case: Case, rng: np.random.Generator) -> None:

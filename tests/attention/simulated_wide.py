@@ -16,6 +16,7 @@ import collections
 import itertools
 
 import numpy as np
+from faults import Fault
 from simulated import Case, Product, Sources, Store, Tile, only, run
 from simulated_backward import Place, check_products_of_keys, launches_of, operands_of
 from simulated_replay import Block, replay
@@ -29,8 +30,8 @@ _ROWS = 64
 
 
 class Simulation:
-    def __init__(self, edit: tuple[str, str] | None = None) -> None:
-        self.sources = Sources(attention_backward_wide, edit=edit)
+    def __init__(self, fault: Fault | None = None) -> None:
+        self.sources = Sources(attention_backward_wide, fault=fault)
         (self.wide,) = self.sources.kernels
 
     def check(self, case: Case, rng: np.random.Generator) -> None:
