@@ -23,7 +23,7 @@ import numpy as np
 from jaxkernels.core import hardware
 from jaxkernels.core.arguments import check_fields
 from jaxkernels.ffi import compiler, custom_call, handler, wgmma
-from jaxkernels.ops.matmul import tensor_cores as halfprecision
+from jaxkernels.ops.matmul import tensor_cores
 from jaxkernels.ops.matmul.epilogue import apply_epilogue
 from jaxkernels.ops.matmul.spec import MatmulSpec
 
@@ -262,7 +262,7 @@ _MAX_EPILOGUE_ACCUMULATORS = 128
 
 
 def unsupported(spec: MatmulSpec) -> str | None:
-    return halfprecision.unsupported(spec) or _too_many(spec) or _missing()
+    return tensor_cores.unsupported(spec) or _too_many(spec) or _missing()
 
 
 def _too_many(spec: MatmulSpec) -> str | None:
@@ -426,10 +426,11 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
     return _LAUNCH_SECONDS + waves * per_wave + at_end + padding + reduction + clusters
 
 
-def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilogue: jax.Array) -> Any:
+def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
     """Returns the product, or [out] / [out, preactivation] when the spec has an epilogue."""
-    if lhs.dtype != rhs.dtype:
-        return halfprecision.multiply_mixed(lambda part, a, b: run(part, config, a, b), spec, lhs, rhs)
+    named = spec.named("matmul", arrays)
+    if spec.lhs.dtype != spec.rhs.dtype:
+        return tensor_cores.multiply_mixed(lambda part, a, b: run(part, config, a, b), spec, **named)
     g = spec.gemm
     if config.split_k > 1 and config.split_k * config.block_k > g.k:
         raise ValueError(
@@ -440,8 +441,8 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
         product = dataclasses.replace(
             spec, out_dtype=jnp.dtype(jnp.float32), bias=None, activation=None, residual=None, save_preactivation=False
         )
-        out = run(product, config, lhs, rhs)
-        results = apply_epilogue(spec, out, *epilogue) if spec.fused else out
+        out = run(product, config, named["lhs"], named["rhs"])
+        results = apply_epilogue(spec, out, named) if spec.fused else out
         return jax.tree.map(lambda x: x.astype(spec.out_dtype), results)
     if config.reduce_add and not _has_tma_rows(spec):
         raise ValueError(
@@ -450,14 +451,13 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
     if config.in_place and (reason := _not_in_place(spec)):
         raise ValueError(f"matmul[cuda]: in_place needs {reason}. Leave it out.")
     _check_limits(spec, config)
-    lhs, rhs = spec.fold(lhs, rhs)
+    lhs, rhs = spec.fold(named["lhs"], named["rhs"])
     if not config.in_place:
         lhs = _pad_rows(spec, lhs)
     rhs = _pad_rows(spec, rhs)
     # One batch dimension, always: of one product, it is 1.
     lead = (g.batch or 1,)
     operands = [lhs.reshape(*lead, *lhs.shape[-2:]), rhs.reshape(*lead, *rhs.shape[-2:])]
-    extras = list(epilogue)
     num_results = 2 if spec.save_preactivation else 1
     # Of what there is not, the result takes the place: the kernel does not look at it.
     first_result = 2 + (spec.bias is not None) + (spec.residual is not None) + config.reduce_add
@@ -467,10 +467,10 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
         _, n_tiles = _grid_of_tiles(spec, config)
         columns = n_tiles * config.block_n * config.cluster_n
         # The columns beyond n are dropped with the tile's, but the last tiles read all of theirs.
-        operands.append(jnp.pad(extras.pop(0).astype(jnp.float32), (0, columns - g.n)))
+        operands.append(jnp.pad(named["bias"].astype(jnp.float32), (0, columns - g.n)))
     if spec.residual is not None:
         residual = len(operands)
-        operands.append(extras.pop(0).astype(spec.out_dtype).reshape(*lead, g.m, g.n))
+        operands.append(named["residual"].astype(spec.out_dtype).reshape(*lead, g.m, g.n))
 
     aliases = {}
     if config.reduce_add:  # What parts are added to.

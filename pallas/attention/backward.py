@@ -93,9 +93,9 @@ class Given:
                 f"attention_backward[pallas]: group_parts must divide the {spec.group_size} query heads of a key head; "
                 f"got {num_parts}."
             )
-        q, k, v, *rest = operands
-        *given, out, lse, dout, dlse = rest
-        extras = dict(zip(spec.extra_names, given))
+        named = spec.named("attention_backward", operands)
+        q, k, v, out, lse, dout, dlse = (named[name] for name in ("q", "k", "v", "out", "lse", "dout", "dlse"))
+        extras = {name: named[name] for name in spec.extra_names}
         is_query = queries_inside(spec, extras) if spec.query_lengths else None
         if is_query is not None:
             q, dout = (jnp.where(is_query[:, :, None, None], x, 0) for x in (q, dout))

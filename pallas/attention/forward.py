@@ -237,16 +237,18 @@ def _steps(spec: AttentionSpec, config: Config) -> list[int]:
     return steps
 
 
-def run(spec: AttentionSpec, config: Config, q: jax.Array, k: jax.Array, v: jax.Array, *extras: jax.Array):
+def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
     """Returns [out, lse]."""
     if config.multicast and not _sees_all(spec):
         asked = ", ".join((["a causal mask"] if spec.causal else []) + features(spec))
         raise ValueError(f"attention_forward[pallas]: {asked}: needs multicast=False; got {config}.")
+    named = spec.named("attention_forward", operands)
+    q, k, v = (named[name] for name in ("q", "k", "v"))
     num_queries, head_dim = q.shape[1], v.shape[3]
     padded_head_dim, padded_value_dim = padded_head_dims(spec, config.head_multiple)
     q, k, v = pad_heads(q, padded_head_dim), pad_heads(k, padded_head_dim), pad_heads(v, padded_value_dim)
     batch, _, num_heads, _ = q.shape
-    inputs = _inputs(spec, config, v, dict(zip(spec.extra_names, extras)))
+    inputs = _inputs(spec, config, v, {name: named[name] for name in spec.extra_names})
     if is_known_at_run_time(spec):
         # The number of the first item that is no worker's own.
         num_workers = min(spec.target.num_sms, _num_items(spec, config))

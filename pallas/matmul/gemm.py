@@ -30,7 +30,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -41,7 +41,7 @@ from jax import lax
 
 from jaxkernels.core import hardware
 from jaxkernels.core.arguments import check_fields
-from jaxkernels.ops.matmul import tensor_cores as halfprecision
+from jaxkernels.ops.matmul import tensor_cores
 from jaxkernels.ops.matmul.epilogue import ACTIVATIONS, apply_epilogue
 from jaxkernels.ops.matmul.spec import MatmulSpec
 
@@ -191,7 +191,7 @@ _BARRIER_BYTES = 3072
 
 
 def unsupported(spec: MatmulSpec) -> str | None:
-    return halfprecision.unsupported(spec)
+    return tensor_cores.unsupported(spec)
 
 
 def shortlist(spec: MatmulSpec) -> tuple[Config, ...]:
@@ -303,12 +303,13 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
     return _LAUNCH_SECONDS + seconds
 
 
-def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilogue: jax.Array) -> Any:
+def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
     """Returns the product, or [out] / [out, preactivation] when the spec has an epilogue."""
-    if lhs.dtype != rhs.dtype:
-        return halfprecision.multiply_mixed(lambda part, a, b: run(part, config, a, b), spec, lhs, rhs)
+    operands = spec.named("matmul", arrays)
+    if spec.lhs.dtype != spec.rhs.dtype:
+        return tensor_cores.multiply_mixed(lambda part, a, b: run(part, config, a, b), spec, **operands)
     if config.split_k == 1:
-        outs = [spec.unfold(x) for x in _launch(spec, config, lhs, rhs, *epilogue)]
+        outs = [spec.unfold(x) for x in _launch(spec, config, operands)]
         return outs if spec.fused else outs[0]
     num_steps = pl.cdiv(spec.gemm.k, config.block_k)
     if pl.cdiv(num_steps, config.split_k) * (config.split_k - 1) >= num_steps:
@@ -319,26 +320,25 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
     product = dataclasses.replace(
         spec, out_dtype=jnp.dtype(jnp.float32), bias=None, activation=None, residual=None, save_preactivation=False
     )
-    (parts,) = _launch(product, config, lhs, rhs)
+    (parts,) = _launch(product, config, operands)
     out = product.unfold(parts.sum(axis=0))
-    results = apply_epilogue(spec, out, *epilogue) if spec.fused else out
+    results = apply_epilogue(spec, out, operands) if spec.fused else out
     return jax.tree.map(lambda x: x.astype(spec.out_dtype), results)
 
 
-def _launch(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilogue: jax.Array) -> list[jax.Array]:
+def _launch(spec: MatmulSpec, config: Config, operands: Mapping[str, jax.Array]) -> list[jax.Array]:
     """Returns (batch?, m, n) results. With parts of k, the parts are the first dimension."""
     g = spec.gemm
-    lhs, rhs = (_pad(x) for x in spec.fold(lhs, rhs))
+    lhs, rhs = (_pad(x) for x in spec.fold(operands["lhs"], operands["rhs"]))
     m, n = _padded(g.m, rows=True), _padded(g.n, rows=False)
     lead = () if g.batch is None else (g.batch,)
-    operands = list(epilogue)
     inputs = []
     if spec.bias is not None:
         # The last tiles read the bias of all their columns, also past n.
         columns = config.block_n * (2 if config.cluster == "n" else 1)
-        inputs.append(jnp.pad(operands.pop(0).astype(jnp.float32), (0, -g.n % columns)))
+        inputs.append(jnp.pad(operands["bias"].astype(jnp.float32), (0, -g.n % columns)))
     if spec.residual is not None:
-        inputs.append(_pad(operands.pop(0).astype(spec.out_dtype).reshape(*lead, g.m, g.n)))
+        inputs.append(_pad(operands["residual"].astype(spec.out_dtype).reshape(*lead, g.m, g.n)))
     parts = () if config.split_k == 1 else (config.split_k,)
     out_type = jax.ShapeDtypeStruct((*parts, *lead, m, n), spec.out_dtype)
     kernel = plgpu.kernel(
@@ -351,7 +351,7 @@ def _launch(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *e
         num_threads=_NUM_CONSUMERS + 1,
         thread_name="warpgroup",
         # Approximate exp and tanh have about 11 bits: enough for a 16-bit result only.
-        compiler_params=plgpu.CompilerParams(approx_math=spec.out_dtype in halfprecision.INPUTS),
+        compiler_params=plgpu.CompilerParams(approx_math=spec.out_dtype in tensor_cores.INPUTS),
     )
     return [out[..., : g.m, : g.n] for out in kernel(lhs, rhs, *inputs)]
 

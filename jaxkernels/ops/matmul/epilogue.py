@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 
@@ -19,14 +19,13 @@ ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def apply_epilogue(spec: MatmulSpec, out: jax.Array, *epilogue: jax.Array) -> list[jax.Array]:
-    """Adds bias, activation and residual to a product, in the product's dtype."""
-    operands = list(epilogue)
+def apply_epilogue(spec: MatmulSpec, out: jax.Array, operands: Mapping[str, jax.Array]) -> list[jax.Array]:
+    """Adds bias, activation and residual, of a kernel's named operands, to a product, in the product's dtype."""
     if spec.bias is not None:
-        out = out + operands.pop(0).astype(out.dtype)
+        out = out + operands["bias"].astype(out.dtype)
     preactivation = out
     if spec.activation is not None:
         out = ACTIVATIONS[spec.activation](out)
     if spec.residual is not None:
-        out = out + operands.pop(0).astype(out.dtype)
+        out = out + operands["residual"].astype(out.dtype)
     return [out, preactivation] if spec.save_preactivation else [out]

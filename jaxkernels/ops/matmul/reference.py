@@ -47,8 +47,10 @@ def search_space(spec: MatmulSpec) -> tuple[Config, ...]:
     return (Config(),)
 
 
-def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilogue: jax.Array):
+def run(spec: MatmulSpec, config: Config, *arrays: jax.Array):
     """Returns the product, or [out] / [out, preactivation] when the spec has an epilogue."""
+    operands = spec.named("matmul", arrays)
+    lhs, rhs = operands["lhs"], operands["rhs"]
     # A result narrower than the operands is computed at their width, then rounded.
     wide = functools.reduce(_promote, (lhs.dtype, rhs.dtype, spec.out_dtype))
     width = max(lhs.dtype.itemsize, rhs.dtype.itemsize)
@@ -64,4 +66,4 @@ def run(spec: MatmulSpec, config: Config, lhs: jax.Array, rhs: jax.Array, *epilo
     if jnp.iscomplexobj(out) and not jnp.issubdtype(spec.out_dtype, jnp.complexfloating):
         out = out.real  # The cotangent of a real operand beside a complex one.
     out = out.astype(spec.out_dtype)
-    return out if not spec.fused else apply_epilogue(spec, out, *epilogue)
+    return out if not spec.fused else apply_epilogue(spec, out, operands)

@@ -159,10 +159,11 @@ def _unfused(
     """The fused function as a plain product, summed over shards by `add_up`, followed by jnp operations."""
 
     def product_then_epilogue(*xs: jax.Array) -> list[jax.Array]:
-        out = add_up(dot_general_op.bind(spec.product, spec.named(matmul_op.name, xs), **params))
+        operands = spec.named(matmul_op.name, xs)
+        out = add_up(dot_general_op.bind(spec.product, operands, **params))
         typed = spec.typed(matmul_op.name, [ArrayType.of(x) for x in xs])
         with usual_promotion():
-            return apply_epilogue(typed, out, *xs[2:])
+            return apply_epilogue(typed, out, operands)
 
     return product_then_epilogue
 
