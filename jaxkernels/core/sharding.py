@@ -126,22 +126,16 @@ def assign(
         for label, axes in zip(labels, entries)
     ]
 
-    chosen: dict[str, Axes] = {}
-    used: set[str] = set()
+    choice = _Choice(axis_sizes, sizes)
     # Where a result is wanted as an operand is, that comes first: the two would both be resharded otherwise. Axes of
     # size 1 split nothing and are in no other's way: they come last.
     of_results = {(label, axes) for labels, e in zip(factors.results, wanted) for label, axes in zip(labels, e)}
     of_operands = {(label, axes) for labels, e in sharded for label, axes in zip(labels, e)}
     agreed = of_results & of_operands
     for label, axes in sorted(wishes, key=lambda wish: (num_shards(wish[1]) == 1, wish not in agreed)):
-        for factor in _factors(label):
-            fitting = _fitting([a for a in axes if a not in used], axis_sizes, sizes[factor])
-            if factor not in chosen and fitting:
-                chosen[factor] = fitting
-                used.update(fitting)
-            if num_shards(chosen.get(factor, ())) != sizes[factor]:
-                break
+        choice.add(label, axes)
 
+    chosen = choice.axes
     axes_of = lambda label: tuple(a for factor in _factors(label) for a in chosen.get(factor, ()))
     out_specs, sums, scatters, unreduced = [], [], [], []
     for i, (labels, result) in enumerate(zip(factors.results, results)):
@@ -172,6 +166,38 @@ def assign(
         scatters=tuple(scatters),
         unreduced=tuple(unreduced),
     )
+
+
+@dataclasses.dataclass
+class _Choice:
+    """The mesh axes of the factors, chosen one wish after the other.
+
+    Attributes:
+      axis_sizes: mesh axis -> its size.
+      sizes: factor -> its size.
+      axes: factor -> its mesh axes, of those that have some.
+    """
+
+    axis_sizes: Mapping[str, int]
+    sizes: Mapping[str, int]
+    axes: dict[str, Axes] = dataclasses.field(default_factory=dict)
+
+    def add(self, label: Label, axes: Axes) -> None:
+        """Gives mesh axes to the factors of a label that have none."""
+        for factor in _factors(label):
+            fitting = _fitting(self.unused(axes), self.axis_sizes, self.sizes[factor])
+            if factor not in self.axes and fitting:
+                self.axes[factor] = fitting
+            if not self.is_split_up(factor):
+                break
+
+    def unused(self, axes: Axes) -> Axes:
+        """Those that no factor has: an axis serves one factor."""
+        return tuple(axis for axis in axes if not any(axis in taken for taken in self.axes.values()))
+
+    def is_split_up(self, factor: str) -> bool:
+        """Whether each shard has one element of the factor, so that the next minor one can be split."""
+        return math.prod(self.axis_sizes[axis] for axis in self.axes.get(factor, ())) == self.sizes[factor]
 
 
 def _factors(label: Label) -> list[str]:

@@ -134,12 +134,8 @@ def _batched(
     The ranks include the mapped dimensions.
     """
     (lhs_k, rhs_k), (lhs_b, rhs_b) = dimension_numbers
-
-    def shifted(dims: tuple[int, ...], inserted: int | None) -> tuple[int, ...]:
-        return dims if inserted is None else tuple(d + (d >= inserted) for d in dims)
-
-    lhs_k, lhs_b = shifted(lhs_k, lhs_dim), shifted(lhs_b, lhs_dim)
-    rhs_k, rhs_b = shifted(rhs_k, rhs_dim), shifted(rhs_b, rhs_dim)
+    lhs_k, lhs_b = _shifted(lhs_k, lhs_dim), _shifted(lhs_b, lhs_dim)
+    rhs_k, rhs_b = _shifted(rhs_k, rhs_dim), _shifted(rhs_b, rhs_dim)
     if lhs_dim is not None and rhs_dim is not None:
         return ((lhs_k, rhs_k), ((lhs_dim, *lhs_b), (rhs_dim, *rhs_b))), 0
     numbers = ((lhs_k, rhs_k), (lhs_b, rhs_b))
@@ -148,6 +144,11 @@ def _batched(
         return numbers, len(lhs_b) + lhs_free.index(lhs_dim)
     rhs_free = free_dims(rhs_ndim, rhs_k, rhs_b)
     return numbers, len(lhs_b) + len(lhs_free) + rhs_free.index(rhs_dim)
+
+
+def _shifted(dims: tuple[int, ...], inserted: int | None) -> tuple[int, ...]:
+    """The dimensions as they are numbered after one was inserted."""
+    return dims if inserted is None else tuple(d + (d >= inserted) for d in dims)
 
 
 # Rules of the product with an epilogue.
