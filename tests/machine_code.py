@@ -5,8 +5,9 @@
 
 Needs no GPU. The problems are those of the benchmark suites and of the test tables, each with the backend and the
 configuration that `backend=None` chooses, and again with every backend that takes it. A Pallas kernel's digest is that
-of its MLIR without source locations, from which the same compiler makes the same machine code. A CUDA kernel's digest
-is that of the machine code (the cubin's .text sections) and of its launch parameters.
+of its MLIR, from which the same compiler makes the same machine code. Source locations, names and the order of constants
+do not count. A CUDA kernel's digest is that of the machine code (the cubin's .text sections) and of its launch
+parameters.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def digest_of(call: Any) -> str | None:
             mgpu.dialect.register_dialect(ctx)
             module = ir.Module.parse(ir.StringAttr(config["module"]).value_bytes)
             text = module.operation.get_asm(enable_debug_info=False)
-        return "pallas " + _digest(_NAMES.sub("", text).encode())
+        return "pallas " + _digest(_NAMES.sub("", _with_constants_inlined(text)).encode())
     if target.startswith("jaxkernels_launch"):
         config = ir.DictAttr(call.attributes["mhlo.backend_config"])
         rest, code = [], b""
@@ -101,6 +102,21 @@ def digest_of(call: Any) -> str | None:
         assert code, f"no cubin among {[entry.name for entry in config]}"
         return "cuda " + _digest(code + "\n".join(sorted(rest)).encode())
     return None
+
+
+_CONSTANT = re.compile(r"\s*(%[\w.$-]+) = arith\.constant (.+)")
+_VALUE = re.compile(r"%[\w.$-]+")
+
+
+def _with_constants_inlined(text: str) -> str:
+    """MLIR with each constant where it is used: the order of definitions no longer shows."""
+    lines, constants = [], {}
+    for line in text.splitlines():
+        if found := _CONSTANT.fullmatch(line):
+            constants[found[1]] = found[2]
+        else:
+            lines.append(_VALUE.sub(lambda value: constants.get(value[0], value[0]), line))
+    return "\n".join(lines)
 
 
 def text_sections(elf: bytes) -> Iterator[bytes]:
