@@ -4,10 +4,11 @@
     python tests/machine_code.py --against before.json  # in the second: prints what differs
 
 Needs no GPU. The problems are those of the benchmark suites and of the test tables, each with the backend and the
-configuration that `backend=None` chooses, and again with every backend that takes it. A Pallas kernel's digest is that
-of its MLIR, from which the same compiler makes the same machine code. Source locations, names and the order of constants
-do not count. A CUDA kernel's digest is that of the machine code (the cubin's .text sections) and of its launch
-parameters.
+configuration that `backend=None` chooses, and again with every backend that takes it.
+
+A Pallas kernel's digest is that of its MLIR, from which the same compiler makes the same machine code. Source
+locations, names and the order of constants do not count. A CUDA kernel's digest is that of the machine code (the
+cubin's .text sections) and of its launch parameters.
 """
 
 from __future__ import annotations
