@@ -123,11 +123,14 @@ def test_what_spills_names_the_configuration() -> None:
     assert e.value.__notes__ == [note]
 
 
-def test_defaults_compile_and_lower() -> None:
-    for m, n, k in ((1, 1, 1), (16, 4096, 4096), (1024, 1024, 1024), (4095, 4097, 4093), (8192, 8192, 8192)):
-        for layouts in LAYOUTS:
-            spec = make_spec(m, n, k, layouts=layouts, bias=True, activation="gelu", save_preactivation=True)
-            assert f"@{ffi.TARGET}" in lower(spec, dispatch.default_config("matmul", "cuda", spec))
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize(
+    "mnk", [(1, 1, 1), (16, 4096, 4096), (1024, 1024, 1024), (4095, 4097, 4093), (8192, 8192, 8192)], ids=str
+)
+def test_defaults_compile_and_lower(mnk: tuple[int, int, int], layouts: str) -> None:
+    spec = make_spec(*mnk, layouts=layouts, bias=True, activation="gelu", save_preactivation=True)
+    assert f"@{ffi.TARGET}" in lower(spec, dispatch.default_config("matmul", "cuda", spec))
 
 
 @pytest.mark.sampled(one_in=3)

@@ -55,7 +55,7 @@ def check(spec: MatmulSpec, config: Config) -> None:
     assert_right(spec, matmul.run(spec, config, *map(jnp.asarray, operands)))
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize(("name", "layouts"), list(zip(SCHEDULES, itertools.cycle(LAYOUTS))))
 def test_schedules(name: str, layouts: str, emulator: Emulator) -> None:
     config = SCHEDULES[name]
@@ -63,7 +63,7 @@ def test_schedules(name: str, layouts: str, emulator: Emulator) -> None:
     check(make_spec(config.block_m + 72, config.block_n + 40, k, layouts=layouts), config)
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize(
     "config",
@@ -75,6 +75,7 @@ def test_operands_of_whole_boxes(config: Config, layouts: str, emulator: Emulato
     check(make_spec(config.block_m + 64, config.block_n + 128, 136, batch=2, layouts=layouts), config)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_padded_rows_are_no_whole_boxes(layouts: str, emulator: Emulator) -> None:
     """The kernel is compiled for the sizes of the product, not for the padded sizes."""
@@ -86,7 +87,7 @@ def test_padding_adds_nothing_to_a_sum(emulator: Emulator) -> None:
     check(make_spec(72, 64, 67, layouts="mk.nk"), Config(64, 64))
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize(
     ("config", "shape", "options"),
     [
@@ -137,7 +138,7 @@ def check_rows_that_are_no_numbers(config: Config, m: int, k: int) -> None:
     np.testing.assert_array_equal(np.isfinite(np.asarray(out, np.float32)), np.isfinite(lhs @ rhs))
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("k", [67, 121, 124, 250])
 @pytest.mark.parametrize(
     "config", [Config(64, 64), Config(128, 64, num_stages=2), Config(64, 64, ping_pong=True)],
@@ -147,7 +148,7 @@ def test_what_is_no_number_stays_in_its_row(config: Config, k: int, emulator: Em
     check_rows_that_are_no_numbers(dataclasses.replace(config, in_place=True), 203, k)
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize(
     ("config", "shape", "options"),
     [
@@ -175,7 +176,7 @@ def test_epilogues(config: Config, shape: tuple[int, int], options: dict[str, An
     check(make_spec(*shape, 136, batch=2, **options), config)
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("k", [24, 136, 456])
 @pytest.mark.parametrize(
     ("config", "options"),
@@ -202,6 +203,7 @@ def test_short_rings(num_stages: int, emulator: Emulator) -> None:
         check(make_spec(200, 136, 200), config)
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("n", [65, 66, 67, 127, 194])
 @pytest.mark.parametrize("block_n", [64, 96])
 def test_rows_that_begin_anywhere(block_n: int, n: int, emulator: Emulator) -> None:
@@ -313,6 +315,7 @@ def check_orders(config: Config, emulator: Emulator) -> None:
         check(make_spec(300, 200, k, **options), config)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(("config", "edits", "message"), PLANTED.values(), ids=PLANTED.keys())
 def test_planted_bugs_are_found(config: Config, edits: dict[str, str], message: str | None, emulator: Emulator) -> None:
     emulator.edits = edits
