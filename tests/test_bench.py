@@ -185,7 +185,7 @@ _SAMPLE = [
 ]
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("name", [name for name in dispatch.backend_names() if name != "xla"])
 @pytest.mark.parametrize("problem", _SAMPLE)
 def test_suites_lower_for_cuda(name, problem):

@@ -132,6 +132,7 @@ def programs() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     return found
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("program", programs().values(), ids=programs())
 def test_lowers_without_a_gpu(program):
     fun, operands = program
@@ -278,7 +279,7 @@ def emulator(libraries: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 @pytest.fixture(
     params=[
         pytest.param("gpu", marks=pytest.mark.gpu),
-        pytest.param("emulator", marks=[NEEDS_COMPILER, pytest.mark.sampled(one_in=5)]),
+        pytest.param("emulator", marks=[NEEDS_COMPILER, pytest.mark.sampled(one_in=8)]),
     ]
 )
 def run(request: pytest.FixtureRequest) -> Callable[..., Any]:

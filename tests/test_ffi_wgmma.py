@@ -165,7 +165,10 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.fixture(
-    params=[pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("emulator", marks=NEEDS_COMPILER)],
+    params=[
+        pytest.param("gpu", marks=pytest.mark.gpu),
+        pytest.param("emulator", marks=[NEEDS_COMPILER, pytest.mark.sampled(one_in=4)]),
+    ],
 )
 def product(request: pytest.FixtureRequest, libraries: pathlib.Path) -> Iterator[Callable[..., jax.Array]]:
     """The kernel on the GPU, or on the emulator."""

@@ -568,6 +568,7 @@ def test_eager_evaluation(backend, meshes, kind, name):
     assert out.sharding.is_equivalent_to(placed[0].sharding, out.ndim)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("second", [False, True])
 @every_operation
 def test_eager_evaluation_with_one_operand_on_a_single_device(backend, meshes, name, second):

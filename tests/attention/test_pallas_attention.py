@@ -54,7 +54,7 @@ from jaxkernels.pallas.attention import backward_wide as attention_backward_wide
 from jaxkernels.pallas.attention import forward as attention_forward
 from jaxkernels.pallas.attention import mean as attention_mean
 
-_feature = pytest.mark.sampled(one_in=11, of="features of the attention kernels")
+_feature = pytest.mark.sampled(one_in=17, of="features of the attention kernels")
 
 
 @_feature

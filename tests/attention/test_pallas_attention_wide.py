@@ -30,7 +30,7 @@ from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.pallas.attention import backward
 from jaxkernels.pallas.attention import backward_wide as attention_backward_wide
 
-_feature = pytest.mark.sampled(one_in=11, of="features of the split kernels")
+_feature = pytest.mark.sampled(one_in=17, of="features of the split kernels")
 
 
 @_feature

@@ -134,7 +134,7 @@ def test_gradient_of_the_reference(terms: Any) -> None:
     np.testing.assert_allclose(*tangents, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.one_version
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("terms", TERMS.values(), ids=list(TERMS))

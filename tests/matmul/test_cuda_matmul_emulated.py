@@ -324,6 +324,7 @@ def test_planted_bugs_are_found(config: Config, edits: dict[str, str], message: 
         check_orders(config, emulator)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(
     "config",
     dict.fromkeys(config for config, *_ in PLANTED.values()),
@@ -357,6 +358,7 @@ def check_orders_in_place(emulator: Emulator) -> None:
         check(make_spec(75, 40, 67), config)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("edit", IN_PLACE_PLANTED.values(), ids=IN_PLACE_PLANTED)
 def test_planted_bugs_of_rows_read_in_place_are_found(edit: tuple[str, str], emulator: Emulator) -> None:
     emulator.edits = dict([edit])
