@@ -105,18 +105,22 @@ def digest_of(call: Any) -> str | None:
     return None
 
 
-_CONSTANT = re.compile(r"\s*(%[\w.$-]+) = arith\.constant (.+)")
-_VALUE = re.compile(r"%[\w.$-]+")
+_CONSTANT = re.compile(r'\s*(%[\w$.-]+) = "[\w.]*arith\.constant"\(\) \{value = (.+)\} : .+')
+_DEFINED = re.compile(r"^\s*(%[\w$.-]+)(?::\d+)? =|(%arg\d+):")
+_VALUE = re.compile(r"%[\w$.-]+")
 
 
 def _with_constants_inlined(text: str) -> str:
-    """MLIR with each constant where it is used: the order of definitions no longer shows."""
-    lines, constants = [], {}
+    """MLIR with each constant where it is used, and values numbered anew: the order of constants no longer shows."""
+    lines, names, count = [], {}, 0
     for line in text.splitlines():
         if found := _CONSTANT.fullmatch(line):
-            constants[found[1]] = found[2]
-        else:
-            lines.append(_VALUE.sub(lambda value: constants.get(value[0], value[0]), line))
+            names[found[1]] = f"({found[2]})"
+            continue
+        for result, argument in _DEFINED.findall(line):
+            count += 1
+            names[result or argument] = f"%{count}"
+        lines.append(_VALUE.sub(lambda value: names.get(value[0], value[0]), line))
     return "\n".join(lines)
 
 
