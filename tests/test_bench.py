@@ -263,6 +263,7 @@ def test_a_row_has_every_side_and_every_reason():
     assert row.flags == ("warm",)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(
     "problem",
     [

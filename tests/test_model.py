@@ -103,6 +103,7 @@ def plain_model(config: ModelConfig, params: dict[str, Any], tokens: np.ndarray)
     return norm(x, params["norm"]["scale"]) @ table.T
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_logits_and_gradients_are_those_of_the_plain_model(name):
     config = OPTIONS[name]

@@ -254,6 +254,7 @@ def test_vmap_of_every_combination_of_operands(opaque, program):
     assert_same(mapped_gradients, *program.both(opaque))
 
 
+@pytest.mark.sampled(one_in=2)
 @every_program
 def test_vmap_of_primals_and_tangents_apart(program):
     """As jacfwd does it: the tangents mapped over unmapped primals, and the other way round."""
@@ -272,6 +273,7 @@ def test_vmap_of_primals_and_tangents_apart(program):
     assert_same(tangents, *program.both("xla"))
 
 
+@pytest.mark.sampled(one_in=2)
 @every_program
 def test_vmap_of_cotangents_alone(program):
     """As jacrev does it."""
@@ -285,6 +287,7 @@ def test_vmap_of_cotangents_alone(program):
     assert_same(gradients, *program.both("xla"))
 
 
+@pytest.mark.sampled(one_in=2)
 @every_program
 def test_vmap_of_vmap(opaque, program):
     """The first operand mapped twice, the last once."""

@@ -488,7 +488,7 @@ def _poisoned(spec: AttentionSpec, keys: slice) -> list[np.ndarray]:
     return [q, k, v]
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.one_version
 @pytest.mark.parametrize(
     ("rules", "integers", "poisoned", "clean"),
@@ -685,7 +685,7 @@ def test_consumers_that_see_nothing_have_blocks_among_the_items(length: int) -> 
 
 
 @pytest.mark.one_version
-@pytest.mark.sampled(one_in=6)
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize("schedule", [dict(), dict(num_stages=3), dict(num_consumers=3), dict(block_kv=128)], ids=str)
 @pytest.mark.parametrize(
     "rules",

@@ -266,6 +266,7 @@ def test_refusals(spec: MatmulSpec, reason: str) -> None:
     assert matmul.unsupported(spec) == reason
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("precision", [None, "default", "BF16_BF16_F32", "F16_F16_F32"])
 @pytest.mark.parametrize(
     ("dtype", "out_dtype"), list(itertools.product(("float16", "bfloat16"), ("float16", "bfloat16", "float32")))
