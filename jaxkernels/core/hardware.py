@@ -7,6 +7,7 @@ size its grid (`num_sms`) and a model can report its share of the peak (`flops_p
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -138,6 +139,7 @@ def lookup(name: str) -> Chip:
     raise ValueError(f"hardware: unknown chip {name!r}; known chips are {known}.")
 
 
+@functools.cache
 def host(platform: str = "cpu") -> Chip:
     """Returns the chip that stands for a platform we have no table for (CPU, TPU, ROCm)."""
     return Chip(name=platform, platform=platform)

@@ -8,6 +8,7 @@ operands that it is tuned on, and its text.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
@@ -106,6 +107,8 @@ class Spec:
         fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
         return tuple(field.name for field in fields if isinstance(getattr(self, field.name), ArrayType))
 
+    # Every eager call asks for it. The cache is bounded, and a spec holds no arrays.
+    @functools.lru_cache(maxsize=1024)  # noqa: B019
     def untyped(self) -> Self:
         """The spec without its operands' types and without its chip."""
         return self._replace(target=hardware.host(), **dict.fromkeys(self.typed_fields, GIVEN))
