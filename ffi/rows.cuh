@@ -114,11 +114,11 @@ class RowPiece {
   }
 
   int num_rows_;     // Inside the matrix.
-  int num_columns_;  // Of the matrix.
+  int num_columns_;  // The matrix has so many.
   u32 lane_;
   int column_,
       end_;  // This lane's first column, and the end of the columns. Lanes beyond the piece: end 0.
-  u32 row_bytes_;        // Of the matrix.
+  u32 row_bytes_;        // The bytes of a row of the matrix.
   unsigned char* data_;  // This lane's columns of the first row.
   bool begins_odd_;      // Whether the first row's number in the whole array is odd.
 };

@@ -55,7 +55,7 @@ struct OperandTile {
   // What to add to the descriptor for the rows from `row` on (a multiple of 64) and the `step`-th
   // kWgmmaK of k.
   static constexpr __device__ u32 advance(int row, int step) {
-    constexpr int kSteps = (kIsKMajor ? kAtom<T> : kK) / kWgmmaK<T>;  // Of a box.
+    constexpr int kSteps = (kIsKMajor ? kAtom<T> : kK) / kWgmmaK<T>;  // A box has so many.
     constexpr u32 kStepBytes = kWgmmaK<T> * (kIsKMajor ? T::kBytes : kSwizzleBytes);
     const u32 across = kIsKMajor ? row * kSwizzleBytes : row / kAtom<T> * kBoxBytes;
     return (across + step / kSteps * kBoxBytes + step % kSteps * kStepBytes) >> 4;

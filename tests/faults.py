@@ -17,7 +17,7 @@ class Fault:
 
     Attributes:
       part: "module:function", "module:constant" or "module:Class.method".
-      make: makes the faulty version of the right one. Of a property it takes and returns the property.
+      make: makes the faulty version of the right one. For a property, it takes and returns the property.
     """
 
     part: str

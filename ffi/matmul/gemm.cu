@@ -151,7 +151,7 @@ constexpr int kSlotBytes = Lhs::kBytes + Rhs::kBytes;
 constexpr int kConsumersOfTile = Config::kPingPong ? 1 : Config::kConsumers;
 constexpr int kConsumerM = Config::kBlockM / kConsumersOfTile;
 constexpr int kWgmmasM = kConsumerM / kWgmmaM;
-constexpr int kAccumulators = Config::kBlockN / 2;  // Of one thread in one wgmma.
+constexpr int kAccumulators = Config::kBlockN / 2;  // A thread has so many in a wgmma.
 constexpr int kThreads = (Config::kConsumers + 1) * kWarpgroup;
 constexpr int kConsumerWarps = Config::kConsumers * kWarpgroup / kWarp;
 

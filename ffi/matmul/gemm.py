@@ -438,9 +438,7 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
             "Use a smaller split_k."
         )
     if config.reduce_add and (spec.fused or spec.out_dtype != jnp.float32):
-        product = dataclasses.replace(
-            spec, out_dtype=jnp.dtype(jnp.float32), bias=None, activation=None, residual=None, save_preactivation=False
-        )
+        product = dataclasses.replace(spec.product, out_dtype=jnp.dtype(jnp.float32))
         out = run(product, config, named["lhs"], named["rhs"])
         results = apply_epilogue(spec, out, named) if spec.fused else out
         return jax.tree.map(lambda x: x.astype(spec.out_dtype), results)

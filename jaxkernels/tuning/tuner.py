@@ -213,17 +213,21 @@ def _neighbours(config: Any, space: Iterable[Any]) -> list[Any]:
     return [other for other in space if type(other) is type(config) and distance(other) == 1]
 
 
+def _rule(kernel: str, name: str) -> Callable[..., Any] | None:
+    """A function of the module `tuning` of the kernel's operation, or None if it has none of this name."""
+    return getattr(registry.part(registry.operation_of(kernel), "tuning"), name, None)
+
+
 def _operands(kernel: str, spec: Any, device: Any) -> tuple[jax.Array, ...]:
     """The kernel's operands on a device: as the spec draws them, unless its operation has a rule."""
-    rule = getattr(registry.part(registry.operation_of(kernel), "tuning"), "operands", None)
-    if rule is not None:
+    if (rule := _rule(kernel, "operands")) is not None:
         return rule(kernel, spec, device)
     return spec.pack(kernel, spec.draw(spec.inputs(kernel), device))
 
 
 def _part_to_check(kernel: str, spec: Any) -> tuple[Any, Cut, Cut]:
     """The part of the problem whose results are compared: all of it, unless its operation has a rule."""
-    rule = getattr(registry.part(registry.operation_of(kernel), "tuning"), "part_to_check", None)
+    rule = _rule(kernel, "part_to_check")
     return spec.part(kernel, {}) if rule is None else rule(kernel, spec)
 
 

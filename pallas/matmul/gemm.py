@@ -7,8 +7,8 @@ across tiles: the producer runs ahead while slots are free. (JAX's `emit_pipelin
 pipeline for each tile.)
 
 The epilogue (alpha, bias, activation, residual) works on the accumulators. TMA stores the results from a small swizzled
-staging buffer. As many pieces as the registers can hold, in 16 bits, are stored later: during the first products of the
-next tile.
+staging buffer. A consumer stores some pieces later, during the first products of the next tile. Until then it keeps
+them in registers, in 16 bits: as many pieces as fit.
 
     tile (block_m x block_n), split along m            split along n
     +-----------------------+                          +-----------+-----------+
@@ -317,9 +317,7 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
             f"matmul[pallas]: every part of split_k={config.split_k} must have some of k={spec.gemm.k}, in blocks of "
             f"{config.block_k}. Use a smaller split_k."
         )
-    product = dataclasses.replace(
-        spec, out_dtype=jnp.dtype(jnp.float32), bias=None, activation=None, residual=None, save_preactivation=False
-    )
+    product = dataclasses.replace(spec.product, out_dtype=jnp.dtype(jnp.float32))
     (parts,) = _launch(product, config, operands)
     out = product.unfold(parts.sum(axis=0))
     results = apply_epilogue(spec, out, operands) if spec.fused else out
@@ -764,7 +762,7 @@ def _target(consumer: _Consumer, tile: Any, piece: int) -> tuple[Any, Any]:
 
 def _num_deferred(spec: MatmulSpec, config: Config) -> int:
     """The number of deferred pieces: a consumer keeps them in registers, in 16 bits, and stores them during the first
-    steps of the next tile. As many as fit into the registers; none if CTAs have one tile only."""
+    steps of the next tile. It is the number that fits into the registers, and 0 if CTAs have one tile only."""
     has_next = config.split_k * _num_groups(spec, config) > _num_clusters(spec, config)
     if not has_next or spec.out_dtype.itemsize != 2 or spec.residual is not None or spec.save_preactivation:
         return 0

@@ -210,7 +210,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
     for (size_t i = 0; i < kernel->parameter_bytes.size(); ++i) {
       const auto* bytes = static_cast<const unsigned char*>(parameters[i]);
       out << (i == 0 ? "" : ",");
-      // Of a tensor map, the address, which is all the stand-in puts into it.
+      // The address of a tensor map is all that the stand-in puts into it.
       const size_t count = kernel->parameter_bytes[i] == sizeof(CUtensorMap)
                                ? sizeof(void*)
                                : kernel->parameter_bytes[i];

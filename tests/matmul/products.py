@@ -80,8 +80,8 @@ def shipped_winners(backend: str) -> list[tuple[MatmulSpec, Any]]:
 
 
 def types_of(spec: MatmulSpec) -> list[ArrayType]:
-    """The types of the operands of a spec, in the order of a kernel's arguments."""
-    return [array for array in (spec.lhs, spec.rhs, spec.bias, spec.residual) if array is not None]
+    """The types of the operands that are given, in the order of a kernel's arguments."""
+    return [getattr(spec, name) for name in spec.inputs("matmul")]
 
 
 def random_operands(spec: MatmulSpec) -> list[np.ndarray]:
