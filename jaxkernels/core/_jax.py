@@ -37,6 +37,7 @@ __all__ = [
     "evaluate_eagerly",
     "explicit_axes_of",
     "has_plugin",
+    "has_triton_calls",
     "ignore_x64",
     "is_auto_partitioned",
     "is_exported",
@@ -243,6 +244,15 @@ def has_plugin(platform: str) -> bool:
 
 
 _WIDE_DTYPES = ("int64", "uint64", "float64", "complex128")
+
+
+def has_triton_calls() -> bool:
+    """Whether JAX's CUDA plugin, which holds the calls of Triton kernels, is installed."""
+    try:
+        from jax._src.lib import gpu_triton
+    except ImportError:
+        return False
+    return hasattr(gpu_triton, "TritonKernelCall")
 
 
 def ignore_x64(types: Iterable[Any]) -> contextlib.AbstractContextManager[None]:

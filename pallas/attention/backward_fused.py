@@ -76,6 +76,20 @@ from jax import lax
 
 from jaxkernels.core.arguments import check_fields
 from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.ops.attention.visibility import (
+    blocks_of,
+    blocks_within,
+    ends_of,
+    hides_by_causality_alone,
+    is_known_at_run_time,
+    kernel_inputs,
+    keys_seen_by_any,
+    looks_back,
+    queries_that_see_all,
+    queries_that_see_any,
+    query_offset,
+    segment_query_blocks,
+)
 from jaxkernels.pallas.attention import backward, limits
 from jaxkernels.pallas.attention.delta import row_sums
 from jaxkernels.pallas.attention.layouts import COLUMNS, TRANSFORMS_FLOAT32, swizzle_span, transforms_of
@@ -90,20 +104,6 @@ from jaxkernels.pallas.attention.logits import (
 )
 from jaxkernels.pallas.attention.planning import balanced_plan, num_even_ctas, planned_offset
 from jaxkernels.pallas.attention.rings import RING_BARRIER_BYTES
-from jaxkernels.pallas.attention.visibility import (
-    blocks_of,
-    blocks_within,
-    ends_of,
-    hides_by_causality_alone,
-    is_known_at_run_time,
-    kernel_inputs,
-    keys_seen_by_any,
-    looks_back,
-    queries_that_see_all,
-    queries_that_see_any,
-    query_offset,
-    segment_query_blocks,
-)
 
 __all__ = [
     "VERSION", "Config", "can_store_first", "estimate", "gradients", "is_zeroed", "run", "search_space", "shortlist",

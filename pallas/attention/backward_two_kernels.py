@@ -28,12 +28,12 @@ from jax import lax
 
 from jaxkernels.core.arguments import check_fields
 from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.ops.attention.visibility import kernel_inputs, key_iters, query_offset
 from jaxkernels.pallas.attention import backward, limits
 from jaxkernels.pallas.attention.layouts import COLUMNS, ROWS, TILE, transforms_of
 from jaxkernels.pallas.attention.limits import features, least_head_multiple, padded_head_dims
 from jaxkernels.pallas.attention.logits import LOG2E, gradient_scale, mask, round_logit_gradients
 from jaxkernels.pallas.attention.rings import BARRIER_BYTES, NUM_CONSUMERS, PRODUCER_REGISTERS
-from jaxkernels.pallas.attention.visibility import kernel_inputs, key_iters, query_offset
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 

@@ -54,6 +54,21 @@ from jax import lax
 
 from jaxkernels.core.arguments import check_fields
 from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.ops.attention.visibility import (
+    blocks_of,
+    blocks_within,
+    ends_of,
+    hides_by_causality_alone,
+    kernel_inputs,
+    key_iters,
+    keys_seen_by_all,
+    keys_seen_by_any,
+    queries_that_see_all,
+    queries_that_see_any,
+    query_offset,
+    segment_key_blocks,
+    segment_query_blocks,
+)
 from jaxkernels.pallas.attention import backward
 from jaxkernels.pallas.attention.layouts import COLUMNS, ROWS, TILE, transforms_of
 from jaxkernels.pallas.attention.limits import padded_head_dims, unsupported
@@ -74,21 +89,6 @@ from jaxkernels.pallas.attention.rings import (
     cluster_end,
     leave_cluster,
     slot_releases,
-)
-from jaxkernels.pallas.attention.visibility import (
-    blocks_of,
-    blocks_within,
-    ends_of,
-    hides_by_causality_alone,
-    kernel_inputs,
-    key_iters,
-    keys_seen_by_all,
-    keys_seen_by_any,
-    queries_that_see_all,
-    queries_that_see_any,
-    query_offset,
-    segment_key_blocks,
-    segment_query_blocks,
 )
 
 __all__ = [

@@ -57,13 +57,7 @@ from jax import lax
 
 from jaxkernels.core.arguments import check_fields
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
-from jaxkernels.pallas.attention.layouts import ROWS, TILE, scale_rows, swizzle_span, transforms_of
-from jaxkernels.pallas.attention.limits import features, least_head_multiple, pad_heads, padded_head_dims, unsupported
-from jaxkernels.pallas.attention.logits import LOG2E, change, hide_other_segments, hide_unseen
-from jaxkernels.pallas.attention.mean import fill_in_means
-from jaxkernels.pallas.attention.planning import FLOPS_PER_SM, LAUNCH_SECONDS, balanced_plan, count_up, planned_offset
-from jaxkernels.pallas.attention.rings import RING_BARRIER_BYTES, cluster_end, leave_cluster, slot_releases
-from jaxkernels.pallas.attention.visibility import (
+from jaxkernels.ops.attention.visibility import (
     blocks_of,
     blocks_within,
     ends_of,
@@ -78,6 +72,12 @@ from jaxkernels.pallas.attention.visibility import (
     query_offset,
     segment_key_blocks,
 )
+from jaxkernels.pallas.attention.layouts import ROWS, TILE, scale_rows, swizzle_span, transforms_of
+from jaxkernels.pallas.attention.limits import features, least_head_multiple, pad_heads, padded_head_dims, unsupported
+from jaxkernels.pallas.attention.logits import LOG2E, change, hide_other_segments, hide_unseen
+from jaxkernels.pallas.attention.mean import fill_in_means
+from jaxkernels.pallas.attention.planning import FLOPS_PER_SM, LAUNCH_SECONDS, balanced_plan, count_up, planned_offset
+from jaxkernels.pallas.attention.rings import RING_BARRIER_BYTES, cluster_end, leave_cluster, slot_releases
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 

@@ -17,14 +17,14 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
-from jaxkernels.pallas.attention.layouts import ROWS, TILE, swizzle_span, transforms_of
-from jaxkernels.pallas.attention.visibility import (
+from jaxkernels.ops.attention.visibility import (
     blind_are_scattered,
     ends_of,
     first_blind,
     queries_inside,
     query_offset,
 )
+from jaxkernels.pallas.attention.layouts import ROWS, TILE, swizzle_span, transforms_of
 
 __all__ = ["fill_in_means"]
 

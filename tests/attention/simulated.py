@@ -26,8 +26,9 @@ import numpy as np
 from faults import Fault
 from simulated_replay import Block, Part, Read, Write
 
+from jaxkernels.ops.attention import visibility
 from jaxkernels.ops.attention.spec import AttentionSpec
-from jaxkernels.pallas.attention import layouts, limits, logits, planning, rings, visibility
+from jaxkernels.pallas.attention import layouts, limits, logits, planning, rings
 
 __all__ = [
     "Case",

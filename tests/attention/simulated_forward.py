@@ -17,8 +17,9 @@ from faults import Fault
 from simulated import Case, Cta, Launch, Product, Ref, Sources, Store, Tile, Warpgroup, only, run
 from simulated_replay import Block, Read, replay
 
+from jaxkernels.ops.attention import visibility
 from jaxkernels.pallas.attention import forward as attention_forward
-from jaxkernels.pallas.attention import layouts, visibility
+from jaxkernels.pallas.attention import layouts
 
 __all__ = ["Simulation"]
 

@@ -12,11 +12,11 @@ import pytest
 from interpreted_attention import FUSED, TWO_KERNELS, WIDE, attention_backward, check, make_spec, random_operands
 from jax import lax
 
-from jaxkernels.ops.attention import reference
+from jaxkernels.ops.attention import reference, visibility
 from jaxkernels.ops.attention.rules import forward_op
 from jaxkernels.ops.attention.spec import AttentionSpec, Extras
 from jaxkernels.ops.attention.terms import Band, MaskTerm, ScoreTerm, least
-from jaxkernels.pallas.attention import forward, visibility
+from jaxkernels.pallas.attention import forward
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,127 @@
+"""Calls of Triton kernels through jax-triton: the one place that knows its versions.
+
+jax-triton 0.3 fits Triton 3.6, and jax-triton 0.4 fits Triton 3.7 and newer. They differ in the name of one argument.
+jax-triton compiles for the chip that a call names, so no GPU is needed to lower a program. Its own primitive has no
+derivative, no rule for vmap and none for meshes: ours has them, and reaches a kernel only when it is lowered.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import os
+import re
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from jaxkernels.core import _jax
+from jaxkernels.core.hardware import Chip
+from jaxkernels.core.types import ArrayType
+
+__all__ = ["OLDEST_CAPABILITY", "call_kernel", "missing", "versions"]
+
+#: Compute capability from which on Triton compiles 16-bit products for tensor cores with asynchronous copies.
+OLDEST_CAPABILITY = (8, 0)
+
+#: jax-triton from here on takes the results as `out_type` and needs Triton 3.7; before, `out_shape` and Triton 3.6.
+_OUT_TYPE_SINCE = (0, 4)
+_TRITON_OF_OUT_TYPE = (3, 7)
+_OLDEST_TRITON = (3, 6)
+_OLDEST_JAX_TRITON = (0, 3)
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why no Triton kernel can be launched from this Python, or None. The reason ends with the way out."""
+    found = versions()
+    if absent := [name for name, version in found.items() if version is None]:
+        return f"needs {' and '.join(absent)}: pip install 'jaxkernels[triton]'"
+    jax_triton, triton = (_number(version or "") for version in found.values())
+    if triton < _OLDEST_TRITON:
+        return f"needs triton 3.6 or newer, found {found['triton']}: pip install -U 'jaxkernels[triton]'"
+    if jax_triton < _OLDEST_JAX_TRITON:
+        return f"needs jax-triton 0.3 or newer, found {found['jax-triton']}: pip install -U 'jaxkernels[triton]'"
+    if (jax_triton >= _OUT_TYPE_SINCE) != (triton >= _TRITON_OF_OUT_TYPE):
+        fitting = "'jax-triton>=0.4'" if triton >= _TRITON_OF_OUT_TYPE else "'jax-triton==0.3.*'"
+        return f"jax-triton {found['jax-triton']} does not fit triton {found['triton']}: pip install {fitting}"
+    if not _jax.has_triton_calls():
+        return "needs JAX's CUDA plugin: pip install 'jaxkernels[cuda13]' (or cuda12)"
+    try:
+        _jax_triton()
+    except Exception as e:
+        return f"jax-triton {found['jax-triton']} cannot be imported: {type(e).__name__}: {e}"
+    return None
+
+
+def versions() -> dict[str, str | None]:
+    """Installed versions of jax-triton and triton; None for what is not installed."""
+    found: dict[str, str | None] = {}
+    for name in ("jax-triton", "triton"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _number(version: str) -> tuple[int, ...]:
+    """Major and minor version."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+@functools.cache
+def _jax_triton() -> ModuleType:
+    """jax-triton. It removes or clears TRITON_CACHE_DIR when it is imported; here the variable stays what it was."""
+    name = "TRITON_CACHE_DIR"
+    before = os.environ.get(name)
+    try:
+        return importlib.import_module("jax_triton")
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+def call_kernel(
+    kernel: Any,
+    operands: Sequence[jax.Array],
+    results: Sequence[ArrayType],
+    *,
+    target: Chip,
+    grid: tuple[int, ...],
+    num_warps: int,
+    num_stages: int,
+    constants: Mapping[str, Any],
+) -> list[jax.Array]:
+    """Launches a Triton kernel.
+
+    Args:
+      kernel: a function decorated with `triton.jit`. Its parameters are pointers to the operands, pointers to the
+        results, and `constants` as `tl.constexpr`.
+      operands: arrays in row-major order. Triton takes it that each begins at a multiple of 16 bytes, as XLA's do.
+      results: types of what the kernel writes.
+      target: the chip to compile for.
+      grid: the number of programs in up to three dimensions.
+      num_warps: warps of a program.
+      num_stages: the depth of the pipelines that Triton makes of loops.
+      constants: values known at compile time, by name; they must be hashable.
+    """
+    major, minor = target.compute_capability or (0, 0)
+    types = [jax.ShapeDtypeStruct(result.shape, result.dtype) for result in results]
+    keyword = "out_type" if _number(versions()["jax-triton"] or "") >= _OUT_TYPE_SINCE else "out_shape"
+    return list(
+        _jax_triton().triton_call(
+            *operands,
+            kernel=kernel,
+            grid=grid,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            compute_capability=10 * major + minor,
+            **{keyword: types},
+            **constants,
+        )
+    )

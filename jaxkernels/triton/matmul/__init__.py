@@ -1,0 +1,1 @@
+"""Matmul in Triton."""

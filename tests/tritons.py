@@ -1,0 +1,202 @@
+"""Triton kernels without a GPU: in Triton's interpreter, and compiled for any chip."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+from triton.runtime import interpreter
+from triton.runtime.jit import JITFunction
+
+from jaxkernels.core.types import ArrayType
+from jaxkernels.triton import calls
+
+__all__ = ["CAPABILITIES", "Compiled", "compiled", "interpreted"]
+
+#: A100, RTX 3090 and A10, RTX 4090 and L4 and L40S, H100 and H200, B200, RTX 5090.
+CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+
+_TYPES = {
+    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "int32": "i32", "int8": "i8",
+    "uint8": "u8", "bool": "i1",
+}  # fmt: skip
+
+
+class _Buffer:
+    """A NumPy array in the place of a PyTorch tensor, as far as Triton's interpreter asks for one."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        self.dtype = SimpleNamespace(__str__=lambda: array.dtype.name)
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    # The storage is the buffer itself, and on the host already.
+    def untyped_storage(self) -> _Buffer:
+        return self
+
+    def cpu(self) -> _Buffer:
+        return self
+
+    def copy_(self, other: _Buffer) -> None:
+        assert other.array is self.array
+
+    def new_empty(self, size: int, device: str) -> _Buffer:
+        return _Buffer(self.array)
+
+    def set_(self, storage: _Buffer, *geometry: Any) -> None:
+        self.array = storage.array
+
+    storage_offset = size = stride = lambda self: None
+
+
+def _pointer(buffer: _Buffer) -> tl.tensor:
+    name = "*" + _TYPES[buffer.array.dtype.name]
+    dtype = tl.str_to_ty(name, None)
+    return tl.tensor(interpreter.TensorHandle(np.array([buffer.data_ptr()], np.uint64), dtype), dtype)
+
+
+def _dot(self: Any, a: Any, b: Any, c: Any, *options: Any) -> Any:
+    """a b + c, in float32. Triton's interpreter would multiply the bits of bfloat16 as integers."""
+    wide = [
+        (x.data.astype(np.uint32) << 16).view(np.float32) if x.dtype == tl.bfloat16 else x.data.astype(np.float32)
+        for x in (a, b)
+    ]
+    return interpreter.TensorHandle(np.matmul(*wide).astype(c.data.dtype) + c.data, c.dtype.scalar)
+
+
+@contextlib.contextmanager
+def _interpretable(modules: Sequence[ModuleType]) -> Iterator[None]:
+    """Functions of these modules and of Triton's language run in Python where they call each other."""
+    places = [tl, tl.standard, tl.math, tl.core, *modules]
+    before = {place: dict(vars(place)) for place in places}
+    # Triton would patch its language at each call, and not undo it after calls inside of kernels.
+    exec("def f(): pass", languages := {"tl": tl, "core": tl.core})
+    patched = interpreter._patch_lang(languages["f"])
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(interpreter, "_patch_lang", lambda function: SimpleNamespace(restore=lambda: None))
+            patch.setattr(interpreter.InterpretedFunction, "rewritten_fn", {})
+            patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
+            convert = interpreter._implicit_cvt
+            patch.setattr(interpreter, "_implicit_cvt", lambda x: _pointer(x) if isinstance(x, _Buffer) else convert(x))
+            for place in places:
+                for name, value in before[place].items():
+                    if isinstance(value, JITFunction) and vars(place)[name] is value:
+                        patch.setattr(place, name, interpreter.InterpretedFunction(value.fn))
+            yield
+    finally:
+        patched.restore()
+        for place, names in before.items():  # The interpreter leaves names of its own in modules.
+            vars(place).clear()
+            vars(place).update(names)
+
+
+@contextlib.contextmanager
+def interpreted(*modules: ModuleType) -> Iterator[None]:
+    """Runs kernels in Triton's interpreter, on concrete arrays. Results begin as NaN, or the least integer.
+
+    Args:
+      modules: those that hold the kernels and what the kernels call.
+    """
+
+    def call_kernel(
+        kernel: Any, operands: Sequence[jax.Array], results: Sequence[ArrayType], *, grid: tuple[int, ...],
+        constants: Mapping[str, Any], **options: Any,
+    ) -> list[jax.Array]:  # fmt: skip
+        arrays = [np.array(x) for x in operands]
+        for result in results:
+            floating = jnp.issubdtype(result.dtype, jnp.floating)
+            arrays.append(np.full(result.shape, np.nan if floating else np.iinfo(result.dtype).min, result.dtype))
+        kernel[grid](*(_Buffer(x) for x in arrays), **constants)
+        return [jnp.asarray(x) for x in arrays[len(operands) :]]
+
+    with _interpretable(modules), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "call_kernel", call_kernel)
+        yield
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A kernel as ptxas made it.
+
+    Attributes:
+      name: the kernel's.
+      registers: of a thread.
+      spilled: bytes that a thread stores in and loads from memory in place of registers.
+      shared: bytes of shared memory.
+      ptx: its text.
+    """
+
+    name: str
+    registers: int
+    spilled: int
+    shared: int
+    ptx: str
+
+
+def compiled(capability: tuple[int, int], function: Callable[..., Any], *types: ArrayType) -> list[Compiled]:
+    """Compiles the kernels that a function of these arrays calls, for a compute capability; runs none."""
+    found: list[Compiled] = []
+
+    def call_kernel(
+        kernel: Any, operands: Sequence[Any], results: Sequence[ArrayType], *, grid: tuple[int, ...], num_warps: int,
+        num_stages: int, constants: Mapping[str, Any], target: Any,
+    ) -> list[jax.Array]:  # fmt: skip
+        arrays = [*operands, *results]
+        names = kernel.arg_names
+        signature = {name: "*" + _TYPES[x.dtype.name] for name, x in zip(names, arrays)}
+        source = ASTSource(
+            fn=kernel,
+            signature=signature | dict.fromkeys(constants, "constexpr"),
+            constexprs=dict(constants),
+            attrs={(i,): [["tt.divisibility", 16]] for i in range(len(arrays))},
+        )
+        major, minor = capability
+        gpu = GPUTarget("cuda", 10 * major + minor, 32)
+        made = triton.compile(source, target=gpu, options=dict(num_warps=num_warps, num_stages=num_stages))
+        found.append(_assembled(made.metadata.name, made.asm["ptx"], made.metadata.shared, gpu.arch))
+        return [jnp.zeros(x.shape, x.dtype) for x in results]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "call_kernel", call_kernel)
+        jax.eval_shape(lambda *xs: function(*xs), *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types))
+    return found
+
+
+def _assembled(name: str, ptx: str, shared: int, arch: int) -> Compiled:
+    """What ptxas says of a kernel."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [
+            get_ptxas(arch).path,
+            "-v",
+            f"--gpu-name=sm_{arch}{'a' * (arch >= 90)}",
+            file.name,
+            "-o",
+            "/dev/null",
+        ]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    stores, loads = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
+    return Compiled(name, int(re.findall(r"Used (\d+) registers", said)[0]), int(stores) + int(loads), shared, ptx)
+
+
+assert ml_dtypes  # NumPy learns bfloat16.
