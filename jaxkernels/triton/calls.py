@@ -22,7 +22,7 @@ from jaxkernels.core import _jax
 from jaxkernels.core.hardware import Chip
 from jaxkernels.core.types import ArrayType
 
-__all__ = ["OLDEST_CAPABILITY", "call_kernel", "missing", "versions"]
+__all__ = ["OLDEST_CAPABILITY", "call_kernel", "missing", "unsupported_chip", "versions"]
 
 #: Compute capability from which on Triton compiles 16-bit products for tensor cores with asynchronous copies.
 OLDEST_CAPABILITY = (8, 0)
@@ -32,6 +32,14 @@ _OUT_TYPE_SINCE = (0, 4)
 _TRITON_OF_OUT_TYPE = (3, 7)
 _OLDEST_TRITON = (3, 6)
 _OLDEST_JAX_TRITON = (0, 3)
+
+
+def unsupported_chip(chip: Chip) -> str | None:
+    """Why the kernels cannot be compiled for a chip, or None."""
+    if chip.compute_capability is None or chip.compute_capability < OLDEST_CAPABILITY:
+        oldest = ".".join(map(str, OLDEST_CAPABILITY))
+        return f"needs a CUDA GPU of compute capability {oldest} or newer, the target is {chip}"
+    return None
 
 
 @functools.cache
