@@ -95,6 +95,8 @@ def _interpretable(modules: Sequence[ModuleType]) -> Iterator[None]:
             patch.setattr(interpreter, "_patch_lang", lambda function: SimpleNamespace(restore=lambda: None))
             patch.setattr(interpreter.InterpretedFunction, "rewritten_fn", {})
             patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
+            # NumPy makes no number of an array with an axis, not even of size 1.
+            patch.setattr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
             convert = interpreter._implicit_cvt
             patch.setattr(interpreter, "_implicit_cvt", lambda x: _pointer(x) if isinstance(x, _Buffer) else convert(x))
             for place in places:

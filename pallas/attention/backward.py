@@ -32,6 +32,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkernels.ops.attention.blind import mean_gradient
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.visibility import keys_inside, may_see_nothing, queries_inside
 from jaxkernels.pallas.attention.limits import pad_heads, padded_head_dims
@@ -126,7 +127,7 @@ def gradients(
         if given.is_query is not None:
             is_blind |= ~given.is_query[:, None]
         if may_see_nothing(spec):
-            mean_gradient = _mean_gradient(spec, given.dout, is_blind)
+            mean_gradient = mean_gradient(spec, given.dout, is_blind)
         lse, delta = jnp.where(is_blind, jnp.inf, lse), jnp.where(is_blind, 0, delta)
     k, v = given.k, given.v
     if num_parts > 1:
@@ -154,18 +155,6 @@ def gradients(
 def add_up(given: Given) -> Float[Array, "B N T"]:
     """rowsum(dO * O), computed by XLA."""
     return jnp.swapaxes(jnp.sum(given.out.astype(jnp.float32) * given.dout.astype(jnp.float32), axis=-1), 1, 2)
-
-
-def _mean_gradient(spec: AttentionSpec, dout: jax.Array, is_blind: jax.Array) -> Float[Array, "B 1 K D"]:
-    """The contribution of queries that see no key to dV, equal for all values: their output is the mean of the values.
-
-    Args:
-      dout: zero for padding.
-      is_blind: (B, N, T).
-    """
-    batch, num_keys, num_kv_heads, value_dim = spec.v.shape
-    summed = jnp.where(jnp.swapaxes(is_blind, 1, 2)[..., None], dout.astype(jnp.float32), 0).sum(1)
-    return summed.reshape(batch, 1, num_kv_heads, spec.group_size, value_dim).sum(3) / num_keys
 
 
 # Parts of groups, and the cost model.

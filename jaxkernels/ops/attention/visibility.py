@@ -108,7 +108,7 @@ def may_see_nothing(spec: AttentionSpec) -> bool:
     sees_itself = spec.self_segments and spec.q.shape[1] == spec.k.shape[1] and not spec.query_offset
     if not all(term.shows_a_key for term in spec.own_masks):
         return True
-    return spec.key_lengths or is_left_behind or (spec.segments and not sees_itself)
+    return spec.mask is not None or spec.key_lengths or is_left_behind or (spec.segments and not sees_itself)
 
 
 def blind_are_scattered(spec: AttentionSpec) -> bool:

@@ -1,0 +1,279 @@
+"""Attention's backward pass in Triton: two kernels, and a third for the gradient of a bias.
+
+P = exp(S - lse) is computed anew from the saved logsumexp. With dP = dO V^T and delta = rowsum(dO * O) - dlse, the
+gradient of the logits is dS = P * (dP - delta), and
+
+    dQ = scale dS K          dK = scale dS^T Q          dV = P^T dO          dbias = the sum of dS
+
+One kernel has a block of keys in each program and sums dK and dV over the queries that see them. The other has a block
+of queries and sums dQ. Both sum in registers, in a fixed order: equal operands give equal bits. The kernel of the bias
+sums dS over what the bias has not, so that dS is never stored.
+
+XLA computes delta and the ranges of blocks, and adds to dV what comes from queries that see no key.
+
+Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691), appendix B.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkernels.core.arguments import check_fields
+from jaxkernels.core.types import ArrayType
+from jaxkernels.ops.attention.blind import mean_gradient
+from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
+from jaxkernels.ops.attention.visibility import may_see_nothing, queries_inside
+from jaxkernels.triton import calls
+from jaxkernels.triton.attention import costs
+from jaxkernels.triton.attention.problem import (
+    Problem,
+    check_tiles,
+    key_ranges,
+    optional,
+    query_ranges,
+    unsupported,
+)
+
+__all__ = ["VERSION", "Config", "estimate", "run", "search_space", "unsupported"]
+
+VERSION = 1
+
+_LABEL = "attention_backward[triton]"
+_FLOAT32 = np.dtype(np.float32)
+
+
+class _Tile(NamedTuple):
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tiles and schedules of the two kernels.
+
+    Attributes:
+      block_q, block_kv, num_warps, num_stages: of the kernel of dK and dV, which runs through blocks of queries.
+      dq_block_q, dq_block_kv, dq_num_warps, dq_num_stages: of the kernel of dQ, which runs through blocks of keys.
+      group_parts: parts of a group of query heads. Each has its own dK and dV, which XLA adds up.
+    """
+
+    block_q: int = 64
+    block_kv: int = 128
+    num_warps: int = 8
+    num_stages: int = 2
+    dq_block_q: int = 128
+    dq_block_kv: int = 64
+    dq_num_warps: int = 8
+    dq_num_stages: int = 2
+    group_parts: int = 1
+
+    def __post_init__(self) -> None:
+        check_fields(_LABEL, self)
+        check_tiles(_LABEL, block_q=self.block_q, block_kv=self.block_kv)
+        check_tiles(_LABEL, dq_block_q=self.dq_block_q, dq_block_kv=self.dq_block_kv)
+        costs.check_schedule(_LABEL, self.num_warps, self.num_stages)
+        costs.check_schedule(_LABEL, self.dq_num_warps, self.dq_num_stages)
+        if self.group_parts < 1:
+            raise ValueError(f"{_LABEL}: group_parts must be positive; got {self.group_parts}.")
+
+    @property
+    def keys_tile(self) -> _Tile:
+        return _Tile(self.block_q, self.block_kv, self.num_warps, self.num_stages)
+
+    @property
+    def queries_tile(self) -> _Tile:
+        return _Tile(self.dq_block_q, self.dq_block_kv, self.dq_num_warps, self.dq_num_stages)
+
+
+#: Tiles of the kernel of dK and dV, and of the kernel of dQ. Of equals, the first is taken.
+_KEYS_TILES = tuple(
+    itertools.starmap(
+        _Tile,
+        (
+            (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2),
+            (64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 1), (16, 64, 8, 1), (16, 64, 4, 1), (32, 32, 4, 1),
+        ),
+    )
+)  # fmt: skip
+_QUERIES_TILES = tuple(
+    itertools.starmap(
+        _Tile,
+        (
+            (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2),
+            (64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1), (64, 16, 8, 1), (64, 16, 4, 1), (32, 32, 4, 1),
+        ),
+    )
+)  # fmt: skip
+_BIAS_TILES = tuple(itertools.starmap(_Tile, ((64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1))))
+#: How many tiles of each kernel, the fastest by the model, are worth measuring.
+_MEASURED = 4
+
+
+def search_space(spec: AttentionSpec) -> Iterator[Config]:
+    """The fastest tiles of either kernel, by the model, with each other."""
+    keys = _fastest(spec, "dkv", _KEYS_TILES)
+    queries = _fastest(spec, "dq", _QUERIES_TILES)
+    for keys_tile, queries_tile in itertools.product(keys, queries):
+        yield Config(*keys_tile, *queries_tile, group_parts=_group_parts(spec, keys_tile))
+
+
+def _fastest(spec: AttentionSpec, kernel: str, tiles: tuple[_Tile, ...]) -> list[_Tile]:
+    fitting = [tile for tile in tiles if costs.fits(spec, kernel, tile)] or [tiles[-1]]
+    return sorted(fitting, key=lambda tile: _kernel_seconds(spec, kernel, tile))[:_MEASURED]
+
+
+def _group_parts(spec: AttentionSpec, tile: _Tile) -> int:
+    """The fewest parts of a group that give each SM two programs, if there are so many heads."""
+    programs = -(-spec.k.shape[1] // tile.block_kv) * spec.k.shape[0] * spec.k.shape[2]
+    parts = [n for n in range(1, spec.group_size + 1) if spec.group_size % n == 0]
+    return next((n for n in parts if n * programs >= 2 * spec.target.num_sms), parts[-1])
+
+
+def _kernel_seconds(spec: AttentionSpec, kernel: str, tile: _Tile, group_parts: int | None = None) -> float:
+    batch, num_queries, num_heads, _ = spec.q.shape
+    num_keys, num_kv_heads = spec.k.shape[1:3]
+    share = costs.share_of_pairs(spec)
+    if kernel == "dkv":
+        parts = _group_parts(spec, tile) if group_parts is None else group_parts
+        programs = -(-num_keys // tile.block_kv) * batch * num_kv_heads * parts
+        visits = -(-num_queries // tile.block_q) * (spec.group_size // parts)
+        num_bytes = costs.bytes_of(spec.q, spec.k, spec.v) * 2
+    else:
+        programs = -(-num_queries // tile.block_q) * batch * num_heads
+        visits = -(-num_keys // tile.block_kv)
+        num_bytes = costs.bytes_of(spec.q, spec.k, spec.v, spec.q)
+    longest = max(1.0, visits * min(1.0, 2 * share))
+    return costs.seconds(
+        spec, kernel, tile, programs=programs, steps=max(1.0, visits * share), longest=longest, extra_bytes=num_bytes
+    )
+
+
+def estimate(spec: AttentionSpec, config: Config) -> float:
+    """Seconds of both kernels, by the cost model of `jaxkernels.triton.attention.costs`."""
+    keys = _kernel_seconds(spec, "dkv", config.keys_tile, config.group_parts)
+    return keys + _kernel_seconds(spec, "dq", config.queries_tile)
+
+
+def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
+    """Returns [dq, dk, dv] (and dbias), of the operands' shapes and dtypes."""
+    if spec.group_size % config.group_parts:
+        raise ValueError(
+            f"{_LABEL}: group_parts must divide the {spec.group_size} query heads of a key head; "
+            f"got {config.group_parts}."
+        )
+    named = spec.named("attention_backward", operands)
+    lse, delta, mean = _sums(spec, named)
+    dk, dv = _keys_and_values(spec, config, named, lse, delta)
+    if mean is not None:
+        dv = dv.astype(jnp.float32) + mean
+    gradients = [_queries(spec, config, named, lse, delta), dk.astype(spec.k.dtype), dv.astype(spec.v.dtype)]
+    return [*gradients, _bias(spec, named, lse, delta)] if spec.bias_gradient else gradients
+
+
+def _sums(
+    spec: AttentionSpec, named: Mapping[str, jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """The logsumexp and delta, (B, N, T) each, as kernels take them; and what queries that see no key add to dv."""
+    out, dout, lse = named["out"].astype(jnp.float32), named["dout"].astype(jnp.float32), named["lse"]
+    is_query = queries_inside(spec, dict(named))[:, :, None, None] if spec.query_lengths else None
+    if is_query is not None:
+        out, dout = jnp.where(is_query, out, 0), jnp.where(is_query, dout, 0)
+    delta = jnp.swapaxes(jnp.sum(out * dout, axis=-1), 1, 2) - named["dlse"]
+    if not (spec.query_lengths or spec.bias is not None or may_see_nothing(spec)):
+        return lse, delta, None
+    is_blind = lse <= MASKED_LOGIT / 2
+    mean = mean_gradient(spec, dout, is_blind)
+    return jnp.where(is_blind, jnp.inf, lse), jnp.where(is_blind, 0, delta), mean
+
+
+def _keys_and_values(
+    spec: AttentionSpec, config: Config, named: Mapping[str, jax.Array], lse: jax.Array, delta: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    from jaxkernels.triton.attention import backward_kernel
+
+    tile, parts = config.keys_tile, config.group_parts
+    p = Problem.of(spec, tile.block_q, tile.block_kv, over_queries=True)
+    apart = lambda x: ArrayType((*x.shape[:2], x.shape[2] * parts, x.shape[3]), x.dtype if parts == 1 else _FLOAT32)
+    dk, dv = calls.call_kernel(
+        backward_kernel.keys_and_values,
+        [*_common(spec, named), query_ranges(spec, p, named), named["dout"], lse, delta],
+        [apart(spec.k), apart(spec.v)],
+        target=spec.target,
+        grid=(-(-spec.k.shape[1] // tile.block_kv), spec.k.shape[0] * spec.k.shape[2] * parts),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        constants=dict(p=p, parts=parts),
+    )
+    if parts == 1:
+        return dk, dv
+    together = lambda x: x.reshape(*x.shape[:2], -1, parts, x.shape[3]).sum(axis=3)
+    return together(dk), together(dv)
+
+
+def _queries(
+    spec: AttentionSpec, config: Config, named: Mapping[str, jax.Array], lse: jax.Array, delta: jax.Array
+) -> jax.Array:
+    from jaxkernels.triton.attention import backward_kernel
+
+    tile = config.queries_tile
+    p = Problem.of(spec, tile.block_q, tile.block_kv)
+    (dq,) = calls.call_kernel(
+        backward_kernel.queries,
+        [*_common(spec, named), key_ranges(spec, p, named), named["dout"], lse, delta],
+        [spec.q],
+        target=spec.target,
+        grid=(p.num_blocks, spec.q.shape[0] * spec.q.shape[2]),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        constants=dict(p=p),
+    )
+    return dq
+
+
+def _bias(spec: AttentionSpec, named: Mapping[str, jax.Array], lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """The gradient of the bias. Of a bias that lacks an axis of queries or of keys, each head's is small: XLA adds up
+    over batch and heads what the bias has not.
+    """
+    from jaxkernels.triton.attention import backward_kernel
+
+    assert spec.bias is not None
+    batch, num_queries, num_heads, _ = spec.q.shape
+    num_keys = spec.k.shape[1]
+    shape, dtype = spec.bias.shape, spec.bias.dtype
+    is_tiled = shape[2:] == (num_queries, num_keys)
+    if not is_tiled:
+        shape, dtype = (batch, num_heads, *shape[2:]), _FLOAT32
+    tile = next((tile for tile in _BIAS_TILES if costs.fits(spec, "dbias", tile)), _BIAS_TILES[-1])
+    p = Problem.of(spec, tile.block_q, tile.block_kv)
+    (dbias,) = calls.call_kernel(
+        backward_kernel.biases,
+        [*_common(spec, named), key_ranges(spec, p, named), named["dout"], lse, delta],
+        [ArrayType(shape, dtype)],
+        target=spec.target,
+        grid=(
+            p.num_blocks if shape[2] > 1 else 1,
+            -(-num_keys // tile.block_kv) if shape[3] > 1 else 1,
+            shape[0] * shape[1],
+        ),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        constants=dict(p=p, batches=batch, shape=shape),
+    )
+    if not is_tiled:
+        lacking = tuple(axis for axis in (0, 1) if spec.bias.shape[axis] == 1)
+        dbias = dbias.sum(axis=lacking, keepdims=True)
+    return dbias.astype(spec.bias.dtype)
+
+
+def _common(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> list[jax.Array]:
+    """The operands that all kernels take first."""
+    return [named["q"], named["k"], named["v"], *optional(spec, named)]

@@ -1,0 +1,251 @@
+"""What Triton's attention kernels take: shared memory, registers and time. It chooses among configurations.
+
+A chip's figures are those of `jaxkernels.core.hardware`. The shares of its rates that kernels reach were measured on an
+H200; for other chips they are a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from jaxkernels.core import hardware
+from jaxkernels.core.hardware import Chip
+from jaxkernels.ops.attention.spec import AttentionSpec
+
+__all__ = [
+    "bytes_of",
+    "combine_seconds",
+    "Tile",
+    "check_schedule",
+    "fits",
+    "is_filled",
+    "packed_heads",
+    "rates",
+    "seconds",
+    "share_of_pairs",
+    "splits",
+    "work_of",
+]
+
+#: Registers of a thread for accumulators and operands. With more, ptxas spills.
+_MOST_REGISTERS = 184
+_REGISTERS_OF_SM = 65536
+_WARPS_OF_SM = 48
+#: Shared memory that a program takes beside its tiles, and that the driver takes of each.
+_OTHER_SMEM = 1024
+_LAUNCH_SECONDS = 3e-6
+#: Combining the parts of a split: a launch of XLA's.
+_COMBINE_SECONDS = 4e-6
+#: Rates of a chip that is not in the table, by its SMs: those of an A100, which most others exceed.
+_SM_FLOPS, _SM_EXPS, _SM_BYTES = 312e12 / 108, 2.44e12 / 108, 2.0e12 / 108
+#: The share of the memory's rate that one SM can have: more than its part of the chip.
+_SM_BYTES_SHARE = 1.5
+_MEMORY_SHARE = 0.85
+
+
+class Tile(Protocol):
+    """What the configurations of all kernels have."""
+
+    @property
+    def block_q(self) -> int: ...
+    @property
+    def block_kv(self) -> int: ...
+    @property
+    def num_warps(self) -> int: ...
+    @property
+    def num_stages(self) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """Of one SM: products, exponentials and bytes a second."""
+
+    flops: float
+    exps: float
+    num_bytes: float
+
+
+def rates(chip: Chip, itemsize: int) -> Rates:
+    """The rates of a chip's SM. Products of float32 are three of TF32."""
+    num_sms = max(1, chip.num_sms)
+    flops = chip.bf16_flops_per_s / num_sms if chip.bf16_flops_per_s else _SM_FLOPS
+    if itemsize == 4:
+        flops /= 6
+    exps = chip.exps_per_s / num_sms if chip.exps_per_s else _SM_EXPS
+    num_bytes = chip.memory_bytes_per_s / num_sms if chip.memory_bytes_per_s else _SM_BYTES
+    return Rates(flops, exps, num_bytes)
+
+
+def check_schedule(label: str, num_warps: int, num_stages: int) -> None:
+    """Raises ValueError unless Triton takes these."""
+    if num_warps not in (1, 2, 4, 8, 16):
+        raise ValueError(f"{label}: num_warps must be 1, 2, 4, 8 or 16; got {num_warps}.")
+    if not 1 <= num_stages <= 8:
+        raise ValueError(f"{label}: num_stages must be from 1 to 8; got {num_stages}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a kernel does, by tiles.
+
+    Attributes:
+      held: columns of float32 accumulators, for each row of the tile that stays.
+      kept: columns of operands of the tile that stays.
+      streamed: columns of the operands that a step loads.
+      products: columns of all products of a step: 2 * block_q * block_kv * products are its FLOPs.
+      rows: which block stays: "q" or "kv".
+      logits: tiles of logits in registers.
+    """
+
+    held: int
+    kept: int
+    streamed: int
+    products: int
+    rows: str = "q"
+    logits: float = 1
+
+
+def padded(size: int) -> int:
+    """A head dimension as kernels compute with it."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def work_of(kernel: str, spec: AttentionSpec) -> Work:
+    """The work of a kernel: "forward", "tangent", "dkv", "dq" or "dbias"."""
+    h, d = padded(spec.q.shape[3]), padded(spec.v.shape[3])
+    return {
+        "forward": Work(held=d, kept=h, streamed=h + d, products=h + d),
+        "tangent": Work(held=d, kept=2 * h, streamed=2 * (h + d), products=2 * (h + d), logits=2),
+        "dkv": Work(held=h + d, kept=h + d, streamed=h + d, products=2 * (h + d), rows="kv", logits=1.5),
+        "dq": Work(held=h, kept=h + d, streamed=h + d, products=2 * h + d, logits=1.5),
+        "dbias": Work(held=0, kept=0, streamed=2 * (h + d), products=h + d, logits=2.5),
+    }[kernel]
+
+
+def shared_bytes(spec: AttentionSpec, work: Work, tile: Tile) -> int:
+    """Shared memory of a program, bytes; not less than Triton takes, by compiling (tests)."""
+    rows, step = (tile.block_q, tile.block_kv) if work.rows == "q" else (tile.block_kv, tile.block_q)
+    columns = rows * work.kept + max(1, tile.num_stages) * step * work.streamed
+    return columns * spec.q.dtype.itemsize + tile.block_q * tile.block_kv * spec.q.dtype.itemsize + _OTHER_SMEM
+
+
+def registers(spec: AttentionSpec, work: Work, tile: Tile) -> float:
+    """Registers of a thread that hold accumulators and operands."""
+    rows = tile.block_q if work.rows == "q" else tile.block_kv
+    threads = 32 * tile.num_warps
+    count = rows * work.held + work.logits * tile.block_q * tile.block_kv
+    if not spec.target.is_hopper:  # There operands of products are read from shared memory.
+        count += rows * work.kept * spec.q.dtype.itemsize / 8
+    return count / threads
+
+
+def fits(spec: AttentionSpec, kernel: str, tile: Tile) -> bool:
+    """Whether a tile fits the chip, and has work for each of its warps."""
+    work = work_of(kernel, spec)
+    rows = tile.block_q if work.rows == "q" else tile.block_kv
+    if rows < 16 * min(tile.num_warps, 4) and rows > 16:
+        return False
+    if tile.num_warps > 4 and rows < 16 * tile.num_warps:
+        return False
+    smem = spec.target.smem_bytes or 101376
+    return shared_bytes(spec, work, tile) <= smem and registers(spec, work, tile) <= _MOST_REGISTERS
+
+
+def is_filled(rows: int, block: int) -> bool:
+    """Whether a tile is not much taller than the rows there are."""
+    return block <= max(16, 2 * rows - 1)
+
+
+def packed_heads(spec: AttentionSpec) -> int:
+    """How many query heads of a key head may share a tile: the largest power of two that divides their number."""
+    return spec.group_size & -spec.group_size
+
+
+def splits(spec: AttentionSpec, programs: int, num_blocks: int) -> Iterator[int]:
+    """Numbers of parts of the keys that are worth trying."""
+    yield 1
+    if spec.q.shape[1] > 64:
+        return  # The parts' results would be as large as the keys.
+    parts = 2
+    while parts <= num_blocks and programs * parts <= 8 * max(1, spec.target.num_sms):
+        yield parts
+        parts *= 2
+
+
+def share_of_pairs(spec: AttentionSpec) -> float:
+    """The share of the pairs of a query and a key that band and causal mask leave."""
+    num_queries, num_keys = spec.q.shape[1], spec.k.shape[1]
+    left, right = spec.band.left, spec.band.right
+    samples = range(0, num_queries, max(1, num_queries // 64))
+    seen = 0
+    for query in samples:
+        first = 0 if left is None else min(num_keys, max(0, query - left))
+        end = num_keys if right is None else min(num_keys, query + right + 1)
+        seen += max(0, end - first)
+    return max(seen / (len(samples) * num_keys), 1 / num_keys)
+
+
+def seconds(
+    spec: AttentionSpec, kernel: str, tile: Tile, *, programs: int, steps: float, longest: float, extra_bytes: float = 0
+) -> float:
+    """Estimates a kernel's time.
+
+    Args:
+      programs: how many there are.
+      steps: blocks that a program visits, on average.
+      longest: blocks that the longest program visits.
+      extra_bytes: what the kernel reads and writes of device memory, beside what its steps load.
+    """
+    chip, work = spec.target, work_of(kernel, spec)
+    sm = rates(chip, spec.q.dtype.itemsize)
+    num_sms = max(1, chip.num_sms)
+    pairs = tile.block_q * tile.block_kv
+    step_flops = 2.0 * pairs * work.products
+    rows = tile.block_q if work.rows == "q" else tile.block_kv
+    step_bytes = (pairs // rows) * work.streamed * spec.q.dtype.itemsize
+    # The elementwise part overlaps with products of other programs of the SM, not with its own.
+    per_sm = max(1, min(_fitting(spec, work, tile), -(-programs // num_sms)))
+    elementwise = (pairs / sm.exps) * (2.0 if per_sm * tile.num_warps < 8 else 1.2)
+    step = step_flops / (sm.flops * _share(chip, rows, pairs)) + elementwise + 0.15e-6 / per_sm
+    step = max(step, step_bytes / (sm.num_bytes * _SM_BYTES_SHARE))
+    busiest = max(longest, steps * hardware.waves(programs, num_sms * per_sm) * per_sm)
+    total_bytes = extra_bytes + programs * steps * step_bytes / 8  # Most of what programs share comes from L2.
+    return _LAUNCH_SECONDS + max(busiest * step, total_bytes / (num_sms * sm.num_bytes * _MEMORY_SHARE))
+
+
+def combine_seconds(spec: AttentionSpec, num_splits: int) -> float:
+    """What XLA takes to combine the results of parts of the keys."""
+    if num_splits == 1:
+        return 0.0
+    batch, num_queries, num_heads, _ = spec.q.shape
+    num_bytes = num_splits * batch * num_queries * num_heads * spec.v.shape[3] * 4
+    return _COMBINE_SECONDS + 2 * num_bytes / (max(1, spec.target.num_sms) * rates(spec.target, 2).num_bytes)
+
+
+def _share(chip: Chip, rows: int, pairs: int) -> float:
+    """The share of the tensor cores' rate that products of a tile reach."""
+    share = 0.75 if pairs >= 128 * 64 else 0.62 if pairs >= 64 * 64 else 0.45
+    if chip.is_hopper and rows < 64:
+        share *= 0.5  # wgmma needs 64 rows.
+    return share * min(1.0, rows / 16)
+
+
+def _fitting(spec: AttentionSpec, work: Work, tile: Tile) -> int:
+    """Programs that an SM holds at once."""
+    smem = (spec.target.smem_bytes or 101376) + _OTHER_SMEM
+    threads = 32 * tile.num_warps
+    count = min(255.0, registers(spec, work, tile) + 56)
+    return max(1, min(smem // shared_bytes(spec, work, tile), int(_REGISTERS_OF_SM // (count * threads)), 8))
+
+
+def bytes_of(*arrays: Any) -> int:
+    """Bytes of arrays' types."""
+    total = 0
+    for array in arrays:
+        size = array.dtype.itemsize
+        for extent in array.shape:
+            size *= extent
+        total += size
+    return total

@@ -1,0 +1,169 @@
+"""Attention's forward pass in Triton: FlashAttention-2 with ranges of blocks that XLA computes before the kernel.
+
+A program has a tile of rows and runs through the blocks of keys that its rows see. It keeps the largest logit, the sum
+of the weights and the weighted sum of the values. Blocks inside of all masks are visited by a loop without masks.
+
+Where there are few queries (decoding), the query heads of a key head share a tile, and the keys are divided among
+several programs. XLA then combines their results.
+
+Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691); Flash-Decoding (Dao et al. 2023).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkernels.core.arguments import check_fields
+from jaxkernels.core.types import ArrayType
+from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
+from jaxkernels.ops.attention.visibility import may_see_nothing, queries_inside
+from jaxkernels.triton import calls
+from jaxkernels.triton.attention import costs
+from jaxkernels.triton.attention.problem import Problem, check_tiles, key_ranges, optional, unsupported
+
+__all__ = ["VERSION", "Config", "estimate", "run", "search_space", "unsupported"]
+
+VERSION = 1
+
+_LABEL = "attention_forward[triton]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tiles and schedule.
+
+    Attributes:
+      block_q: rows of a tile.
+      block_kv: keys of a block.
+      num_warps: warps of a program.
+      num_stages: blocks of keys and values in flight.
+      pack: how many query heads of a key head share a tile.
+      num_splits: parts of the keys.
+    """
+
+    block_q: int = 128
+    block_kv: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+    pack: int = 1
+    num_splits: int = 1
+
+    def __post_init__(self) -> None:
+        check_fields(_LABEL, self)
+        check_tiles(_LABEL, block_q=self.block_q, block_kv=self.block_kv)
+        costs.check_schedule(_LABEL, self.num_warps, self.num_stages)
+        if self.pack < 1 or self.block_q % self.pack:
+            raise ValueError(f"{_LABEL}: pack must divide block_q={self.block_q}; got {self.pack}.")
+        if self.num_splits < 1:
+            raise ValueError(f"{_LABEL}: num_splits must be positive; got {self.num_splits}.")
+
+
+#: (block_q, block_kv, num_warps, num_stages). Of equals, the first is taken.
+_TILES = (
+    (128, 128, 8, 2),
+    (128, 64, 8, 3),
+    (128, 64, 8, 2),
+    (128, 64, 4, 3),
+    (128, 64, 4, 2),
+    (128, 32, 8, 2),
+    (128, 32, 4, 3),
+    (64, 128, 4, 2),
+    (64, 64, 4, 3),
+    (64, 64, 4, 2),
+    (64, 32, 4, 2),
+    (32, 64, 4, 2),
+    (32, 32, 4, 2),
+    (16, 128, 4, 3),
+    (16, 64, 4, 3),
+    (16, 32, 4, 2),
+)
+
+
+def search_space(spec: AttentionSpec) -> Iterator[Config]:
+    """Tiles that fit shared memory and registers; parts of the keys where there are few programs."""
+    for tile in itertools.starmap(Config, _TILES):
+        if not costs.fits(spec, "forward", tile):
+            continue
+        for pack in sorted({1, min(costs.packed_heads(spec), tile.block_q)}):
+            if costs.is_filled(spec.q.shape[1] * pack, tile.block_q):
+                packed = dataclasses.replace(tile, pack=pack)
+                for num_splits in costs.splits(spec, _programs(spec, packed), -(-spec.k.shape[1] // tile.block_kv)):
+                    yield dataclasses.replace(packed, num_splits=num_splits)
+
+
+def _programs(spec: AttentionSpec, config: Config) -> int:
+    batch, num_queries, num_heads, _ = spec.q.shape
+    return -(-num_queries * config.pack // config.block_q) * batch * num_heads // config.pack * config.num_splits
+
+
+def estimate(spec: AttentionSpec, config: Config) -> float:
+    """Seconds, by the cost model of `jaxkernels.triton.attention.costs`."""
+    num_blocks = -(-spec.k.shape[1] // config.block_kv)
+    longest = max(1.0, num_blocks * min(1.0, 2 * costs.share_of_pairs(spec))) / config.num_splits
+    steps = max(1.0, num_blocks * costs.share_of_pairs(spec) / config.num_splits)
+    num_bytes = costs.bytes_of(spec.q, spec.k, spec.v, *spec.results("attention_forward"))
+    kernel = costs.seconds(
+        spec, "forward", config, programs=_programs(spec, config), steps=steps, longest=longest, extra_bytes=num_bytes
+    )
+    return kernel + costs.combine_seconds(spec, config.num_splits)
+
+
+def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
+    """Returns [out (B, T, N, D), lse (B, N, T) float32]."""
+    from jaxkernels.triton.attention import forward_kernel
+
+    if spec.group_size % config.pack:
+        raise ValueError(
+            f"{_LABEL}: pack must divide the {spec.group_size} query heads of a key head; got {config.pack}."
+        )
+    named = spec.named("attention_forward", operands)
+    p = Problem.of(spec, config.block_q, config.block_kv, pack=config.pack, num_splits=config.num_splits)
+    batch, num_queries, num_heads, _ = spec.q.shape
+    out, lse = spec.results("attention_forward")
+    if config.num_splits > 1:
+        out = ArrayType((config.num_splits, *out.shape), np.dtype(np.float32))
+        lse = ArrayType((config.num_splits, *lse.shape), lse.dtype)
+    results = calls.call_kernel(
+        forward_kernel.forward,
+        [named["q"], named["k"], named["v"], *optional(spec, named), key_ranges(spec, p, named)],
+        [out, lse],
+        target=spec.target,
+        grid=(p.num_blocks, batch * num_heads // config.pack, config.num_splits),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        constants=dict(p=p),
+    )
+    return list(results) if config.num_splits == 1 else _combined(spec, named, *results)
+
+
+def _combined(
+    spec: AttentionSpec, named: dict[str, jax.Array], outs: jax.Array, lses: jax.Array
+) -> list[jax.Array]:
+    """Combines the results of parts of the keys.
+
+    Args:
+      outs: (parts, B, T, N, D) float32.
+      lses: (parts, B, N, T), minus infinity where a query sees no key of the part.
+    """
+    top = lses.max(axis=0)
+    weights = jnp.where(lses == -jnp.inf, 0, jnp.exp(lses - jnp.where(top == -jnp.inf, 0, top)))
+    total = weights.sum(axis=0)
+    lse = jnp.where(total > 0, top + jnp.log(total), MASKED_LOGIT)
+    shares = weights / jnp.where(total > 0, total, 1)
+    out = (outs * jnp.swapaxes(shares, 2, 3)[..., None]).sum(axis=0)
+    if spec.query_lengths or may_see_nothing(spec) or spec.bias is not None:
+        v = named["v"].astype(jnp.float32)
+        if spec.key_lengths:
+            is_key = (jnp.arange(v.shape[1]) < named["key_lengths"][:, None])[:, :, None, None]
+            v = jnp.where(is_key | jnp.isfinite(v), v, 0)
+        mean = jnp.repeat(v.mean(axis=1), spec.group_size, axis=1)[:, None]
+        out = jnp.where(jnp.swapaxes(total > 0, 1, 2)[..., None], out, mean)
+    if spec.query_lengths:
+        out = jnp.where(queries_inside(spec, named)[:, :, None, None], out, 0)
+    return [out.astype(spec.v.dtype), lse]

@@ -1,0 +1,153 @@
+"""The Triton code of attention's forward pass (see `jaxkernels.triton.attention.forward`)."""
+
+# pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportReturnType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from jaxkernels.ops.attention.spec import MASKED_LOGIT
+from jaxkernels.triton.attention.tile_kernel import (
+    Extras,
+    change,
+    load_ranges,
+    load_rows,
+    place_of,
+    store_rows,
+    visible,
+)
+
+#: The logsumexp of a query that sees no key.
+BLIND = tl.constexpr(MASKED_LOGIT)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def forward(
+    q, k, v, bias, mask, query_lengths, key_lengths, query_segments, key_segments, query_offset, ranges, out, lse,
+    p: tl.constexpr,
+):  # fmt: skip
+    """One program: a tile of rows, the keys that they see or one part of them, one batch element and set of heads."""
+    x = Extras(bias, mask, query_lengths, key_lengths, query_segments, key_segments, query_offset)
+    NUM_BLOCKS: tl.constexpr = p.num_blocks
+    NUM_SETS: tl.constexpr = p.num_heads // p.pack
+    BQ: tl.constexpr = p.block_q
+    H: tl.constexpr = p.head_dim
+    D: tl.constexpr = p.value_dim
+    BH: tl.constexpr = p.block_h
+    BD: tl.constexpr = p.block_d
+    block = tl.program_id(0)
+    if p.right is not None:
+        block = NUM_BLOCKS - 1 - block  # The longest first.
+    batch = tl.program_id(1) // NUM_SETS
+    first_head = (tl.program_id(1) % NUM_SETS) * p.pack
+    split = tl.program_id(2)
+    at = place_of(batch, x, p)
+    rows = block * BQ + tl.arange(0, BQ)
+    query = rows // p.pack
+    head = first_head + rows % p.pack
+    is_query = query < p.num_queries
+
+    # Rows of q, out and lse: row (query, head) lies at query * num_heads + head.
+    array_rows = query * p.num_heads + head
+    q_base = q + batch.to(tl.int64) * (p.num_queries * p.num_heads * p.head_dim)
+    is_live = is_query & (query + at.offset < at.query_end)
+    q_tile = load_rows(q_base, array_rows, H, H, BH, is_live, True)
+
+    first, whole_first, whole_end, end = load_ranges(ranges, batch, block, NUM_BLOCKS, p)
+    if p.num_splits > 1:
+        share = (end - first + p.num_splits - 1) // p.num_splits
+        first += split * share
+        end = tl.minimum(end, first + share)
+        whole_first = tl.minimum(tl.maximum(whole_first, first), end)
+        whole_end = tl.minimum(tl.maximum(whole_end, whole_first), end)
+
+    top = tl.full((BQ,), float("-inf"), tl.float32)
+    total = tl.full((BQ,), 0.0, tl.float32)
+    acc = tl.full((BQ, BD), 0.0, tl.float32)
+    kv_head = first_head // p.group
+    if p.has_left_edge:
+        acc, total, top = attend(acc, total, top, q_tile, k, v, x, at, head, kv_head, query, first, whole_first, p, True)
+    else:
+        whole_first = first
+    acc, total, top = attend(acc, total, top, q_tile, k, v, x, at, head, kv_head, query, whole_first, whole_end, p, False)
+    if p.has_right_edge:
+        acc, total, top = attend(acc, total, top, q_tile, k, v, x, at, head, kv_head, query, whole_end, end, p, True)
+
+    saw = (total > 0) & is_live
+    acc = acc / tl.where(saw, total, 1.0)[:, None]
+    logsumexp = (top * p.unit + tl.log2(tl.where(saw, total, 1.0))) * LN2
+    if p.may_be_blind:
+        if p.num_splits > 1:
+            logsumexp = tl.where(saw, logsumexp, float("-inf"))
+        else:
+            logsumexp = tl.where(saw, logsumexp, BLIND)
+            if tl.max((is_live & ~saw).to(tl.int32), axis=0) > 0:
+                mean = mean_of_values(v, at, kv_head, p)
+                acc = tl.where(saw[:, None], acc, mean[None, :])
+    acc = tl.where(is_live[:, None], acc, 0.0)
+    part = split.to(tl.int64) * (tl.num_programs(1) // NUM_SETS) + batch
+    out_base = out + part * (p.num_queries * p.num_heads * p.value_dim)
+    store_rows(out_base, array_rows, acc, D, D, BD, is_query)
+    tl.store(lse + (part * p.num_heads + head) * p.num_queries + query, logsumexp, mask=is_query)
+
+
+@triton.jit
+def attend(
+    acc, total, top, q_tile, k, v, x, at, head, kv_head, query, first, end, p: tl.constexpr,
+    at_edge: tl.constexpr,
+):  # fmt: skip
+    """Adds blocks of keys and values to the running softmax.
+
+    Args:
+      acc, total: sums of exp2(p.unit * (logit - top)) times values, and without them.
+      top: the largest logit so far, over p.unit.
+      at_edge: whether pairs may be masked.
+    """
+    H: tl.constexpr = p.head_dim
+    D: tl.constexpr = p.value_dim
+    BH: tl.constexpr = p.block_h
+    BD: tl.constexpr = p.block_d
+    BK: tl.constexpr = p.block_kv
+    k_base = k + (at.batch.to(tl.int64) * p.num_keys * p.num_kv_heads + kv_head) * p.head_dim
+    v_base = v + (at.batch.to(tl.int64) * p.num_keys * p.num_kv_heads + kv_head) * p.value_dim
+    K_STRIDE: tl.constexpr = p.num_kv_heads * p.head_dim
+    V_STRIDE: tl.constexpr = p.num_kv_heads * p.value_dim
+    for block in tl.range(first, end):
+        key = block * BK + tl.arange(0, BK)
+        k_tile = load_rows(k_base, key, K_STRIDE, H, BH, key < at.key_end, at_edge)
+        products = tl.dot(q_tile, tl.trans(k_tile), input_precision=p.precision)
+        s = change(products, x, at, head[:, None], query[:, None], key[None, :], p)
+        if at_edge or p.mask_shape is not None:
+            s = tl.where(visible(x, at, head[:, None], query[:, None], key[None, :], p, at_edge), s, float("-inf"))
+        new_top = tl.maximum(top, tl.max(s, axis=1))
+        shift = new_top * p.unit
+        if at_edge or p.may_be_blind:
+            shift = tl.where(new_top == float("-inf"), 0.0, shift)
+        weights = tl.exp2(s * p.unit - shift[:, None])
+        fade = tl.exp2(top * p.unit - shift)
+        total = total * fade + tl.sum(weights, axis=1)
+        v_tile = load_rows(v_base, key, V_STRIDE, D, BD, key < at.key_end, at_edge)
+        acc = acc * fade[:, None]
+        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision=p.precision)
+        top = new_top
+    return acc, total, top
+
+
+@triton.jit
+def mean_of_values(v, at, kv_head, p: tl.constexpr):
+    """The mean of all values of a head. Padding counts, but for what is not finite."""
+    D: tl.constexpr = p.value_dim
+    BD: tl.constexpr = p.block_d
+    BK: tl.constexpr = p.block_kv
+    V_STRIDE: tl.constexpr = p.num_kv_heads * p.value_dim
+    v_base = v + (at.batch.to(tl.int64) * p.num_keys * p.num_kv_heads + kv_head) * p.value_dim
+    total = tl.full((BD,), 0.0, tl.float32)
+    for first in tl.range(0, p.num_keys, BK):
+        key = first + tl.arange(0, BK)
+        values = load_rows(v_base, key, V_STRIDE, D, BD, key < p.num_keys, True).to(tl.float32)
+        is_counted = (key < at.key_end)[:, None] | (tl.abs(values) < float("inf"))
+        total += tl.sum(tl.where(is_counted, values, 0.0), axis=0)
+    return total / p.num_keys

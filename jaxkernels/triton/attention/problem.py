@@ -1,0 +1,276 @@
+"""An attention as Triton kernels see it: sizes, terms and tiles, all known when a kernel is compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.ops.attention.visibility import (
+    blocks_of,
+    blocks_within,
+    is_known_at_run_time,
+    keys_seen_by_all,
+    keys_seen_by_any,
+    queries_that_see_all,
+    queries_that_see_any,
+    segment_key_blocks,
+    segment_query_blocks,
+)
+from jaxkernels.triton import calls
+
+__all__ = ["LOG2E", "Problem", "check_tiles", "key_ranges", "optional", "query_ranges", "unsupported"]
+
+LOG2E = math.log2(math.e)
+
+_DTYPES = tuple(jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
+#: Kernels count the elements of a batch element in 32 bits.
+_MOST_ELEMENTS = 2**31
+#: The optional operands, in the order in which kernels take them.
+_OPTIONAL = (
+    "bias", "mask", "query_lengths", "key_lengths", "query_segments", "key_segments", "query_offset",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What a kernel is compiled for.
+
+    Attributes:
+      num_queries, num_keys, num_heads, num_kv_heads, head_dim, value_dim: sizes.
+      block_q, block_kv: rows of a tile of logits, and its columns. A row is a query of one head.
+      block_h, block_d: head dimensions, rounded up to powers of two.
+      pack: how many heads share a tile, a divisor of block_q: row r is query r // pack of the tile's head r % pack.
+      unit: factor that takes what `logits` returns to logits in base 2. It is positive.
+      factor: what a product q k^T is multiplied by before that.
+      scale: factor of the logits.
+      soft_cap: logits are soft_cap * tanh(logit / soft_cap), or None.
+      bias_shape, mask_shape: of the operands, or None.
+      left, right: query i sees the keys from i - left to i + right; None leaves a side open.
+      query_lengths, key_lengths, segments, query_offset: whether these operands are given.
+      is_ragged: whether the last block of keys is not whole.
+      ranges_per_batch: whether each batch element has ranges of its own.
+      has_left_edge, has_right_edge: whether blocks before, and behind, those that need no mask are visited. They are
+        blocks of keys, or with `over_queries` blocks of queries.
+      may_be_blind: whether queries may see no key; or only logits that are minus infinity.
+      num_splits: parts of the keys, each a result by itself.
+      precision: of products of float32.
+    """
+
+    num_queries: int
+    num_keys: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    block_q: int
+    block_kv: int
+    block_h: int
+    block_d: int
+    pack: int
+    unit: float
+    factor: float
+    scale: float
+    soft_cap: float | None
+    bias_shape: tuple[int, ...] | None
+    mask_shape: tuple[int, ...] | None
+    left: int | None
+    right: int | None
+    query_lengths: bool
+    key_lengths: bool
+    segments: bool
+    query_offset: bool
+    is_ragged: bool
+    ranges_per_batch: bool
+    has_left_edge: bool
+    has_right_edge: bool
+    may_be_blind: bool
+    num_splits: int
+    precision: str
+
+    @classmethod
+    def of(
+        cls,
+        spec: AttentionSpec,
+        block_q: int,
+        block_kv: int,
+        *,
+        pack: int = 1,
+        num_splits: int = 1,
+        over_queries: bool = False,
+    ) -> Problem:
+        (_, num_queries, num_heads, head_dim), (_, num_keys, num_kv_heads, value_dim) = spec.q.shape, spec.v.shape
+        # The logit's factor is applied with the exponential's subtraction, unless something comes in between.
+        factor, unit = 1.0, spec.scale * LOG2E
+        if spec.bias is not None or spec.soft_cap is not None or spec.scale <= 0:
+            factor, unit = spec.scale, LOG2E
+        if spec.soft_cap is not None:
+            factor, unit = spec.scale / spec.soft_cap, spec.soft_cap * LOG2E
+        band, at_run_time = spec.band, is_known_at_run_time(spec)
+        is_ragged = bool(num_keys % block_kv)
+        before, behind, is_last_ragged = (
+            (band.right, band.left, bool(num_queries % block_q)) if over_queries else (band.left, band.right, is_ragged)
+        )
+        return cls(
+            num_queries=num_queries,
+            num_keys=num_keys,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            block_q=block_q,
+            block_kv=block_kv,
+            block_h=_power_of_two(head_dim),
+            block_d=_power_of_two(value_dim),
+            pack=pack,
+            unit=unit,
+            factor=factor,
+            scale=spec.scale,
+            soft_cap=spec.soft_cap,
+            bias_shape=None if spec.bias is None else spec.bias.shape,
+            mask_shape=None if spec.mask is None else spec.mask.shape,
+            left=band.left,
+            right=band.right,
+            query_lengths=spec.query_lengths,
+            key_lengths=spec.key_lengths,
+            segments=spec.segments,
+            query_offset=spec.query_offset,
+            is_ragged=is_ragged,
+            ranges_per_batch=at_run_time,
+            has_left_edge=before is not None or spec.segments,
+            has_right_edge=behind is not None or is_last_ragged or at_run_time,
+            may_be_blind=band.left is not None or at_run_time or spec.bias is not None or spec.mask is not None,
+            num_splits=num_splits,
+            precision="tf32x3" if spec.q.dtype == jnp.float32 else "tf32",
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """Tiles along the rows of a set of heads."""
+        return -(-self.num_queries * self.pack // self.block_q)
+
+    @property
+    def group(self) -> int:
+        """Query heads for each key head."""
+        return self.num_heads // self.num_kv_heads
+
+
+def _power_of_two(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def unsupported(spec: AttentionSpec) -> str | None:
+    """Why no Triton kernel can compute a pass of this attention, or None."""
+    if reason := calls.unsupported_chip(spec.target):
+        return reason
+    if spec.q.dtype not in _DTYPES or not spec.q.dtype == spec.k.dtype == spec.v.dtype:
+        return f"takes bfloat16, float16 or float32, of one dtype, not {spec.q.dtype}, {spec.k.dtype}, {spec.v.dtype}"
+    if spec.terms:
+        return f"does not handle terms of your own: {', '.join(map(str, spec.terms))}"
+    if max(spec.q.shape[3], spec.v.shape[3]) > 256:
+        return f"handles head dimensions up to 256, got {spec.q.shape[3]} and {spec.v.shape[3]}"
+    arrays = {name: x.shape for name, x in (("q", spec.q), ("k", spec.k), ("v", spec.v))}
+    arrays |= {name: x.shape for name, x in (("bias", spec.bias), ("mask", spec.mask)) if x is not None}
+    if not all(isinstance(size, int) for shape in arrays.values() for size in shape):
+        return "needs static shapes"
+    if any(0 in shape for shape in arrays.values()):
+        return "has no work in an empty attention"
+    for name, shape in arrays.items():
+        if math.prod(shape[1:]) >= _MOST_ELEMENTS:
+            return f"counts the elements of a batch element in 32 bits, {name} has {math.prod(shape[1:])}"
+    return calls.missing()
+
+
+def optional(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> list[jax.Array]:
+    """The optional operands as kernels take them. For those not given stands q, which is not read as such."""
+    return [named.get(name, named["q"]) for name in _OPTIONAL]
+
+
+# Which blocks a kernel visits.
+
+
+def key_ranges(
+    spec: AttentionSpec, p: Problem, named: Mapping[str, jax.Array]
+) -> Int32[Array, "b blocks 4"]:
+    """For each tile along the rows, the blocks of keys that it visits: the first, the first and the end of those that
+    need no mask, and the end. The batch axis has size 1 where all elements have the same ranges.
+    """
+    offset = named.get("query_offset", 0)
+    first_row = jnp.arange(p.num_blocks, dtype=jnp.int32) * p.block_q
+    last_row = jnp.minimum(first_row + p.block_q, p.num_queries * p.pack) - 1
+    start, end = first_row // p.pack + offset, last_row // p.pack + 1 + offset
+    start, end, key_end = _per_batch(p, named, start, end)
+    any_keys = keys_seen_by_any(spec, start, end, key_end)
+    all_keys = keys_seen_by_all(spec, start, end, key_end)
+    if p.query_lengths:  # Padding alone visits nothing; beside others it is not masked: it is set to zero at the end.
+        query_end = named["query_lengths"][:, None]
+        any_keys = any_keys[0], jnp.where(start < query_end, any_keys[1], 0)
+    spans = None
+    if p.segments:
+        spans = segment_key_blocks(spec, p.block_q // p.pack, p.block_kv, _ids(named))
+    return _ranges(any_keys, all_keys, p.block_kv, spans, jnp.broadcast_shapes(jnp.shape(start), jnp.shape(key_end)))
+
+
+def query_ranges(
+    spec: AttentionSpec, p: Problem, named: Mapping[str, jax.Array]
+) -> Int32[Array, "b blocks 4"]:
+    """For each block of keys, the blocks of queries that it visits, like `key_ranges`. `pack` must be 1."""
+    offset = named.get("query_offset", 0)
+    start = jnp.arange(-(-p.num_keys // p.block_kv), dtype=jnp.int32) * p.block_kv
+    end = jnp.minimum(start + p.block_kv, p.num_keys)
+    start, end, key_end = _per_batch(p, named, start, end)
+    query_end = jnp.asarray(p.num_queries + offset, jnp.int32)
+    if p.query_lengths:
+        query_end = jnp.clip(named["query_lengths"], 0, query_end)[:, None]
+    see_any = queries_that_see_any(spec, start, end, offset, query_end)
+    see_all = queries_that_see_all(spec, start, end, offset, query_end)
+    visited = start < key_end
+    see_any = see_any[0] - offset, jnp.where(visited, see_any[1] - offset, 0)
+    see_all = see_all[0] - offset, see_all[1] - offset
+    spans = segment_query_blocks(spec, p.block_q, p.block_kv, _ids(named)) if p.segments else None
+    shape = jnp.broadcast_shapes(jnp.shape(start), jnp.shape(query_end))
+    return _ranges(see_any, see_all, p.block_q, spans, shape)
+
+
+def _per_batch(p: Problem, named: Mapping[str, Any], start: Any, end: Any) -> tuple[Any, Any, Any]:
+    """Ranges with a batch axis, and the end of keys."""
+    key_end = jnp.full((1, 1), p.num_keys, jnp.int32)
+    if p.key_lengths:
+        key_end = jnp.clip(named["key_lengths"], 0, p.num_keys)[:, None]
+    return start[None], end[None], key_end
+
+
+def _ids(named: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: named[name] for name in _OPTIONAL[2:] if name in named}
+
+
+def _ranges(
+    some: tuple[Any, Any], every: tuple[Any, Any], block: int, spans: jax.Array | None, shape: Sequence[int]
+) -> jax.Array:
+    some = tuple(jnp.maximum(x, 0) for x in some)
+    every = tuple(jnp.maximum(x, 0) for x in every)
+    first, end = blocks_of(*some, block)
+    whole_first, whole_end = blocks_within(*every, block)
+    if spans is not None:
+        first, end = jnp.maximum(first, spans[..., 0]), jnp.minimum(end, spans[..., 1])
+        whole_first, whole_end = jnp.maximum(whole_first, spans[..., 2]), jnp.minimum(whole_end, spans[..., 3])
+        shape = jnp.broadcast_shapes(shape, spans.shape[:2])
+    first = jnp.minimum(first, end)
+    whole_first = jnp.clip(whole_first, first, end)
+    whole_end = jnp.clip(whole_end, whole_first, end)
+    columns = (first, whole_first, whole_end, end)
+    return jnp.stack([jnp.broadcast_to(x, shape) for x in columns], axis=-1).astype(jnp.int32)
+
+
+def check_tiles(label: str, **sizes: int) -> None:
+    """Raises ValueError unless each size is a power of two of at least 16."""
+    for name, size in sizes.items():
+        if size < 16 or size & (size - 1):
+            raise ValueError(f"{label}: {name} must be a power of two of at least 16; got {size}.")
+

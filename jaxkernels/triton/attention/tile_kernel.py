@@ -1,0 +1,192 @@
+"""What the Triton kernels of attention share: a tile of rows, of keys, of logits.
+
+A tile of logits has a place for each pair of a row and a key. Rows are queries, and where heads are packed, queries of
+several heads. Helpers take indices that broadcast to the tile: rows as (block_q, 1) and keys as (1, block_kv), or both
+the other way round where keys are the rows of a product.
+"""
+
+# Triton compiles these functions; pyright does not know its types of values in kernels.
+# pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportReturnType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Extras(NamedTuple):
+    """Pointers to the optional operands. Those that are not given are not read."""
+
+    bias: Any
+    mask: Any
+    query_lengths: Any
+    key_lengths: Any
+    query_segments: Any
+    key_segments: Any
+    query_offset: Any
+
+
+class Place(NamedTuple):
+    """Where the tiles of a program are.
+
+    Attributes:
+      batch: index of the batch element.
+      offset: position of the first query in its sequence.
+      query_end: position from which on queries are padding.
+      key_end: index from which on keys are padding.
+    """
+
+    batch: Any
+    offset: Any
+    query_end: Any
+    key_end: Any
+
+
+@triton.jit
+def place_of(batch, extras, p: tl.constexpr):
+    """The place of a program that works on a batch element."""
+    offset = batch * 0
+    if p.query_offset:
+        offset = tl.load(extras.query_offset)
+    query_end = offset + p.num_queries
+    if p.query_lengths:
+        query_end = tl.minimum(query_end, tl.load(extras.query_lengths + batch))
+    key_end = batch * 0 + p.num_keys
+    if p.key_lengths:
+        key_end = tl.minimum(key_end, tl.load(extras.key_lengths + batch))
+    return Place(batch, offset, query_end, key_end)
+
+
+@triton.jit
+def load_ranges(ranges, batch, block, num_blocks: tl.constexpr, p: tl.constexpr):
+    """The first block that is visited, the first and the end of those that need no mask, and the end."""
+    row = block
+    if p.ranges_per_batch:
+        row += batch * num_blocks
+    first = tl.load(ranges + 4 * row)
+    whole_first = tl.load(ranges + 4 * row + 1)
+    whole_end = tl.load(ranges + 4 * row + 2)
+    end = tl.load(ranges + 4 * row + 3)
+    return first, whole_first, whole_end, end
+
+
+@triton.jit
+def load_rows(base, rows, stride: tl.constexpr, size: tl.constexpr, block: tl.constexpr, is_inside, checks: tl.constexpr):
+    """Loads rows of an array: (rows, block). Columns from `size` on are zero.
+
+    Args:
+      base: pointer to the first row.
+      rows: (n,) indices.
+      stride: elements from a row to the next.
+      is_inside: (n,) which rows to load, if `checks`; zeros for the others.
+    """
+    columns = tl.arange(0, block)
+    pointers = base + rows[:, None] * stride + columns[None, :]
+    if checks:
+        if size == block:
+            return tl.load(pointers, mask=is_inside[:, None], other=0.0)
+        return tl.load(pointers, mask=is_inside[:, None] & (columns < size)[None, :], other=0.0)
+    if size == block:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=(columns < size)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(base, rows, values, stride: tl.constexpr, size: tl.constexpr, block: tl.constexpr, is_inside):
+    """Stores the first `size` columns of (rows, block) values where `is_inside`."""
+    columns = tl.arange(0, block)
+    pointers = base + rows[:, None] * stride + columns[None, :]
+    inside = is_inside[:, None] & (columns < size)[None, :]
+    tl.store(pointers, values.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_pairs(base, shape: tl.constexpr, at, head, query, key, is_inside):
+    """Values of a bias or a mask of this shape, in which axes of size 1 stand for any, at pairs of a query and a key."""
+    if shape[0] > 1:
+        base += at.batch.to(tl.int64) * (shape[1] * shape[2] * shape[3])
+    places = head * 0
+    if shape[1] > 1:
+        places += head * (shape[2] * shape[3])
+    if shape[2] > 1:
+        places = places + query * shape[3]
+        is_inside = is_inside & (query < shape[2])
+    if shape[3] > 1:
+        places = places + key
+        is_inside = is_inside & (key < shape[3])
+    return tl.load(base + places, mask=is_inside, other=0)
+
+
+@triton.jit
+def tanh(x):
+    """The hyperbolic tangent. Near zero a polynomial keeps its relative error below 1e-6."""
+    square = x * x
+    near = x * (1 + square * (-0.33333334 + square * (0.13333334 - 0.053968254 * square)))
+    far = 1 - 2 / (tl.exp2(2.8853900817779268 * x) + 1)
+    return tl.where(square < 0.01, near, far)
+
+
+@triton.jit
+def change(products, x, at, head, query, key, p: tl.constexpr):
+    """Logits over p.unit, from products of queries and keys: scale, bias and soft cap.
+
+    Args:
+      x, at: the program's `Extras` and `Place`.
+      head, query, key: indices that broadcast to the tile.
+    """
+    s = products
+    if p.factor != 1.0:
+        if p.bias_shape is None:
+            s = s * p.factor
+    if p.bias_shape is not None:
+        BIAS: tl.constexpr = p.bias_shape
+        bias = load_pairs(x.bias, BIAS, at, head, query, key, head >= 0).to(tl.float32)
+        s = s * p.scale + bias
+        if p.soft_cap is not None:
+            s = s / p.soft_cap
+    if p.soft_cap is not None:
+        s = tanh(s)
+    return s
+
+
+@triton.jit
+def slope(gradient, s, p: tl.constexpr):
+    """Takes a gradient of the logits to before the soft cap.
+
+    Args:
+      s: what `change` returned.
+    """
+    if p.soft_cap is not None:
+        gradient = gradient * (1 - s * s)
+    return gradient
+
+
+@triton.jit
+def visible(x, at, head, query, key, p: tl.constexpr, at_edge: tl.constexpr):
+    """Which pairs of a query and a key see each other.
+
+    Args:
+      query: index, without the offset.
+      at_edge: whether the tile may have masked pairs besides those of the dense mask.
+    """
+    seen = (query < p.num_queries) & (key < p.num_keys)
+    if p.mask_shape is not None:
+        MASK: tl.constexpr = p.mask_shape
+        seen = seen & (load_pairs(x.mask, MASK, at, head, query, key, head >= 0) != 0)
+    if at_edge:
+        position = query + at.offset
+        seen = seen & (key < at.key_end)
+        if p.right is not None:
+            seen = seen & (key <= position + p.right)
+        if p.left is not None:
+            seen = seen & (key >= position - p.left)
+        if p.segments:
+            queries = tl.load(
+                x.query_segments + at.batch * p.num_queries + query, mask=query < p.num_queries, other=0
+            )
+            keys = tl.load(x.key_segments + at.batch * p.num_keys + key, mask=key < p.num_keys, other=0)
+            seen = seen & (queries == keys)
+    return seen
