@@ -72,6 +72,7 @@ OPERATIONS: dict[str, Operation] = {
         {
             "attention_forward": {
                 "pallas": Entry(("jaxkernels.pallas.attention.forward",), _CUDA),
+                "triton": Entry(("jaxkernels.triton.attention.forward",), _CUDA, is_exportable=False),
                 "xla": Entry(("jaxkernels.ops.attention.reference_forward",)),
             },
             "attention_backward": {
@@ -83,9 +84,13 @@ OPERATIONS: dict[str, Operation] = {
                     ),
                     _CUDA,
                 ),
+                "triton": Entry(("jaxkernels.triton.attention.backward",), _CUDA, is_exportable=False),
                 "xla": Entry(("jaxkernels.ops.attention.reference_backward",)),
             },
-            "attention_tangent": {"xla": Entry(("jaxkernels.ops.attention.reference_tangent",))},
+            "attention_tangent": {
+                "triton": Entry(("jaxkernels.triton.attention.tangent",), _CUDA, is_exportable=False),
+                "xla": Entry(("jaxkernels.ops.attention.reference_tangent",)),
+            },
         },
     ),
 }

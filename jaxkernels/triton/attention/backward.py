@@ -101,6 +101,7 @@ _KEYS_TILES = tuple(
         (
             (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2),
             (64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 1), (16, 64, 8, 1), (16, 64, 4, 1), (32, 32, 4, 1),
+            (16, 32, 4, 1), (16, 16, 4, 1),
         ),
     )
 )  # fmt: skip
@@ -110,10 +111,11 @@ _QUERIES_TILES = tuple(
         (
             (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2),
             (64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1), (64, 16, 8, 1), (64, 16, 4, 1), (32, 32, 4, 1),
+            (32, 16, 4, 1), (16, 16, 4, 1),
         ),
     )
 )  # fmt: skip
-_BIAS_TILES = tuple(itertools.starmap(_Tile, ((64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1))))
+_BIAS_TILES = tuple(itertools.starmap(_Tile, ((64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))))
 #: How many tiles of each kernel, the fastest by the model, are worth measuring.
 _MEASURED = 4
 
@@ -179,9 +181,7 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
     return [*gradients, _bias(spec, named, lse, delta)] if spec.bias_gradient else gradients
 
 
-def _sums(
-    spec: AttentionSpec, named: Mapping[str, jax.Array]
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+def _sums(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """The logsumexp and delta, (B, N, T) each, as kernels take them; and what queries that see no key add to dv."""
     out, dout, lse = named["out"].astype(jnp.float32), named["dout"].astype(jnp.float32), named["lse"]
     is_query = queries_inside(spec, dict(named))[:, :, None, None] if spec.query_lengths else None

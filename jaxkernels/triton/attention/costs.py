@@ -29,8 +29,8 @@ __all__ = [
     "work_of",
 ]
 
-#: Registers of a thread for accumulators and operands. With more, ptxas spills.
-_MOST_REGISTERS = 184
+#: Registers of a thread for accumulators, logits and operands, on Hopper and on others. With more, ptxas spills.
+_MOST_REGISTERS = 215, 172
 _REGISTERS_OF_SM = 65536
 _WARPS_OF_SM = 48
 #: Shared memory that a program takes beside its tiles, and that the driver takes of each.
@@ -115,42 +115,47 @@ def padded(size: int) -> int:
 def work_of(kernel: str, spec: AttentionSpec) -> Work:
     """The work of a kernel: "forward", "tangent", "dkv", "dq" or "dbias"."""
     h, d = padded(spec.q.shape[3]), padded(spec.v.shape[3])
+    logits = 2.5 if spec.target.is_hopper else 2.0
     return {
-        "forward": Work(held=d, kept=h, streamed=h + d, products=h + d),
-        "tangent": Work(held=d, kept=2 * h, streamed=2 * (h + d), products=2 * (h + d), logits=2),
-        "dkv": Work(held=h + d, kept=h + d, streamed=h + d, products=2 * (h + d), rows="kv", logits=1.5),
-        "dq": Work(held=h, kept=h + d, streamed=h + d, products=2 * h + d, logits=1.5),
-        "dbias": Work(held=0, kept=0, streamed=2 * (h + d), products=h + d, logits=2.5),
+        "forward": Work(held=d, kept=h, streamed=h + d, products=h + d, logits=2.0),
+        "tangent": Work(held=d, kept=2 * h, streamed=2 * (h + d), products=3 * h + 2 * d, logits=1 + logits),
+        "dkv": Work(held=h + d, kept=h + d, streamed=h + d, products=2 * (h + d), rows="kv", logits=logits),
+        "dq": Work(held=h, kept=h + d, streamed=h + d, products=2 * h + d, logits=logits),
+        "dbias": Work(held=0, kept=0, streamed=2 * (h + d), products=h + d, logits=1 + logits),
     }[kernel]
 
 
 def shared_bytes(spec: AttentionSpec, work: Work, tile: Tile) -> int:
-    """Shared memory of a program, bytes; not less than Triton takes, by compiling (tests)."""
+    """Shared memory of a program, bytes: at least what Triton takes (tests compile the kernels)."""
     rows, step = (tile.block_q, tile.block_kv) if work.rows == "q" else (tile.block_kv, tile.block_q)
-    columns = rows * work.kept + max(1, tile.num_stages) * step * work.streamed
-    return columns * spec.q.dtype.itemsize + tile.block_q * tile.block_kv * spec.q.dtype.itemsize + _OTHER_SMEM
+    kept, streamed, logits = rows * work.kept, step * work.streamed, tile.block_q * tile.block_kv
+    if spec.target.is_hopper:  # Operands of wgmma stay in shared memory, logits in registers.
+        elements = kept + tile.num_stages * streamed
+    else:
+        elements = max(kept + max(1, tile.num_stages - 1) * streamed + logits, tile.num_stages * streamed)
+    return elements * spec.q.dtype.itemsize + _OTHER_SMEM
 
 
 def registers(spec: AttentionSpec, work: Work, tile: Tile) -> float:
-    """Registers of a thread that hold accumulators and operands."""
+    """Registers of a thread that hold accumulators, logits and, but on Hopper, operands."""
     rows = tile.block_q if work.rows == "q" else tile.block_kv
-    threads = 32 * tile.num_warps
-    count = rows * work.held + work.logits * tile.block_q * tile.block_kv
-    if not spec.target.is_hopper:  # There operands of products are read from shared memory.
-        count += rows * work.kept * spec.q.dtype.itemsize / 8
-    return count / threads
+    kept = 0 if spec.target.is_hopper else rows * work.kept * spec.q.dtype.itemsize / 8
+    return (rows * work.held + work.logits * tile.block_q * tile.block_kv + kept) / (32 * tile.num_warps)
 
 
 def fits(spec: AttentionSpec, kernel: str, tile: Tile) -> bool:
     """Whether a tile fits the chip, and has work for each of its warps."""
     work = work_of(kernel, spec)
     rows = tile.block_q if work.rows == "q" else tile.block_kv
-    if rows < 16 * min(tile.num_warps, 4) and rows > 16:
+    if 16 < rows < 16 * min(tile.num_warps, 4):
         return False
-    if tile.num_warps > 4 and rows < 16 * tile.num_warps:
-        return False
-    smem = spec.target.smem_bytes or 101376
-    return shared_bytes(spec, work, tile) <= smem and registers(spec, work, tile) <= _MOST_REGISTERS
+    most = _MOST_REGISTERS[0 if spec.target.is_hopper else 1]
+    return shared_bytes(spec, work, tile) <= smem_of(spec.target) and registers(spec, work, tile) <= most
+
+
+def smem_of(chip: Chip) -> int:
+    """Shared memory of a block; of a chip that does not say, the least that any has."""
+    return chip.smem_bytes or 101376
 
 
 def is_filled(rows: int, block: int) -> bool:
@@ -234,7 +239,7 @@ def _share(chip: Chip, rows: int, pairs: int) -> float:
 
 def _fitting(spec: AttentionSpec, work: Work, tile: Tile) -> int:
     """Programs that an SM holds at once."""
-    smem = (spec.target.smem_bytes or 101376) + _OTHER_SMEM
+    smem = smem_of(spec.target) + _OTHER_SMEM
     threads = 32 * tile.num_warps
     count = min(255.0, registers(spec, work, tile) + 56)
     return max(1, min(smem // shared_bytes(spec, work, tile), int(_REGISTERS_OF_SM // (count * threads)), 8))

@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxkernels.core.arguments import check_fields
 from jaxkernels.core.types import ArrayType
+from jaxkernels.ops.attention.blind import mean_of_values
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.visibility import may_see_nothing, queries_inside
 from jaxkernels.triton import calls
@@ -77,11 +78,15 @@ _TILES = (
     (64, 64, 4, 3),
     (64, 64, 4, 2),
     (64, 32, 4, 2),
+    (64, 64, 8, 2),
+    (64, 32, 8, 2),
     (32, 64, 4, 2),
     (32, 32, 4, 2),
     (16, 128, 4, 3),
     (16, 64, 4, 3),
     (16, 32, 4, 2),
+    (32, 16, 4, 1),
+    (16, 16, 4, 1),
 )
 
 
@@ -142,9 +147,7 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
     return list(results) if config.num_splits == 1 else _combined(spec, named, *results)
 
 
-def _combined(
-    spec: AttentionSpec, named: dict[str, jax.Array], outs: jax.Array, lses: jax.Array
-) -> list[jax.Array]:
+def _combined(spec: AttentionSpec, named: dict[str, jax.Array], outs: jax.Array, lses: jax.Array) -> list[jax.Array]:
     """Combines the results of parts of the keys.
 
     Args:
@@ -158,11 +161,7 @@ def _combined(
     shares = weights / jnp.where(total > 0, total, 1)
     out = (outs * jnp.swapaxes(shares, 2, 3)[..., None]).sum(axis=0)
     if spec.query_lengths or may_see_nothing(spec) or spec.bias is not None:
-        v = named["v"].astype(jnp.float32)
-        if spec.key_lengths:
-            is_key = (jnp.arange(v.shape[1]) < named["key_lengths"][:, None])[:, :, None, None]
-            v = jnp.where(is_key | jnp.isfinite(v), v, 0)
-        mean = jnp.repeat(v.mean(axis=1), spec.group_size, axis=1)[:, None]
+        mean = mean_of_values(spec, named["v"], named)
         out = jnp.where(jnp.swapaxes(total > 0, 1, 2)[..., None], out, mean)
     if spec.query_lengths:
         out = jnp.where(queries_inside(spec, named)[:, :, None, None], out, 0)

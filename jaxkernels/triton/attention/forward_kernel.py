@@ -69,10 +69,14 @@ def forward(
     acc = tl.full((BQ, BD), 0.0, tl.float32)
     kv_head = first_head // p.group
     if p.has_left_edge:
-        acc, total, top = attend(acc, total, top, q_tile, k, v, x, at, head, kv_head, query, first, whole_first, p, True)
+        acc, total, top = attend(
+            acc, total, top, q_tile, k, v, x, at, head, kv_head, query, first, whole_first, p, True
+        )
     else:
         whole_first = first
-    acc, total, top = attend(acc, total, top, q_tile, k, v, x, at, head, kv_head, query, whole_first, whole_end, p, False)
+    acc, total, top = attend(
+        acc, total, top, q_tile, k, v, x, at, head, kv_head, query, whole_first, whole_end, p, False
+    )
     if p.has_right_edge:
         acc, total, top = attend(acc, total, top, q_tile, k, v, x, at, head, kv_head, query, whole_end, end, p, True)
 

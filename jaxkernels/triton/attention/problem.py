@@ -195,9 +195,7 @@ def optional(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> list[jax.Ar
 # Which blocks a kernel visits.
 
 
-def key_ranges(
-    spec: AttentionSpec, p: Problem, named: Mapping[str, jax.Array]
-) -> Int32[Array, "b blocks 4"]:
+def key_ranges(spec: AttentionSpec, p: Problem, named: Mapping[str, jax.Array]) -> Int32[Array, "b blocks 4"]:
     """For each tile along the rows, the blocks of keys that it visits: the first, the first and the end of those that
     need no mask, and the end. The batch axis has size 1 where all elements have the same ranges.
     """
@@ -217,9 +215,7 @@ def key_ranges(
     return _ranges(any_keys, all_keys, p.block_kv, spans, jnp.broadcast_shapes(jnp.shape(start), jnp.shape(key_end)))
 
 
-def query_ranges(
-    spec: AttentionSpec, p: Problem, named: Mapping[str, jax.Array]
-) -> Int32[Array, "b blocks 4"]:
+def query_ranges(spec: AttentionSpec, p: Problem, named: Mapping[str, jax.Array]) -> Int32[Array, "b blocks 4"]:
     """For each block of keys, the blocks of queries that it visits, like `key_ranges`. `pack` must be 1."""
     offset = named.get("query_offset", 0)
     start = jnp.arange(-(-p.num_keys // p.block_kv), dtype=jnp.int32) * p.block_kv
@@ -273,4 +269,3 @@ def check_tiles(label: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if size < 16 or size & (size - 1):
             raise ValueError(f"{label}: {name} must be a power of two of at least 16; got {size}.")
-

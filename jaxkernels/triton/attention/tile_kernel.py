@@ -74,7 +74,9 @@ def load_ranges(ranges, batch, block, num_blocks: tl.constexpr, p: tl.constexpr)
 
 
 @triton.jit
-def load_rows(base, rows, stride: tl.constexpr, size: tl.constexpr, block: tl.constexpr, is_inside, checks: tl.constexpr):
+def load_rows(
+    base, rows, stride: tl.constexpr, size: tl.constexpr, block: tl.constexpr, is_inside, checks: tl.constexpr
+):
     """Loads rows of an array: (rows, block). Columns from `size` on are zero.
 
     Args:
@@ -184,9 +186,7 @@ def visible(x, at, head, query, key, p: tl.constexpr, at_edge: tl.constexpr):
         if p.left is not None:
             seen = seen & (key >= position - p.left)
         if p.segments:
-            queries = tl.load(
-                x.query_segments + at.batch * p.num_queries + query, mask=query < p.num_queries, other=0
-            )
+            queries = tl.load(x.query_segments + at.batch * p.num_queries + query, mask=query < p.num_queries, other=0)
             keys = tl.load(x.key_segments + at.batch * p.num_keys + key, mask=key < p.num_keys, other=0)
             seen = seen & (queries == keys)
     return seen
