@@ -32,7 +32,6 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxkernels.ops.attention.blind import mean_gradient
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.visibility import keys_inside, may_see_nothing, queries_inside
 from jaxkernels.pallas.attention.limits import pad_heads, padded_head_dims

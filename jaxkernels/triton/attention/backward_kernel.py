@@ -237,7 +237,7 @@ def biases(
         for j in range(num_heads):
             for block in range(num_q):
                 q_block = first_q + block
-                first, whole_first, whole_end, end = load_ranges(ranges, batch, q_block, NUM_Q, p)
+                first, _, _, end = load_ranges(ranges, batch, q_block, NUM_Q, p)
                 low, high = tl.maximum(first, first_kv), tl.minimum(end, first_kv + num_kv)
                 acc = add_pairs(acc, q, k, v, dout, lse, delta, x, at, first_head + j, q_block, low, high, p)
     query = first_q * BQ + tl.arange(0, BQ)

@@ -15,12 +15,13 @@ from jaxkernels.core.hardware import Chip
 from jaxkernels.ops.attention.spec import AttentionSpec
 
 __all__ = [
-    "bytes_of",
-    "combine_seconds",
     "Tile",
+    "bytes_of",
     "check_schedule",
+    "combine_seconds",
     "fits",
     "is_filled",
+    "measured_tile",
     "packed_heads",
     "rates",
     "seconds",
@@ -156,6 +157,24 @@ def fits(spec: AttentionSpec, kernel: str, tile: Tile) -> bool:
 def smem_of(chip: Chip) -> int:
     """Shared memory of a block; of a chip that does not say, the least that any has."""
     return chip.smem_bytes or 101376
+
+
+#: Tiles that were fastest on an H200, 2026-11-25: kernel -> the padded head dimension up to which they are -> tile, and
+#: where it differs the tile without a mask. (block_q, block_kv, num_warps, num_stages).
+_MEASURED: dict[str, dict[int, tuple[tuple[int, int, int, int], ...]]] = {
+    "forward": {64: ((64, 64, 4, 3),), 128: ((64, 64, 4, 3), (128, 64, 8, 3)), 256: ((128, 64, 8, 2),)},
+    "dkv": {64: ((64, 64, 4, 2), (32, 64, 4, 2)), 128: ((64, 64, 4, 2),), 256: ((64, 64, 8, 2),)},
+    "dq": {64: ((64, 64, 4, 2), (128, 64, 8, 3)), 128: ((128, 64, 8, 3),), 256: ((64, 64, 4, 2),)},
+}
+
+
+def measured_tile(spec: AttentionSpec, kernel: str) -> tuple[int, int, int, int] | None:
+    """The tile that was measured fastest for problems like this one, or None: on other chips the model chooses."""
+    if not spec.target.is_hopper or spec.q.dtype.itemsize != 2 or kernel not in _MEASURED:
+        return None
+    widest = max(padded(spec.q.shape[3]), padded(spec.v.shape[3]))
+    tiles = next(tiles for limit, tiles in _MEASURED[kernel].items() if widest <= limit)
+    return tiles[-1] if not spec.mask_terms else tiles[0]
 
 
 def is_filled(rows: int, block: int) -> bool:

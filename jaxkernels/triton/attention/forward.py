@@ -28,7 +28,7 @@ from jaxkernels.triton import calls
 from jaxkernels.triton.attention import costs
 from jaxkernels.triton.attention.problem import Problem, check_tiles, key_ranges, optional, unsupported
 
-__all__ = ["VERSION", "Config", "estimate", "run", "search_space", "unsupported"]
+__all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
 VERSION = 1
 
@@ -100,6 +100,15 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
                 packed = dataclasses.replace(tile, pack=pack)
                 for num_splits in costs.splits(spec, _programs(spec, packed), -(-spec.k.shape[1] // tile.block_kv)):
                     yield dataclasses.replace(packed, num_splits=num_splits)
+
+
+def shortlist(spec: AttentionSpec) -> Iterator[Config]:
+    """Where there are enough queries for a measured tile, that tile; else the search space."""
+    tile = costs.measured_tile(spec, "forward")
+    for config in search_space(spec):
+        is_measured = tile == (config.block_q, config.block_kv, config.num_warps, config.num_stages)
+        if tile is None or spec.q.shape[1] < tile[0] or (is_measured and config.pack == 1):
+            yield config
 
 
 def _programs(spec: AttentionSpec, config: Config) -> int:

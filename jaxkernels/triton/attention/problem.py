@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -212,7 +212,7 @@ def key_ranges(spec: AttentionSpec, p: Problem, named: Mapping[str, jax.Array]) 
     spans = None
     if p.segments:
         spans = segment_key_blocks(spec, p.block_q // p.pack, p.block_kv, _ids(named))
-    return _ranges(any_keys, all_keys, p.block_kv, spans, jnp.broadcast_shapes(jnp.shape(start), jnp.shape(key_end)))
+    return _ranges(any_keys, all_keys, p.block_kv, spans, p.num_blocks)
 
 
 def query_ranges(spec: AttentionSpec, p: Problem, named: Mapping[str, jax.Array]) -> Int32[Array, "b blocks 4"]:
@@ -230,8 +230,7 @@ def query_ranges(spec: AttentionSpec, p: Problem, named: Mapping[str, jax.Array]
     see_any = see_any[0] - offset, jnp.where(visited, see_any[1] - offset, 0)
     see_all = see_all[0] - offset, see_all[1] - offset
     spans = segment_query_blocks(spec, p.block_q, p.block_kv, _ids(named)) if p.segments else None
-    shape = jnp.broadcast_shapes(jnp.shape(start), jnp.shape(query_end))
-    return _ranges(see_any, see_all, p.block_q, spans, shape)
+    return _ranges(see_any, see_all, p.block_q, spans, start.shape[1])
 
 
 def _per_batch(p: Problem, named: Mapping[str, Any], start: Any, end: Any) -> tuple[Any, Any, Any]:
@@ -247,21 +246,20 @@ def _ids(named: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _ranges(
-    some: tuple[Any, Any], every: tuple[Any, Any], block: int, spans: jax.Array | None, shape: Sequence[int]
-) -> jax.Array:
-    some = tuple(jnp.maximum(x, 0) for x in some)
-    every = tuple(jnp.maximum(x, 0) for x in every)
+    some: tuple[Any, Any], every: tuple[Any, Any], block: int, spans: jax.Array | None, num_rows: int
+) -> Int32[Array, "b blocks 4"]:
+    """Ranges of elements -> ranges of blocks, within the spans that segments leave."""
+    some, every = (tuple(jnp.maximum(x, 0) for x in pair) for pair in (some, every))
     first, end = blocks_of(*some, block)
     whole_first, whole_end = blocks_within(*every, block)
     if spans is not None:
         first, end = jnp.maximum(first, spans[..., 0]), jnp.minimum(end, spans[..., 1])
         whole_first, whole_end = jnp.maximum(whole_first, spans[..., 2]), jnp.minimum(whole_end, spans[..., 3])
-        shape = jnp.broadcast_shapes(shape, spans.shape[:2])
     first = jnp.minimum(first, end)
     whole_first = jnp.clip(whole_first, first, end)
     whole_end = jnp.clip(whole_end, whole_first, end)
-    columns = (first, whole_first, whole_end, end)
-    return jnp.stack([jnp.broadcast_to(x, shape) for x in columns], axis=-1).astype(jnp.int32)
+    ranges = jnp.stack(jnp.broadcast_arrays(first, whole_first, whole_end, end), axis=-1).astype(jnp.int32)
+    return jnp.broadcast_to(ranges, (ranges.shape[0], num_rows, 4))
 
 
 def check_tiles(label: str, **sizes: int) -> None:

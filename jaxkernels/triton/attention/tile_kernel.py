@@ -140,9 +140,8 @@ def change(products, x, at, head, query, key, p: tl.constexpr):
       head, query, key: indices that broadcast to the tile.
     """
     s = products
-    if p.factor != 1.0:
-        if p.bias_shape is None:
-            s = s * p.factor
+    if p.factor != 1.0 and p.bias_shape is None:
+        s = s * p.factor
     if p.bias_shape is not None:
         BIAS: tl.constexpr = p.bias_shape
         bias = load_pairs(x.bias, BIAS, at, head, query, key, head >= 0).to(tl.float32)
