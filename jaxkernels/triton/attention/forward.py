@@ -138,7 +138,7 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
         )
     named = spec.named("attention_forward", operands)
     p = Problem.of(spec, config.block_q, config.block_kv, pack=config.pack, num_splits=config.num_splits)
-    batch, num_queries, num_heads, _ = spec.q.shape
+    batch, _, num_heads, _ = spec.q.shape
     out, lse = spec.results("attention_forward")
     if config.num_splits > 1:
         out = ArrayType((config.num_splits, *out.shape), np.dtype(np.float32))

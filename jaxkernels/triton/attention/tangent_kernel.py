@@ -58,19 +58,19 @@ def tangent(
     total = tl.full((BQ,), 0.0, tl.float32)
     if p.has_left_edge:
         acc, total = follow(
-            acc, total, q_tile, q_dot_tile, top, k, v, k_dot, v_dot, bias_dot, x, at, head, query, first, whole_first, p,
-            True,
+            acc, total, q_tile, q_dot_tile, top, k, v, k_dot, v_dot, bias_dot, x, at, head, query, first, whole_first,
+            p, True,
         )  # fmt: skip
     else:
         whole_first = first
     acc, total = follow(
-        acc, total, q_tile, q_dot_tile, top, k, v, k_dot, v_dot, bias_dot, x, at, head, query, whole_first, whole_end, p,
-        False,
+        acc, total, q_tile, q_dot_tile, top, k, v, k_dot, v_dot, bias_dot, x, at, head, query, whole_first, whole_end,
+        p, False,
     )  # fmt: skip
     if p.has_right_edge:
         acc, total = follow(
-            acc, total, q_tile, q_dot_tile, top, k, v, k_dot, v_dot, bias_dot, x, at, head, query, whole_end, end, p,
-            True,
+            acc, total, q_tile, q_dot_tile, top, k, v, k_dot, v_dot, bias_dot, x, at, head, query, whole_end, end,
+            p, True,
         )  # fmt: skip
     store_rows(weighted + row * p.value_dim, query, acc, O_STRIDE, D, BD, query < p.num_queries)
     tl.store(lse_dot + sums + query, total, mask=query < p.num_queries)

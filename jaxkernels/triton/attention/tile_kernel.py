@@ -107,7 +107,7 @@ def store_rows(base, rows, values, stride: tl.constexpr, size: tl.constexpr, blo
 
 @triton.jit
 def load_pairs(base, shape: tl.constexpr, at, head, query, key, is_inside):
-    """Values of a bias or a mask of this shape, in which axes of size 1 stand for any, at pairs of a query and a key."""
+    """Values of a bias or a mask of this shape at pairs of a query and a key. An axis of size 1 stands for any size."""
     if shape[0] > 1:
         base += at.batch.to(tl.int64) * (shape[1] * shape[2] * shape[3])
     places = head * 0
