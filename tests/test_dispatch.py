@@ -299,9 +299,10 @@ def test_target_of_cuda_is_what_the_program_will_run_on(monkeypatch):
     h100 = hardware.cuda_target([Device()])
     assert (h100.name, h100.num_sms, h100.is_hopper) == ("NVIDIA H100 PCIe", 100, True)
     assert h100.smem_bytes == 232448
-    unknown = hardware.cuda_target([Device(device_kind="NVIDIA L4", compute_capability="8.9")])
+    unknown = hardware.cuda_target([Device(device_kind="NVIDIA L40", compute_capability="8.9")])
     assert (unknown.compute_capability, unknown.is_hopper) == ((8, 9), False)
-    assert str(unknown) == "NVIDIA L4 (compute capability 8.9)"
+    assert (unknown.smem_bytes, unknown.bf16_flops_per_s) == (101376, None)
+    assert str(unknown) == "NVIDIA L40 (compute capability 8.9)"
     assert hardware.cuda_target([Device(device_kind="NVIDIA GH200 480GB")]).smem_bytes == 232448
     on_cpu = jax.devices("cpu")[:1]
     monkeypatch.setenv("JAXKERNELS_TARGET", "NVIDIA A100-SXM4-80GB")
@@ -311,11 +312,44 @@ def test_target_of_cuda_is_what_the_program_will_run_on(monkeypatch):
         hardware.cuda_target(on_cpu)
 
 
-def test_every_chip_states_where_its_figures_come_from():
-    for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB"):
-        chip = hardware.lookup(name)
-        assert "datasheet" in chip.source
-        assert 0 < chip.fp32_flops_per_s < chip.tf32_flops_per_s < chip.bf16_flops_per_s
+CHIPS = [
+    # Name, compute capability, fp32 units of an SM, factor from TF32 to bf16 and from fp32 to TF32 products.
+    ("NVIDIA H200", (9, 0), 128, 2, 7.4),
+    ("NVIDIA H100 80GB HBM3", (9, 0), 128, 2, 7.4),
+    ("NVIDIA H100 PCIe", (9, 0), 128, 2, 7.4),
+    ("NVIDIA A100-SXM4-80GB", (8, 0), 64, 2, 8),
+    ("NVIDIA A100-SXM4-40GB", (8, 0), 64, 2, 8),
+    ("NVIDIA A100 80GB PCIe", (8, 0), 64, 2, 8),
+    ("NVIDIA A10", (8, 6), 128, 2, 2),
+    ("NVIDIA L4", (8, 9), 128, 2, 2),
+    ("NVIDIA L40S", (8, 9), 128, 2, 2),
+    ("NVIDIA GeForce RTX 3090", (8, 6), 128, 2, 1),
+    ("NVIDIA GeForce RTX 4090", (8, 9), 128, 2, 1),
+    ("NVIDIA GeForce RTX 5090", (12, 0), 128, 2, 1),
+    ("NVIDIA B200", (10, 0), 128, 2, 15),
+]
+
+
+def test_all_chips_are_in_the_table_of_the_test():
+    known = ", ".join(repr(name) for name, *_ in CHIPS)
+    with raises_exactly(ValueError, f"hardware: unknown chip 'none'; known chips are {known}."):
+        hardware.lookup("none")
+
+
+@pytest.mark.parametrize(("name", "capability", "fp32_units", "to_bf16", "to_tf32"), CHIPS)
+def test_figures_of_a_chip_fit_each_other(name, capability, fp32_units, to_bf16, to_tf32):
+    """A wrong figure (a sparse rate, another chip's clock) breaks a ratio that the architecture fixes."""
+    chip = hardware.lookup(name)
+    assert (chip.compute_capability, chip.platform) == (capability, "cuda")
+    assert "datasheet" in chip.source or "whitepaper" in chip.source
+    assert chip.smem_bytes == {(8, 0): 163, (9, 0): 227, (10, 0): 227}.get(capability, 99) * 1024
+    assert chip.bf16_flops_per_s == pytest.approx(to_bf16 * chip.tf32_flops_per_s, rel=0.02)
+    assert chip.tf32_flops_per_s == pytest.approx(to_tf32 * chip.fp32_flops_per_s, rel=0.02)
+    clock = chip.fp32_flops_per_s / (chip.num_sms * fp32_units * 2)
+    assert 1.3e9 < clock < 2.6e9
+    assert chip.exps_per_s == pytest.approx(16 * chip.num_sms * clock, rel=0.005)
+    # FLOPs for a byte: at which a product is limited by neither.
+    assert 70 < chip.bf16_flops_per_s / chip.memory_bytes_per_s < 450
 
 
 CONFIG_FIELDS = [

@@ -68,9 +68,25 @@ class Chip:
         return f"{self.name} (compute capability {major}.{minor})"
 
 
-_HOPPER: dict[str, Any] = dict(platform="cuda", compute_capability=(9, 0), smem_bytes=232448)
-_H100_DATASHEET = "NVIDIA H100 Tensor Core GPU datasheet (dense rates are half the sparse ones printed)"
-_H200_DATASHEET = "NVIDIA H200 Tensor Core GPU datasheet (dense rates are half the sparse ones printed)"
+def _compute_capability(major: int, minor: int, smem_bytes: int) -> dict[str, Any]:
+    """What chips of a compute capability share (CUDA C++ Programming Guide, "Compute Capabilities")."""
+    return dict(platform="cuda", compute_capability=(major, minor), smem_bytes=smem_bytes)
+
+
+_SM80 = _compute_capability(8, 0, 166912)
+_SM86 = _compute_capability(8, 6, 101376)
+_SM89 = _compute_capability(8, 9, 101376)
+_SM90 = _compute_capability(9, 0, 232448)
+_SM100 = _compute_capability(10, 0, 232448)
+_SM120 = _compute_capability(12, 0, 101376)
+
+_HALF = "(dense rates are half the sparse ones printed)"
+_A100_DATASHEET = "NVIDIA A100 Tensor Core GPU datasheet"
+_H100_DATASHEET = f"NVIDIA H100 Tensor Core GPU datasheet {_HALF}"
+_H200_DATASHEET = f"NVIDIA H200 Tensor Core GPU datasheet {_HALF}"
+
+#: GeForce chips multiply 16-bit numbers at half the rate if they add in fp32, as our kernels do: that rate counts here.
+_FP32_ACCUMULATION = "16-bit tensor cores with fp32 accumulation"
 
 _TABLE: tuple[Chip, ...] = (
     Chip(
@@ -82,7 +98,7 @@ _TABLE: tuple[Chip, ...] = (
         fp32_flops_per_s=66.9e12,
         exps_per_s=4.18e12,
         source=_H200_DATASHEET,
-        **_HOPPER,
+        **_SM90,
     ),
     Chip(
         name="NVIDIA H100 80GB HBM3",
@@ -93,7 +109,7 @@ _TABLE: tuple[Chip, ...] = (
         fp32_flops_per_s=66.9e12,
         exps_per_s=4.18e12,
         source=_H100_DATASHEET + ", SXM5",
-        **_HOPPER,
+        **_SM90,
     ),
     Chip(
         name="NVIDIA H100 PCIe",
@@ -104,20 +120,117 @@ _TABLE: tuple[Chip, ...] = (
         fp32_flops_per_s=51.2e12,
         exps_per_s=3.2e12,
         source=_H100_DATASHEET + ", PCIe",
-        **_HOPPER,
+        **_SM90,
     ),
     Chip(
         name="NVIDIA A100-SXM4-80GB",
-        platform="cuda",
-        compute_capability=(8, 0),
         num_sms=108,
-        smem_bytes=166912,
         memory_bytes_per_s=2.039e12,
         bf16_flops_per_s=312e12,
         tf32_flops_per_s=156e12,
         fp32_flops_per_s=19.5e12,
         exps_per_s=2.44e12,
-        source="NVIDIA A100 Tensor Core GPU datasheet, SXM4 80 GB",
+        source=_A100_DATASHEET + ", SXM4 80 GB",
+        **_SM80,
+    ),
+    Chip(
+        name="NVIDIA A100-SXM4-40GB",
+        num_sms=108,
+        memory_bytes_per_s=1.555e12,
+        bf16_flops_per_s=312e12,
+        tf32_flops_per_s=156e12,
+        fp32_flops_per_s=19.5e12,
+        exps_per_s=2.44e12,
+        source=_A100_DATASHEET + ", SXM4 40 GB",
+        **_SM80,
+    ),
+    Chip(
+        name="NVIDIA A100 80GB PCIe",
+        num_sms=108,
+        memory_bytes_per_s=1.935e12,
+        bf16_flops_per_s=312e12,
+        tf32_flops_per_s=156e12,
+        fp32_flops_per_s=19.5e12,
+        exps_per_s=2.44e12,
+        source=_A100_DATASHEET + ", PCIe 80 GB",
+        **_SM80,
+    ),
+    Chip(
+        name="NVIDIA A10",
+        num_sms=72,
+        memory_bytes_per_s=600e9,
+        bf16_flops_per_s=125e12,
+        tf32_flops_per_s=62.5e12,
+        fp32_flops_per_s=31.2e12,
+        exps_per_s=1.95e12,
+        source="NVIDIA A10 Tensor Core GPU datasheet; SMs: NVIDIA Ampere GA102 GPU Architecture whitepaper",
+        **_SM86,
+    ),
+    Chip(
+        name="NVIDIA L4",
+        num_sms=58,
+        memory_bytes_per_s=300e9,
+        bf16_flops_per_s=121e12,
+        tf32_flops_per_s=60e12,
+        fp32_flops_per_s=30.3e12,
+        exps_per_s=1.89e12,
+        source=f"NVIDIA L4 Tensor Core GPU datasheet {_HALF}; SMs: NVIDIA Ada GPU Architecture whitepaper",
+        **_SM89,
+    ),
+    Chip(
+        name="NVIDIA L40S",
+        num_sms=142,
+        memory_bytes_per_s=864e9,
+        bf16_flops_per_s=362e12,
+        tf32_flops_per_s=183e12,
+        fp32_flops_per_s=91.6e12,
+        exps_per_s=5.73e12,
+        source="NVIDIA L40S GPU datasheet; SMs: NVIDIA Ada GPU Architecture whitepaper (AD102)",
+        **_SM89,
+    ),
+    Chip(
+        name="NVIDIA GeForce RTX 3090",
+        num_sms=82,
+        memory_bytes_per_s=936e9,
+        bf16_flops_per_s=71e12,
+        tf32_flops_per_s=35.6e12,
+        fp32_flops_per_s=35.6e12,
+        exps_per_s=2.22e12,
+        source=f"NVIDIA Ampere GA102 GPU Architecture whitepaper, GeForce RTX 3090; {_FP32_ACCUMULATION}",
+        **_SM86,
+    ),
+    Chip(
+        name="NVIDIA GeForce RTX 4090",
+        num_sms=128,
+        memory_bytes_per_s=1.008e12,
+        bf16_flops_per_s=165.2e12,
+        tf32_flops_per_s=82.6e12,
+        fp32_flops_per_s=82.6e12,
+        exps_per_s=5.16e12,
+        source=f"NVIDIA Ada GPU Architecture whitepaper, GeForce RTX 4090; {_FP32_ACCUMULATION}",
+        **_SM89,
+    ),
+    Chip(
+        name="NVIDIA GeForce RTX 5090",
+        num_sms=170,
+        memory_bytes_per_s=1.792e12,
+        bf16_flops_per_s=209.5e12,
+        tf32_flops_per_s=104.8e12,
+        fp32_flops_per_s=104.8e12,
+        exps_per_s=6.55e12,
+        source=f"NVIDIA RTX Blackwell GPU Architecture whitepaper, GeForce RTX 5090; {_FP32_ACCUMULATION}",
+        **_SM120,
+    ),
+    Chip(
+        name="NVIDIA B200",
+        num_sms=148,
+        memory_bytes_per_s=8e12,
+        bf16_flops_per_s=2.25e15,
+        tf32_flops_per_s=1.125e15,
+        fp32_flops_per_s=75e12,
+        exps_per_s=4.69e12,
+        source=f"NVIDIA DGX B200 datasheet, an eighth of its rates {_HALF}; SMs: reported by the driver",
+        **_SM100,
     ),
 )
 
