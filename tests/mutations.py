@@ -343,6 +343,10 @@ MUTATIONS: dict[str, Edit | Planted] = {
         Fault("jaxkernels.core.dispatch:_versions", lambda right: lambda *args: dict.fromkeys(right(*args), 0)),
         "tests/test_tuning_cache.py::test_fastest_backend_is_measured_anew_when_the_field_changes",
     ),
+    "unpreferred backend taken first": Planted(
+        Fault("jaxkernels.core.dispatch:Backend.unpreferred", lambda _: lambda backend, spec: None),
+        "tests/test_dispatch.py::test_unpreferred_backend_is_passed_over",
+    ),
     "reasons left out": Planted(
         Fault("jaxkernels.core.dispatch:_refusal", lambda right: lambda *args: right(*args) and ""),
         "tests/test_dispatch.py::test_every_reason_is_listed_where_all_refuse",

@@ -43,10 +43,12 @@ class Config:
 def install(registry, monkeypatch) -> Callable[..., None]:
     """Registers a backend before the others: a module that computes 10 times the product, or refuses."""
 
-    def install(name: str, *, reason: str | None = None, **fields: Any) -> None:
+    def install(name: str, *, reason: str | None = None, unpreferred: str | None = None, **fields: Any) -> None:
         module = types.ModuleType(f"backend_{name}")
         module.Config = Config
         module.unsupported = lambda spec: reason
+        if unpreferred is not None:
+            module.unpreferred = lambda spec: unpreferred
         module.VERSION = 1
         module.search_space = lambda spec: (Config(), Config(block=128))
         module.estimate = lambda spec, config: float(config.block)
@@ -106,6 +108,79 @@ def test_export_passes_over_what_it_would_refuse(install):
     assert choice.passed_over[:2] == (("refused_elsewhere", on_cuda), ("refused", reason))
     assert lowered_for_export("refused").backend == "refused"
     assert jax.jit(jk.matmul)(A, B)[0, 0] == 70
+
+
+SLOWER = "the backends after it are faster on this chip"
+
+
+def test_unpreferred_backend_is_passed_over(install):
+    install("second")
+    install("first", unpreferred=SLOWER)
+    (choice,) = jk.explain(jk.matmul, A, B).choices
+    assert (choice.backend, choice.passed_over) == ("second", (("first", SLOWER),))
+    assert f"     not first: {SLOWER}" in str(choice).splitlines()
+    (named,) = jk.explain(functools.partial(jk.matmul, backend="first"), A, B).choices
+    assert (named.backend, named.passed_over) == ("first", ())
+
+
+def test_unpreferred_backend_is_taken_if_no_other_supports_the_spec(install, registry):
+    """The first of several, also where backends that refuse stand around it."""
+    install("last", unpreferred=SLOWER)
+    install("picky", reason="it is Tuesday")
+    install("second", unpreferred=SLOWER)
+    install("first", reason="it is Monday")
+    for name in ("xla", *REAL):
+        registry.pop(("matmul", name), None)
+    choice = dispatch.choose("matmul", matmul_spec(), None)
+    assert (choice.backend, choice.passed_over) == ("second", (("first", "it is Monday"),))
+
+
+def test_unpreferred_backend_is_taken_where_it_was_measured_fastest(install, registry, monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXKERNELS_CACHE_DIR", str(tmp_path))
+    install("second")
+    install("first", unpreferred=SLOWER)
+    spec = matmul_spec()
+    dispatch.store_fastest("matmul", "first", spec, 1e-6)
+    choice = dispatch.choose("matmul", spec, None)
+    assert (choice.backend, choice.passed_over) == ("first", ())
+    dispatch.store_fastest("matmul", "xla", spec, 1e-6)
+    choice = dispatch.choose("matmul", spec, None)
+    assert choice.backend == "xla"
+    assert dict(choice.passed_over)["first"] == dict(choice.passed_over)["second"] == "measured slower than xla"
+    # It was measured: another version of it may be faster.
+    sys.modules["backend_first"].VERSION += 1
+    assert dispatch.choose("matmul", spec, None).backend == "second"
+
+
+def test_measured_choice_holds_if_an_unpreferred_backend_is_new(install, monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXKERNELS_CACHE_DIR", str(tmp_path))
+    install("slow")
+    spec = matmul_spec()
+    dispatch.store_fastest("matmul", "xla", spec, 1e-6)
+    install("unpreferred", unpreferred=SLOWER)
+    assert dispatch.choose("matmul", spec, None).backend == "xla"
+    assert dispatch.is_tuned("matmul", spec, None)
+    install("preferred")
+    assert dispatch.choose("matmul", spec, None).backend == "preferred"
+    assert not dispatch.is_tuned("matmul", spec, None)
+
+
+def test_backend_is_unpreferred_if_all_designs_that_support_the_spec_are():
+    def design(reason: str | None, *unpreferred: str | None) -> types.SimpleNamespace:
+        made = types.SimpleNamespace(__name__="design", unsupported=lambda spec: reason)
+        if unpreferred:
+            made.unpreferred = lambda spec: unpreferred[0]
+        return made
+
+    of = lambda *designs: dispatch.Backend("matmul[fake]", designs).unpreferred(matmul_spec())
+    assert of(design(None)) is None
+    assert of(design(None, None)) is None
+    assert of(design(None, "slow")) == "slow"
+    assert of(design(None, "slow"), design(None, "slower")) == "slow"
+    assert of(design(None, "slow"), design(None)) is None
+    assert of(design("refuses"), design(None, "slow")) == "slow"
+    assert of(design("refuses", None), design(None, "slow")) == "slow"
+    assert of(design("refuses", "slow")) is None
 
 
 def test_named_backend_never_falls_back(install):

@@ -11,14 +11,18 @@ A backend has one or more designs of an operation. A design is a module with six
 - `estimate(spec, config) -> float`: the cost model, in seconds (not needed where the space has one member);
 - `run(spec, config, *arrays)`: the result, computed with JAX operations or a kernel call;
 
-and, while its cost model is not to be trusted with the whole space, `shortlist(spec)`: the configurations among which
-`default_config` looks. An empty shortlist says that another design is known to be faster.
+Two more names are optional:
+
+- `shortlist(spec)`, while its cost model is not to be trusted with the whole space: the configurations among which
+  `default_config` looks. An empty shortlist says that another design is known to be faster;
+- `unpreferred(spec) -> str | None`: why a call that names no backend takes a later one of the order, although this
+  design supports the spec; None if it does not. A backend is unpreferred if all its designs that support the spec are.
 
 `REGISTRY` lists backends in order of preference. A call that names a backend gets that backend or an error. A call that
 names none gets the fastest backend, if that was measured (`jaxkernels.tuning`). Otherwise it gets the first backend
 that supports its spec on the platform being lowered; in a program for `jax.export`, the first that `jax.export` takes
-unasked. The configuration is the caller's, else the measured winner, else the one that the cost models find fastest
-among all designs of the backend.
+unasked. It gets an unpreferred backend only if all that support its spec are unpreferred. The configuration is the
+caller's, else the measured winner, else the one that the cost models find fastest among all designs of the backend.
 """
 
 from __future__ import annotations
@@ -141,6 +145,14 @@ class Backend:
             return distinct[0]
         return "; ".join(f"{name} {reason}" for name, reason in reasons.items())
 
+    def unpreferred(self, spec: Spec) -> str | None:
+        """Why later backends are preferred, or None.
+
+        The reason is the first design's. All designs that can run the spec must have one.
+        """
+        reasons = [_unpreferred(design, spec) for design in self.supporting(spec)]
+        return None if None in reasons else next(iter(reasons), None)
+
     def search_space(self, spec: Spec) -> Iterator[Any]:
         """The configurations of all designs that can run the spec."""
         for design in self.supporting(spec):
@@ -184,6 +196,10 @@ class Backend:
         if set(fields) != {field.name for field in dataclasses.fields(config)}:
             raise ValueError(f"{values} are not the fields of {designs[name].__name__}.Config")
         return config(**fields)
+
+
+def _unpreferred(design: ModuleType, spec: Spec) -> str | None:
+    return design.unpreferred(spec) if hasattr(design, "unpreferred") else None
 
 
 def name_of(design: ModuleType) -> str:
@@ -276,7 +292,8 @@ def choose(
     Args:
       op: the operation's name in `REGISTRY`.
       spec: what is to be computed, and for which chip.
-      backend: a name, which is then binding, or None for the fastest known, else the first that supports the spec.
+      backend: a name, which is then binding, or None for the fastest known, else the first that supports the spec and
+        is not unpreferred.
       config: a configuration for a named backend; None for the measured winner, else its default.
       is_partitioned: whether XLA will partition the program, and ask again with each shard's shapes: only these are
         worth measuring.
@@ -303,30 +320,61 @@ def choose(
     fastest = _fastest(op, spec) if now.use_winners and backend is None else None
     if fastest is not None and refusal(fastest) is not None:
         fastest = None
-    passed_over: list[tuple[str, str]] = []
-    for name in _backends_of(op) if backend is None else [backend]:
+
+    def objection(name: str) -> str | None:
         reason = refusal(name)
-        if reason is None and fastest not in (None, name):
-            reason = f"measured slower than {fastest}"
-        if reason is not None:
-            passed_over.append((name, reason))
-            continue
-        chosen, source = config, "given"
-        if config is None:
-            chosen = _winner(op, name, spec) if now.use_winners else None
-            source = "default" if chosen is None else "tuned"
-        if chosen is None:
-            chosen = default_config(op, name, spec)
-            if fastest is not None and len(search_space(op, name, spec)) == 1:
-                source = "tuned"
-        designs = load(op, name)
-        design = name_of(designs.design_of(chosen)) if len(designs.designs) > 1 else ""
-        choice = Choice(op, name, chosen, spec, tuple(passed_over), source, backend, design)
-        if (record := _record.get()) is not None:
-            record.append(choice)
-        return choice
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
-    raise NotImplementedError(f"{op}: no backend supports {spec}: {reasons}.")
+        return f"measured slower than {fastest}" if reason is None and fastest not in (None, name) else reason
+
+    def reservation(name: str) -> str | None:
+        return None if name in (backend, fastest) else load(op, name).unpreferred(spec)
+
+    name, passed_over = _first(_backends_of(op) if backend is None else [backend], objection, reservation)
+    if name is None:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
+        raise NotImplementedError(f"{op}: no backend supports {spec}: {reasons}.")
+    chosen, source = config, "given"
+    if config is None:
+        chosen = _winner(op, name, spec) if now.use_winners else None
+        source = "default" if chosen is None else "tuned"
+    if chosen is None:
+        chosen = default_config(op, name, spec)
+        if fastest is not None and len(search_space(op, name, spec)) == 1:
+            source = "tuned"
+    designs = load(op, name)
+    design = name_of(designs.design_of(chosen)) if len(designs.designs) > 1 else ""
+    choice = Choice(op, name, chosen, spec, passed_over, source, backend, design)
+    if (record := _record.get()) is not None:
+        record.append(choice)
+    return choice
+
+
+def _first(
+    names: list[str], objection: Callable[[str], str | None], reservation: Callable[[str], str | None]
+) -> tuple[str | None, tuple[tuple[str, str], ...]]:
+    """The first backend, and the backends before it with their reasons.
+
+    Args:
+      names: backends in order of preference.
+      objection: why a backend cannot be taken, or None.
+      reservation: why a backend without an objection is taken only if all such backends have a reservation, or None.
+
+    Returns:
+      (name or None, ((name, reason), ...)). If all backends have an objection, the name is None.
+    """
+    passed_over: list[tuple[str, str]] = []
+    first_reserved: int | None = None
+    for name in names:
+        reason = objection(name)
+        if reason is None:
+            reason = reservation(name)
+            if reason is None:
+                return name, tuple(passed_over)
+            if first_reserved is None:
+                first_reserved = len(passed_over)
+        passed_over.append((name, reason))
+    if first_reserved is not None:
+        return passed_over[first_reserved][0], tuple(passed_over[:first_reserved])
+    return None, tuple(passed_over)
 
 
 # Configurations: a backend's own, and those that were measured.
@@ -374,7 +422,10 @@ def _winner(op: str, name: str, spec: Spec) -> Any | None:
 
 
 def _fastest(op: str, spec: Spec) -> str | None:
-    """The backend that was measured fastest, or None; also None where the field has changed since."""
+    """The backend that was measured fastest, or None; also None where the field has changed since.
+
+    An unpreferred backend that took no part in the measurement does not count as a change.
+    """
     if sum(_runs_on(REGISTRY[op, name], spec.target) for name in _backends_of(op)) < 2:
         return None
 
@@ -387,9 +438,12 @@ def _fastest(op: str, spec: Spec) -> str | None:
         return values["backend"], versions
 
     found = winners.lookup(winners.Key(spec.target, op, spec, winners.AUTO, 0), decode)
-    if found is None or found[1] != _versions(op, usable_backends(op, spec)):
+    if found is None:
         return None
-    return found[0]
+    fastest, measured = found
+    usable = usable_backends(op, spec)
+    field = [name for name in usable if name in measured or load(op, name).unpreferred(spec) is None]
+    return fastest if measured == _versions(op, field) else None
 
 
 def _versions(op: str, backends: list[str]) -> dict[str, int]:
