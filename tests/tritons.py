@@ -173,7 +173,8 @@ def compiled(capability: tuple[int, int], function: Callable[..., Any], *types: 
         )
         major, minor = capability
         gpu = GPUTarget("cuda", 10 * major + minor, 32)
-        made = triton.compile(source, target=gpu, options=dict(num_warps=num_warps, num_stages=num_stages))
+        options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
+        made = triton.compile(source, target=gpu, options=options)
         found.append(_assembled(made.metadata.name, made.asm["ptx"], made.metadata.shared, gpu.arch))
         return [jnp.zeros(x.shape, x.dtype) for x in results]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,7 @@ from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
 from jax._src.lib import xla_client as _xla_client
 from jax.core import Tracer
@@ -30,6 +32,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 __all__ = [
     "abstract_output",
+    "adapt_dead_code_rule",
     "canonical_precision",
     "concrete_mesh_of",
     "convert",
@@ -253,6 +256,17 @@ def has_triton_calls() -> bool:
     except ImportError:
         return False
     return hasattr(gpu_triton, "TritonKernelCall")
+
+
+def adapt_dead_code_rule(primitive: Any) -> None:
+    """Lets this JAX call a primitive's rule for dead code (`partial_eval.dce_rules`) that was written for JAX 0.11.
+
+    Since JAX 0.12 such a rule gets (used results, live operands, equation). Before, it got no live operands.
+    """
+    rule = _pe.dce_rules.get(primitive)
+    number = lambda function: len(inspect.signature(function).parameters)
+    if rule is not None and number(rule) < number(_pe._default_dce_rule):
+        _pe.dce_rules[primitive] = lambda used, live, equation: rule(used, equation)
 
 
 def ignore_x64(types: Iterable[Any]) -> contextlib.AbstractContextManager[None]:

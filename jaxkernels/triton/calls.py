@@ -1,6 +1,6 @@
 """Calls of Triton kernels through jax-triton: the one place that knows its versions.
 
-jax-triton 0.3 fits Triton 3.6, and jax-triton 0.4 fits Triton 3.7 and newer. They differ in the name of one argument.
+jax-triton 0.3 fits Triton 3.6, and jax-triton 0.4 fits Triton 3.7 and newer. They differ in the names of two arguments.
 jax-triton compiles for the chip that a call names, so no GPU is needed to lower a program. Its own primitive has no
 derivative, no rule for vmap and none for meshes: ours has them, and reaches a kernel only when it is lowered.
 """
@@ -22,10 +22,13 @@ from jaxkernels.core import _jax
 from jaxkernels.core.hardware import Chip
 from jaxkernels.core.types import ArrayType
 
-__all__ = ["OLDEST_CAPABILITY", "call_kernel", "missing", "unsupported_chip", "versions"]
+__all__ = ["OLDEST_CAPABILITY", "TARGETS", "call_kernel", "missing", "unsupported_chip", "versions"]
 
 #: Compute capability from which on Triton compiles 16-bit products for tensor cores with asynchronous copies.
 OLDEST_CAPABILITY = (8, 0)
+
+#: Names of the custom call of jax-triton 0.3 and 0.4. `jax.export` takes it only with its check disabled.
+TARGETS = ("triton_kernel_call", "triton_kernel_call_ffi")
 
 #: jax-triton from here on takes the results as `out_type` and needs Triton 3.7; before, `out_shape` and Triton 3.6.
 _OUT_TYPE_SINCE = (0, 4)
@@ -83,15 +86,21 @@ def _number(version: str) -> tuple[int, ...]:
 
 @functools.cache
 def _jax_triton() -> ModuleType:
-    """jax-triton. It removes or clears TRITON_CACHE_DIR when it is imported; here the variable stays what it was."""
+    """Imports jax-triton, and takes back or mends what the import does to others.
+
+    - jax-triton removes or clears the variable TRITON_CACHE_DIR: it stays what it was.
+    - jax-triton 0.4.1 has a rule for dead code that JAX 0.12 cannot call.
+    """
     name = "TRITON_CACHE_DIR"
     before = os.environ.get(name)
     try:
-        return importlib.import_module("jax_triton")
+        module = importlib.import_module("jax_triton")
     finally:
         os.environ.pop(name, None)
         if before is not None:
             os.environ[name] = before
+    _jax.adapt_dead_code_rule(module.triton_lib.triton_kernel_call_p)
+    return module
 
 
 def call_kernel(
@@ -120,7 +129,12 @@ def call_kernel(
     """
     major, minor = target.compute_capability or (0, 0)
     types = [jax.ShapeDtypeStruct(result.shape, result.dtype) for result in results]
-    keyword = "out_type" if _number(versions()["jax-triton"] or "") >= _OUT_TYPE_SINCE else "out_shape"
+    # Fused multiply-add is on by default up to Triton 3.9, and off from 3.10 on.
+    fusion = dict(enable_fp_fusion=True)
+    if _number(versions()["jax-triton"] or "") >= _OUT_TYPE_SINCE:
+        options = dict(out_type=types, backend_options=fusion)
+    else:
+        options = dict(out_shape=types, **fusion)
     return list(
         _jax_triton().triton_call(
             *operands,
@@ -129,7 +143,7 @@ def call_kernel(
             num_warps=num_warps,
             num_stages=num_stages,
             compute_capability=10 * major + minor,
-            **{keyword: types},
+            **options,
             **constants,
         )
     )
