@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import types
 
 import jax
 import pytest
@@ -17,8 +18,10 @@ from typer.testing import CliRunner, Result
 
 from jaxkernels import cli
 from jaxkernels.cli import doctor
-from jaxkernels.core import dispatch, hardware
+from jaxkernels.core import dispatch, hardware, winners
 from jaxkernels.models.config import PRESETS
+from jaxkernels.ops.matmul import tuning as matmul_tuning
+from jaxkernels.triton import calls
 
 ROOT = pathlib.Path(cli.__file__).parent.parent
 TEXT = "".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i in range(200))
@@ -297,7 +300,7 @@ def test_doctor_prints_json(tmp_path):
     (tmp_path / "cache" / "tokens").mkdir(parents=True)
     (tmp_path / "cache" / "tokens" / "x.bin").write_bytes(b"12345")
     report = json.loads(invoke("doctor", "--json").stdout)
-    assert set(report["backends"]) == {*dispatch.backend_names(), "cuda", "triton"}
+    assert list(report["backends"]) == list(dispatch.backend_names())
     assert report["backends"]["xla"] == {"available": True, "reasons": [], "note": ""}
     assert report["versions"]["jax"] == jax.__version__
     assert report["versions"]["flax"] is not None
@@ -315,15 +318,66 @@ def test_doctor_says_why_a_backend_is_not_available(monkeypatch):
     assert found["xla"].available
     assert found["pallas"].reasons == ("needs a GPU of compute capability 9.0 (Hopper), the target is cpu",)
     assert "needs a GPU of compute capability 9.0 (Hopper), this machine has cpu" in found["cuda"].reasons
-    assert "runs on cuda devices, this machine has cpu" in found["triton"].reasons
-    for name in {"cuda", "triton"} - set(dispatch.backend_names()):
-        assert "no operation has a kernel of this backend yet" in found[name].reasons
 
 
 def test_doctor_finds_the_kernels_available_on_a_hopper_gpu(monkeypatch):
     found = of_chip(monkeypatch, hardware.lookup("NVIDIA H200"))
     assert found["pallas"].available
     assert not any("Hopper" in reason for reason in found["cuda"].reasons)
+
+
+@pytest.fixture
+def with_triton(registry, monkeypatch) -> types.ModuleType:
+    """A backend triton of one kernel, with jax-triton and Triton in versions that fit."""
+    for op, backend in [*registry]:
+        if backend == "triton":
+            del registry[op, backend]
+    design = types.ModuleType("backend_triton")
+    design.unsupported = lambda spec: calls.unsupported_chip(spec.target)
+    monkeypatch.setitem(sys.modules, design.__name__, design)
+    registry["matmul", "triton"] = dispatch.Entry((design.__name__,), ("cuda",))
+    monkeypatch.setattr(calls, "missing", lambda: None)
+    monkeypatch.setattr(calls, "versions", lambda: {"jax-triton": "0.4.1", "triton": "3.9.0"})
+    return design
+
+
+A10 = hardware.lookup("NVIDIA A10")
+
+
+def test_doctor_says_that_configurations_for_triton_were_not_measured(with_triton, monkeypatch):
+    found = of_chip(monkeypatch, A10)["triton"]
+    versions = "jax-triton 0.4.1, triton 3.9.0"
+    unmeasured = "no configuration was measured on NVIDIA A10: a cost model chooses, `jaxkernels tune` measures"
+    assert (found.reasons, found.note) == ((), f"{versions}, {unmeasured}")
+    assert f"  triton  available ({versions}, {unmeasured})\n" in doctor.as_text(doctor.examine())
+    # A measurement of another backend says nothing of this one's.
+    for backend, note in (("pallas", f"{versions}, {unmeasured}"), ("triton", versions)):
+        spec = matmul_tuning.probe(A10)
+        winners.store(winners.Key(A10, "matmul", spec, backend, 1), None, {}, 1e-6)
+        assert of_chip(monkeypatch, A10)["triton"].note == note
+
+
+def test_doctor_reads_measurements_from_the_packages_table(with_triton, monkeypatch, tmp_path):
+    spec = matmul_tuning.probe(A10)
+    entry = {"key": winners.Key(A10, "matmul", spec, "triton", 1).describe(), "winner": {}, "seconds": 1e-6}
+    (tmp_path / "nvidia_a10.json").write_text(json.dumps([entry]))
+    monkeypatch.setattr(winners, "_TABLES", tmp_path)
+    assert of_chip(monkeypatch, A10)["triton"].note == "jax-triton 0.4.1, triton 3.9.0"
+
+
+def test_doctor_says_why_triton_is_not_available(with_triton, monkeypatch):
+    found = of_chip(monkeypatch, hardware.host("cpu"))["triton"]
+    on_cpu = "needs a CUDA GPU of compute capability 8.0 or newer, the target is cpu"
+    assert (found.reasons, found.note) == ((on_cpu,), "jax-triton 0.4.1, triton 3.9.0")
+    unfit = "jax-triton 0.4.1 does not fit triton 3.6.0: pip install 'jax-triton==0.3.*'"
+    monkeypatch.setattr(calls, "missing", lambda: unfit)
+    monkeypatch.setattr(calls, "versions", lambda: {"jax-triton": "0.4.1", "triton": None})
+    found = of_chip(monkeypatch, A10)["triton"]
+    assert found.reasons == (unfit,)
+    assert found.note.startswith("jax-triton 0.4.1, no configuration")
+    # The kernels have the same reason: it is given once.
+    with_triton.unsupported = lambda spec: unfit
+    assert of_chip(monkeypatch, A10)["triton"].reasons == (unfit,)
 
 
 def test_doctor_reports_a_backend_that_does_not_load(registry, monkeypatch):

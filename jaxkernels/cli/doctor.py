@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import importlib
 import json
 import pathlib
 import platform
@@ -12,9 +11,10 @@ import re
 
 import jax
 
-from jaxkernels.core import dispatch, hardware, registry
+from jaxkernels.core import dispatch, hardware, registry, winners
 from jaxkernels.core.folders import cache_root
 from jaxkernels.core.versions import installed_version
+from jaxkernels.triton import calls as triton_calls
 
 __all__ = ["Availability", "Report", "as_json", "as_text", "examine"]
 
@@ -31,7 +31,7 @@ class Availability:
     Attributes:
       name: the backend.
       reasons: the reasons why it does not run; empty if it runs.
-      note: versions of its parts.
+      note: versions of its parts, and what a user should know of them.
     """
 
     name: str
@@ -67,14 +67,12 @@ class Report:
 def examine() -> Report:
     """Examines this machine. Nothing is compiled or run on the device."""
     devices, chip = _devices()
-    backends = [Availability(name, tuple(_kernel_reasons(name, chip))) for name in dispatch.backend_names()]
-    backends = [backend for backend in backends if backend.name != "cuda"]
     return Report(
         system=f"Python {platform.python_version()} on {platform.platform()}",
         versions={package: installed_version(package) for package in _PACKAGES},
         devices=devices,
         driver=_driver(),
-        backends=(*backends, _cuda(chip), _triton(chip)),
+        backends=tuple(_availability(name, chip) for name in dispatch.backend_names()),
         caches=_caches(),
     )
 
@@ -135,10 +133,16 @@ def _driver() -> str:
     return f"NVIDIA {found.group()}, supports up to {cuda}" if found else f"supports up to {cuda}"
 
 
+def _availability(name: str, chip: hardware.Chip) -> Availability:
+    if name == "cuda":
+        return _cuda(chip)
+    if name == "triton":
+        return _triton(chip)
+    return Availability(name, tuple(_kernel_reasons(name, chip)))
+
+
 def _kernel_reasons(name: str, chip: hardware.Chip) -> list[str]:
-    """Why a backend's kernels do not run on the chip: none exist, they do not load, or they do not support it."""
-    if name not in dispatch.backend_names():
-        return ["no operation has a kernel of this backend yet"]
+    """Why a backend's kernels do not run on the chip: they do not load, or they do not support it."""
     reasons = []
     for op, backend in dispatch.REGISTRY:
         if backend != name:
@@ -177,15 +181,13 @@ def _cuda(chip: hardware.Chip) -> Availability:
 
 
 def _triton(chip: hardware.Chip) -> Availability:
-    reasons = []
-    try:
-        importlib.import_module("jax_triton")
-    except ImportError as e:
-        reasons.append(f"jax-triton cannot be imported: {e}")
-    if chip.platform != "cuda":
-        reasons.append(f"runs on cuda devices, this machine has {chip}")
+    """Whether the Triton backend runs: jax-triton, Triton, chip, and the limits of its kernels."""
+    reasons = [] if (missing := triton_calls.missing()) is None else [missing]
     reasons += [reason for reason in _kernel_reasons("triton", chip) if reason not in reasons]
-    return Availability("triton", tuple(reasons))
+    notes = [f"{name} {version}" for name, version in triton_calls.versions().items() if version is not None]
+    if chip.platform == "cuda" and "triton" not in winners.measured_backends(chip):
+        notes.append(f"no configuration was measured on {chip.name}: a cost model chooses, `jaxkernels tune` measures")
+    return Availability("triton", tuple(reasons), ", ".join(notes))
 
 
 def _caches() -> dict[str, int]:

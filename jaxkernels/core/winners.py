@@ -33,7 +33,7 @@ from jaxkernels.core.folders import cache_root, read_entry, write_entry
 from jaxkernels.core.hardware import Chip
 from jaxkernels.core.types import ArrayType
 
-__all__ = ["AUTO", "Key", "entries", "lookup", "store"]
+__all__ = ["AUTO", "Key", "entries", "lookup", "measured_backends", "store"]
 
 #: The backend under which the fastest backend is kept; its version is 0: the winner names the versions that took part.
 AUTO = "auto"
@@ -125,7 +125,8 @@ def lookup[T](key: Key, decode: Callable[[dict[str, Any]], T]) -> T | None:
         winner = _decoded(_from_file(path, described), path, decode)
         if winner is None:
             path = _TABLES / f"{_slug(key.chip.name)}.json"
-            winner = _decoded(_from_table(path).get(_digest(described)), path, decode)
+            entry = _from_table(path).get(_digest(described))
+            winner = _decoded(None if entry is None else entry["winner"], path, decode)
     with _memo_lock:
         # Whoever asks first decides: two threads that lower the same program must not see different winners.
         return _memo.setdefault((folder, key), winner)
@@ -170,6 +171,13 @@ def entries(chip: Chip) -> list[dict[str, Any]]:
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue  # `lookup` warns of it, should its key ever be asked for.
     return found
+
+
+def measured_backends(chip: Chip) -> set[str]:
+    """Backends with a configuration that was measured on such a chip: in the user's cache or in the package's table."""
+    table = _from_table(_TABLES / f"{_slug(chip.name)}.json").values()
+    keys = [entry["key"] for entry in (*entries(chip), *table)]
+    return {key["backend"] for key in keys if key["num_sms"] == chip.num_sms} - {AUTO}
 
 
 def _relative_path(described: Mapping[str, Any]) -> pathlib.Path:
@@ -217,10 +225,10 @@ def _check(entry: Any, described: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def _from_table(path: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """The package's table for a chip: digest of the key -> values."""
+    """The package's table for a chip: digest of the key -> entry."""
     try:
         table = json.loads(path.read_text())
-        return {_digest(entry["key"]): _check(entry, entry["key"])["winner"] for entry in table}
+        return {_digest(entry["key"]): _check(entry, entry["key"]) for entry in table}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError):
