@@ -555,6 +555,22 @@ def test_a_row_says_what_it_took():
             Problem(AttentionCase(1, 128, 128, 4, 2, 64, bias="1NTS")),
             "has no mask but the causal one, and no bias",
         ),
+        ("pallas-triton", Problem(AttentionCase(1, 128, 128, 4, 4, 64, causal=True), "backward"), None),
+        (
+            "pallas-triton",
+            Problem(AttentionCase(1, 128, 128, 4, 2, 64)),
+            "takes as many key heads as query heads, not 2 and 4",
+        ),
+        (
+            "pallas-triton",
+            Problem(AttentionCase(1, 100, 100, 4, 4, 64)),
+            "needs equal lengths in steps of 128, not 100 and 100",
+        ),
+        (
+            "pallas-triton",
+            Problem(AttentionCase(1, 128, 128, 4, 4, 64, key_lengths=True)),
+            "has no mask but the causal one, and no bias",
+        ),
     ],
 )
 def test_baselines_state_their_limits(name, problem, reason):

@@ -1,10 +1,11 @@
-"""Other ways to compute an attention in JAX: XLA, cuDNN, JAX's own Pallas kernels and tokamax."""
+"""Other ways to compute an attention in JAX: XLA, cuDNN, JAX's own Pallas kernels and tokamax's."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -127,6 +128,34 @@ def _attention_jax_pallas(problem: Problem[AttentionCase]) -> Iterator[Contender
     yield Contender(f"jax-pallas 64x{block_kv} float16", function, prepare, finish)
 
 
+def _pallas_triton_refuses(problem: Problem[AttentionCase], chip: Chip) -> str | None:
+    case = problem.case
+    if reason := _jax_nn_refuses(case) or needs_cuda(chip):
+        return reason
+    if case.window or case.segments or case.bias or case.mask or case.query_lengths or case.key_lengths:
+        return "has no mask but the causal one, and no bias"
+    if case.heads != case.kv_heads:
+        return f"takes as many key heads as query heads, not {case.kv_heads} and {case.heads}"
+    if case.queries % 128 or case.keys % 128 or case.queries != case.keys:
+        return f"needs equal lengths in steps of 128, not {case.queries} and {case.keys}"
+    return None
+
+
+def _attention_pallas_triton(problem: Problem[AttentionCase]) -> Iterator[Contender]:
+    """JAX's Pallas kernels in their lowering to Triton, with their own tiles and with larger ones."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu import attention as lib
+
+    case = problem.case
+    tiles = {"": lib.BlockSizes.get_default(), " 64x64": lib.BlockSizes(64, 64, 64, 64, 64, 64)}
+    for label, sizes in tiles.items():
+        function = lambda x, sizes=sizes: lib.mha(
+            x["query"], x["key"], x["value"], None, 1 / math.sqrt(case.head_dim), case.causal, sizes
+        )
+        yield Contender(f"pallas-triton{label}", function)
+
+
 def _tokamax_refuses(problem: Problem[AttentionCase], chip: Chip) -> str | None:
     if importlib.util.find_spec("tokamax") is None:
         return "tokamax is not installed"
@@ -135,14 +164,14 @@ def _tokamax_refuses(problem: Problem[AttentionCase], chip: Chip) -> str | None:
     return needs_cuda(chip) or _jax_nn_refuses(problem.case)
 
 
-def _attention_tokamax(problem: Problem[AttentionCase]) -> Iterator[Contender]:
+def _attention_tokamax(name: str, implementation: str, problem: Problem[AttentionCase]) -> Iterator[Contender]:
     import tokamax  # pyright: ignore[reportMissingImports]: optional, and not in any extra
 
     case = problem.case
     function = lambda x: tokamax.dot_product_attention(
-        **x, is_causal=case.causal, local_window_size=case.window, implementation="mosaic"
+        **x, is_causal=case.causal, local_window_size=case.window, implementation=implementation
     )
-    yield Contender("tokamax", function)
+    yield Contender(name, function)
 
 
 #: Name -> baseline.
@@ -150,5 +179,7 @@ BASELINES: dict[str, Baseline] = {
     "xla": Baseline(_attention_xla_refuses, _attention_xla),
     "cudnn": Baseline(_cudnn_refuses, _attention_cudnn),
     "jax-pallas": Baseline(_jax_pallas_attention_refuses, _attention_jax_pallas),
-    "tokamax": Baseline(_tokamax_refuses, _attention_tokamax),
+    "pallas-triton": Baseline(_pallas_triton_refuses, _attention_pallas_triton),
+    "tokamax": Baseline(_tokamax_refuses, functools.partial(_attention_tokamax, "tokamax", "mosaic")),
+    "tokamax-triton": Baseline(_tokamax_refuses, functools.partial(_attention_tokamax, "tokamax-triton", "triton")),
 }
