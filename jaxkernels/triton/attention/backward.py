@@ -94,28 +94,21 @@ class Config:
         return _Tile(self.dq_block_q, self.dq_block_kv, self.dq_num_warps, self.dq_num_stages)
 
 
-#: Tiles of the kernel of dK and dV, and of the kernel of dQ. Of equals, the first is taken.
-_KEYS_TILES = tuple(
-    itertools.starmap(
-        _Tile,
-        (
-            (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2),
-            (64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 1), (16, 64, 8, 1), (16, 64, 4, 1), (32, 32, 4, 1),
-            (16, 32, 4, 1), (16, 16, 4, 1),
-        ),
-    )
+def _tiles(*sizes: tuple[int, int, int, int]) -> tuple[_Tile, ...]:
+    return tuple(itertools.starmap(_Tile, sizes))
+
+
+#: Tiles of the kernel of dK and dV, of the kernel of dQ, and of the kernel of the bias. Of equals, the first is taken.
+_KEYS_TILES = _tiles(
+    (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3),
+    (32, 64, 4, 2), (64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 1), (16, 64, 8, 1), (16, 64, 4, 1), (32, 32, 4, 1),
+    (16, 32, 4, 1), (16, 16, 4, 1),
 )  # fmt: skip
-_QUERIES_TILES = tuple(
-    itertools.starmap(
-        _Tile,
-        (
-            (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2),
-            (64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1), (64, 16, 8, 1), (64, 16, 4, 1), (32, 32, 4, 1),
-            (32, 16, 4, 1), (16, 16, 4, 1),
-        ),
-    )
+_QUERIES_TILES = _tiles(
+    (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 64, 8, 2),
+    (64, 32, 8, 2), (64, 32, 8, 1), (64, 16, 8, 1), (64, 16, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1),
 )  # fmt: skip
-_BIAS_TILES = tuple(itertools.starmap(_Tile, ((64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))))
+_BIAS_TILES = _tiles((64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))
 #: How many tiles of each kernel, the fastest by the model, are worth measuring.
 _MEASURED = 4
 

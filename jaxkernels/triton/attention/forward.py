@@ -67,6 +67,7 @@ class Config:
 
 #: (block_q, block_kv, num_warps, num_stages). Of equals, the first is taken.
 _TILES = (
+    (128, 128, 8, 3),
     (128, 128, 8, 2),
     (128, 64, 8, 3),
     (128, 64, 8, 2),
