@@ -32,6 +32,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkernels.ops.attention.blind import mean_gradient
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.visibility import keys_inside, may_see_nothing, queries_inside
 from jaxkernels.pallas.attention.limits import pad_heads, padded_head_dims
@@ -119,14 +120,14 @@ def gradients(
       head_multiple: head dimensions are padded to multiples of this.
     """
     spec, num_parts = given.spec, given.num_parts
-    lse, delta, mean_gradient = given.lse, sums - given.dlse, None
+    lse, delta, of_means = given.lse, sums - given.dlse, None
     if spec.query_lengths or may_see_nothing(spec):
         # A query that sees no key contributes to dV only. With an infinite lse its P is 0, and with delta = 0 its dS.
         is_blind = lse <= MASKED_LOGIT / 2
         if given.is_query is not None:
             is_blind |= ~given.is_query[:, None]
         if may_see_nothing(spec):
-            mean_gradient = mean_gradient(spec, given.dout, is_blind)
+            of_means = mean_gradient(spec, given.dout, is_blind)
         lse, delta = jnp.where(is_blind, jnp.inf, lse), jnp.where(is_blind, 0, delta)
     k, v = given.k, given.v
     if num_parts > 1:
@@ -146,8 +147,8 @@ def gradients(
     if num_parts > 1:
         apart = lambda x: x.reshape(*x.shape[:2], -1, num_parts, x.shape[3])
         dk, dv = (apart(x).sum(3, dtype=jnp.float32).astype(x.dtype) for x in (dk, dv))
-    if mean_gradient is not None:
-        dv = (dv.astype(jnp.float32) + mean_gradient).astype(dv.dtype)
+    if of_means is not None:
+        dv = (dv.astype(jnp.float32) + of_means).astype(dv.dtype)
     return [dq, dk, dv]
 
 
