@@ -420,7 +420,7 @@ _OF_ITSELF = ["packed", "one", "alternating", "extreme"]
 @pytest.mark.parametrize("name", _OF_ITSELF)
 def test_segments_of_one_sequence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each query sees itself, so no means are computed for queries that see no key."""
-    monkeypatch.setattr(backward, "_mean_gradient", None)
+    monkeypatch.setattr(backward, "mean_gradient", None)
     ids, _ = SEGMENTS[name]
     rules = dict(causal=True) if name == "packed" else dict(window=(40, 0)) if name == "extreme" else {}
     spec = make_spec(264, 264, batch=2, segments=True, self_segments=True, **rules)

@@ -161,8 +161,8 @@ def smem_of(chip: Chip) -> int:
 
 #: Tiles that were fastest on an H200, 2026-11-25, of those that do not spill registers: kernel -> the padded head
 #: dimension up to which they are -> tile, and where it differs the tile without a mask; (block_q, block_kv, num_warps,
-#: num_stages). "dkv" at 256 spills 496 bytes with a mask and 128 without. It takes 0.79 (0.75) of the time of the fastest
-#: that does not.
+#: num_stages). "dkv" at 256 spills 496 bytes with a mask and 128 without: it takes 0.79 and 0.75 of the time of the
+#: fastest that does not.
 _MEASURED: dict[str, dict[int, tuple[tuple[int, int, int, int], ...]]] = {
     "forward": {64: ((64, 64, 4, 3),), 128: ((64, 64, 4, 3), (128, 128, 8, 3)), 256: ((128, 64, 8, 2),)},
     "dkv": {64: ((64, 64, 4, 3),), 128: ((64, 64, 4, 2), (64, 128, 8, 3)), 256: ((64, 64, 8, 2),)},
