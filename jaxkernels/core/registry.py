@@ -63,6 +63,7 @@ OPERATIONS: dict[str, Operation] = {
             "matmul": {
                 "cuda": Entry(("jaxkernels.ffi.matmul.gemm",), _CUDA, is_exportable=False),
                 "pallas": Entry(("jaxkernels.pallas.matmul.gemm",), _CUDA),
+                "triton": Entry(("jaxkernels.triton.matmul.gemm",), _CUDA, is_exportable=False),
                 "xla": Entry(("jaxkernels.ops.matmul.reference",)),
             }
         },

@@ -22,7 +22,7 @@ from jaxkernels.core import _jax
 from jaxkernels.core.hardware import Chip
 from jaxkernels.core.types import ArrayType
 
-__all__ = ["OLDEST_CAPABILITY", "TARGETS", "call_kernel", "missing", "unsupported_chip", "versions"]
+__all__ = ["OLDEST_CAPABILITY", "TARGETS", "call_kernel", "check_schedule", "missing", "unsupported_chip", "versions"]
 
 #: Compute capability from which on Triton compiles 16-bit products for tensor cores with asynchronous copies.
 OLDEST_CAPABILITY = (8, 0)
@@ -43,6 +43,18 @@ def unsupported_chip(chip: Chip) -> str | None:
         oldest = ".".join(map(str, OLDEST_CAPABILITY))
         return f"needs a CUDA GPU of compute capability {oldest} or newer, the target is {chip}"
     return None
+
+
+def check_schedule(label: str, num_warps: int, num_stages: int) -> None:
+    """Raises ValueError unless Triton takes these.
+
+    Args:
+      label: what messages begin with, as "matmul[triton]".
+    """
+    if num_warps not in (1, 2, 4, 8, 16):
+        raise ValueError(f"{label}: num_warps must be 1, 2, 4, 8 or 16; got {num_warps}.")
+    if not 1 <= num_stages <= 8:
+        raise ValueError(f"{label}: num_stages must be from 1 to 8; got {num_stages}.")
 
 
 @functools.cache

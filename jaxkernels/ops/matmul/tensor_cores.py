@@ -1,24 +1,29 @@
-"""What every kernel has in common that multiplies 16-bit floats on Hopper's tensor cores: the products it takes, and
-how operands of different dtypes become several of them."""
+"""What kernels that multiply on tensor cores have in common: the products that they take, and how operands of different
+dtypes become several products of 16-bit operands."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxkernels.ops.matmul.spec import MatmulSpec
 
-__all__ = ["INPUTS", "multiply_mixed", "unsupported"]
+__all__ = [
+    "INPUTS", "OUTPUTS", "is_default", "multiply_mixed", "unsupported", "unsupported_16_bit_precision",
+    "unsupported_dtypes", "unsupported_sizes",
+]  # fmt: skip
 
 _BFLOAT16, _FLOAT16, _FLOAT32 = (jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
 INPUTS = (_BFLOAT16, _FLOAT16)
-_OUTPUTS = (*INPUTS, _FLOAT32)
+OUTPUTS = (*INPUTS, _FLOAT32)
 
 #: So many elements of 4 bytes are more than a signed 32-bit number counts.
 _MOST = 2**29
@@ -32,25 +37,49 @@ _PRESETS = (
 
 
 def unsupported(spec: MatmulSpec) -> str | None:
-    """Why such a kernel cannot compute the spec, whatever its tiles, or None."""
+    """Why a kernel for Hopper that multiplies 16-bit operands cannot compute the spec, whatever its tiles, or None."""
     if not spec.target.is_hopper:
         return f"needs a GPU of compute capability 9.0 (Hopper), the target is {spec.target}"
+    return unsupported_dtypes(spec) or unsupported_16_bit_precision(spec) or unsupported_sizes(spec)
+
+
+def unsupported_dtypes(spec: MatmulSpec, inputs: Sequence[np.dtype] = INPUTS) -> str | None:
+    """Why a kernel whose operands both have one dtype of `inputs` cannot take the spec's dtypes, or None.
+
+    Without an epilogue, `multiply_mixed` makes 16-bit products of operands of two dtypes.
+    """
     dtypes = (spec.lhs.dtype, spec.rhs.dtype)
-    taken = INPUTS if dtypes[0] == dtypes[1] else () if spec.fused else _OUTPUTS
+    taken = inputs if dtypes[0] == dtypes[1] else () if spec.fused else OUTPUTS
     if not {*dtypes} <= {*taken}:
+        *some, last = (f"two {dtype}" for dtype in inputs)
         return (
-            "takes two bfloat16 or two float16 operands, or without epilogue any two of bfloat16, float16 and float32, "
-            f"not {dtypes[0]} and {dtypes[1]}" + (" with an epilogue" if spec.fused else "")
+            f"takes {', '.join(some)} or {last} operands, or without epilogue any two of bfloat16, float16 and "
+            f"float32, not {dtypes[0]} and {dtypes[1]}" + (" with an epilogue" if spec.fused else "")
         )
-    if spec.out_dtype not in _OUTPUTS:
+    if spec.out_dtype not in OUTPUTS:
         return f"returns bfloat16, float16 or float32, not {spec.out_dtype}"
-    is_enough = spec.precision in (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2, *_PRESETS)
-    if _FLOAT32 in dtypes and not is_enough:
+    return None
+
+
+def unsupported_16_bit_precision(spec: MatmulSpec) -> str | None:
+    """Why products of 16-bit operands, accumulated in float32, are not what the spec asks for, or None."""
+    is_enough = is_default(spec.precision) or spec.precision in _PRESETS
+    if _FLOAT32 in (spec.lhs.dtype, spec.rhs.dtype) and not is_enough:
         return f"keeps 16 bits of a float32 operand, the precision asked for is {spec.precision}"
     if isinstance(spec.precision, lax.DotAlgorithmPreset) and spec.precision not in _PRESETS:
         return f"accumulates 16-bit products in float32, the precision asked for is {spec.precision.name}"
     if isinstance(spec.precision, lax.DotAlgorithm):
         return f"accumulates 16-bit products in float32, the precision asked for is {spec.precision}"
+    return None
+
+
+def is_default(precision: Any) -> bool:
+    """Whether a precision asks for nothing in particular."""
+    return precision in (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2, lax.DotAlgorithmPreset.DEFAULT)
+
+
+def unsupported_sizes(spec: MatmulSpec) -> str | None:
+    """Why a kernel that counts in 32 bits cannot take the spec's sizes, or None."""
     sizes = (spec.gemm.batch, spec.gemm.m, spec.gemm.n, spec.gemm.k)
     if not all(size is None or isinstance(size, int) for size in sizes):
         return "needs static shapes"

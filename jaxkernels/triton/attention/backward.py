@@ -80,8 +80,8 @@ class Config:
         check_fields(_LABEL, self)
         check_tiles(_LABEL, block_q=self.block_q, block_kv=self.block_kv)
         check_tiles(_LABEL, dq_block_q=self.dq_block_q, dq_block_kv=self.dq_block_kv)
-        costs.check_schedule(_LABEL, self.num_warps, self.num_stages)
-        costs.check_schedule(_LABEL, self.dq_num_warps, self.dq_num_stages)
+        calls.check_schedule(_LABEL, self.num_warps, self.num_stages)
+        calls.check_schedule(_LABEL, self.dq_num_warps, self.dq_num_stages)
         if self.group_parts < 1:
             raise ValueError(f"{_LABEL}: group_parts must be positive; got {self.group_parts}.")
 

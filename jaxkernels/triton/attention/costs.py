@@ -17,7 +17,6 @@ from jaxkernels.ops.attention.spec import AttentionSpec
 __all__ = [
     "Tile",
     "bytes_of",
-    "check_schedule",
     "combine_seconds",
     "fits",
     "is_filled",
@@ -77,14 +76,6 @@ def rates(chip: Chip, itemsize: int) -> Rates:
     exps = chip.exps_per_s / num_sms if chip.exps_per_s else _SM_EXPS
     num_bytes = chip.memory_bytes_per_s / num_sms if chip.memory_bytes_per_s else _SM_BYTES
     return Rates(flops, exps, num_bytes)
-
-
-def check_schedule(label: str, num_warps: int, num_stages: int) -> None:
-    """Raises ValueError unless Triton takes these."""
-    if num_warps not in (1, 2, 4, 8, 16):
-        raise ValueError(f"{label}: num_warps must be 1, 2, 4, 8 or 16; got {num_warps}.")
-    if not 1 <= num_stages <= 8:
-        raise ValueError(f"{label}: num_stages must be from 1 to 8; got {num_stages}.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,7 +58,7 @@ class Config:
     def __post_init__(self) -> None:
         check_fields(_LABEL, self)
         check_tiles(_LABEL, block_q=self.block_q, block_kv=self.block_kv)
-        costs.check_schedule(_LABEL, self.num_warps, self.num_stages)
+        calls.check_schedule(_LABEL, self.num_warps, self.num_stages)
         if self.pack < 1 or self.block_q % self.pack:
             raise ValueError(f"{_LABEL}: pack must divide block_q={self.block_q}; got {self.pack}.")
         if self.num_splits < 1:

@@ -53,7 +53,7 @@ class Config:
     def __post_init__(self) -> None:
         check_fields(_LABEL, self)
         check_tiles(_LABEL, block_q=self.block_q, block_kv=self.block_kv)
-        costs.check_schedule(_LABEL, self.num_warps, self.num_stages)
+        calls.check_schedule(_LABEL, self.num_warps, self.num_stages)
 
 
 #: (block_q, block_kv, num_warps, num_stages). Of equals, the first is taken.

@@ -1,0 +1,362 @@
+"""Matrix product with its epilogue in Triton.
+
+Tiles of the result are numbered in strips, so that programs that run at the same time share operands in L2. A program
+computes one tile. With `programs_per_sm` it computes several, one after the other: Triton then loads for the next tile
+while it stores the last. Where tiles are few, k is divided into parts: each gives a float32 product, and XLA adds these
+up in order before the epilogue.
+
+Rows and columns need no mask. A dimension shorter than the tile wraps around, and the last tile of a longer one ends
+where the result does.
+
+Source: structure after Triton's tutorial "Matrix Multiplication"; ladder and figures: docs/triton.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxkernels.core import hardware
+from jaxkernels.core.arguments import check_fields
+from jaxkernels.core.types import ArrayType
+from jaxkernels.ops.matmul import tensor_cores
+from jaxkernels.ops.matmul.epilogue import apply_epilogue
+from jaxkernels.ops.matmul.spec import Activation, MatmulSpec
+from jaxkernels.triton import calls, chips
+
+__all__ = ["VERSION", "Config", "Params", "estimate", "run", "search_space", "unpreferred", "unsupported"]
+
+VERSION = 1
+
+_LABEL = "matmul[triton]"
+_FLOAT32 = np.dtype(np.float32)
+_INPUTS = (*tensor_cores.INPUTS, _FLOAT32)
+
+#: What Triton calls the ways to multiply float32: one TF32 product, three, or the ordinary fp32 units.
+_PRECISIONS = {
+    lax.Precision.HIGH: "tf32x3",
+    lax.Precision.HIGHEST: "ieee",
+    lax.DotAlgorithmPreset.TF32_TF32_F32: "tf32",
+    lax.DotAlgorithmPreset.TF32_TF32_F32_X3: "tf32x3",
+    lax.DotAlgorithmPreset.F32_F32_F32: "ieee",
+}
+#: Accumulators and operands in registers of a thread. With more, ptxas spills.
+_MOST_REGISTERS = 200
+#: Columns that are stored at once: what they need in shared memory would else take room of the pipeline.
+_PIECE_N = 64
+_LAUNCH_SECONDS = 3e-6
+_ADD_SECONDS = 3e-6
+#: Shares of the tensor cores' rate and of the memory's that kernels reach.
+_REACHED_FLOPS, _REACHED_BYTES = 0.8, 0.88
+#: One program alone can have this many times its SM's share of the memory's rate.
+_BYTES_OF_ONE = 1.6
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tiles and schedule.
+
+    Attributes:
+      block_m, block_n: tile of the result.
+      block_k: depth of a step.
+      num_warps: warps of a program.
+      num_stages: steps in flight.
+      strip: rows of tiles that are numbered together.
+      split_k: parts of k.
+      programs_per_sm: how many programs there are for an SM; 0: one for each tile.
+    """
+
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 64
+    num_warps: int = 8
+    num_stages: int = 3
+    strip: int = 8
+    split_k: int = 1
+    programs_per_sm: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(_LABEL, self)
+        for name in ("block_m", "block_n", "block_k"):
+            size = getattr(self, name)
+            if size < 16 or size & (size - 1):
+                raise ValueError(f"{_LABEL}: {name} must be a power of two of at least 16; got {size}.")
+        calls.check_schedule(_LABEL, self.num_warps, self.num_stages)
+        for name, least in (("strip", 1), ("split_k", 1), ("programs_per_sm", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{_LABEL}: {name} must be at least {least}; got {getattr(self, name)}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """What the kernel is compiled for.
+
+    Attributes:
+      m, n, k, batch: sizes.
+      lhs_stride_m, lhs_stride_k, rhs_stride_k, rhs_stride_n: elements from a row or column to the next.
+      block_m, block_n, block_k, strip: as in `Config`.
+      m_tiles, n_tiles: tiles along the result's dimensions.
+      k_iters: steps of a part of k.
+      num_items, num_programs: tiles of all batch elements and parts; and what computes them.
+      masks_k: whether the last step is not whole.
+      is_wide: whether offsets in a batch element need 64 bits.
+      alpha, has_bias, activation, has_residual, saves_preactivation: the epilogue.
+      input_precision: how float32 is multiplied.
+      lhs_unit, rhs_unit, out_unit: what divides the offset of each tile.
+      piece_n: columns that are stored at once.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch: int
+    lhs_stride_m: int
+    lhs_stride_k: int
+    rhs_stride_k: int
+    rhs_stride_n: int
+    block_m: int
+    block_n: int
+    block_k: int
+    strip: int
+    m_tiles: int
+    n_tiles: int
+    k_iters: int
+    num_items: int
+    num_programs: int
+    masks_k: bool
+    is_wide: bool
+    alpha: float
+    has_bias: bool
+    activation: Activation | None
+    has_residual: bool
+    saves_preactivation: bool
+    input_precision: str
+    lhs_unit: int
+    rhs_unit: int
+    out_unit: int
+    piece_n: int
+
+    @classmethod
+    def of(cls, spec: MatmulSpec, config: Config) -> Params:
+        g, tile = spec.gemm, _Tiles.of(spec, config)
+        lhs_contiguous, rhs_contiguous = (g.k if layout[-1] == "k" else 0 for layout in (g.lhs_layout, g.rhs_layout))
+        places = config.programs_per_sm * chips.num_sms(spec.target) or tile.items
+        return cls(
+            m=g.m,
+            n=g.n,
+            k=g.k,
+            batch=g.batch or 1,
+            lhs_stride_m=g.k if g.lhs_layout == "mk" else 1,
+            lhs_stride_k=1 if g.lhs_layout == "mk" else g.m,
+            rhs_stride_k=g.n if g.rhs_layout == "kn" else 1,
+            rhs_stride_n=1 if g.rhs_layout == "kn" else g.k,
+            block_m=config.block_m,
+            block_n=config.block_n,
+            block_k=config.block_k,
+            strip=min(config.strip, tile.m),
+            m_tiles=tile.m,
+            n_tiles=tile.n,
+            k_iters=tile.k_iters,
+            num_items=tile.items,
+            num_programs=min(tile.items, places),
+            masks_k=tile.k_iters * config.split_k * config.block_k != g.k,
+            is_wide=max(g.m * g.k, g.k * g.n, g.m * g.n) >= 2**31,
+            alpha=spec.alpha,
+            has_bias=spec.bias is not None,
+            activation=spec.activation,
+            has_residual=spec.residual is not None,
+            saves_preactivation=spec.save_preactivation,
+            input_precision=_input_precision(spec) or "tf32",
+            lhs_unit=math.gcd(lhs_contiguous or g.m, 16),
+            rhs_unit=math.gcd(rhs_contiguous or g.n, 16),
+            out_unit=math.gcd(g.n, 16),
+            piece_n=min(config.block_n, _PIECE_N),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """How many tiles there are along m and n, steps in a part of k, and tiles in all."""
+
+    m: int
+    n: int
+    k_iters: int
+    items: int
+
+    @classmethod
+    def of(cls, spec: MatmulSpec, config: Config) -> _Tiles:
+        g = spec.gemm
+        m, n = -(-g.m // config.block_m), -(-g.n // config.block_n)
+        k_iters = -(-_steps(spec, config) // config.split_k)
+        return cls(m, n, k_iters, (g.batch or 1) * m * n * config.split_k)
+
+
+def _steps(spec: MatmulSpec, config: Config) -> int:
+    return -(-spec.gemm.k // config.block_k)
+
+
+def _input_precision(spec: MatmulSpec) -> str | None:
+    """How two float32 operands are multiplied, or None if there is no way."""
+    precision = spec.precision
+    if isinstance(precision, tuple):
+        precision = precision[0] if precision[0] == precision[1] else None
+        return None if precision is None else _PRECISIONS.get(precision, "tf32")
+    return "tf32" if tensor_cores.is_default(precision) else _PRECISIONS.get(precision)
+
+
+def unsupported(spec: MatmulSpec) -> str | None:
+    if reason := calls.unsupported_chip(spec.target) or tensor_cores.unsupported_dtypes(spec, _INPUTS):
+        return reason
+    if spec.lhs.dtype == spec.rhs.dtype == _FLOAT32:
+        if _input_precision(spec) is None:
+            return (
+                f"multiplies float32 in TF32, three times TF32 or float32; the precision asked for is {spec.precision}"
+            )
+    elif reason := tensor_cores.unsupported_16_bit_precision(spec):
+        return reason
+    return tensor_cores.unsupported_sizes(spec) or calls.missing()
+
+
+def unpreferred(spec: MatmulSpec) -> str | None:
+    """On Hopper XLA calls cuBLAS, which has TMA and warps of different roles."""
+    return "cuBLAS, by XLA, is faster on Hopper unless measured otherwise" if spec.target.is_hopper else None
+
+
+# Configurations.
+
+#: (block_m, block_n, block_k, num_warps) for operands of 16 bits; of float32, block_k is half. Of equals, the first.
+_TILES = (
+    (128, 256, 64, 8), (256, 128, 64, 8), (128, 128, 64, 8), (128, 128, 64, 4), (128, 128, 32, 4), (128, 64, 64, 4),
+    (64, 128, 64, 4), (64, 64, 64, 4), (64, 256, 32, 4), (64, 32, 64, 4), (32, 64, 64, 4), (32, 128, 64, 4),
+    (16, 128, 64, 4), (16, 64, 128, 4), (16, 32, 128, 4), (32, 32, 64, 4), (16, 16, 64, 4),
+)  # fmt: skip
+_STAGES = (4, 3, 2)
+
+
+def search_space(spec: MatmulSpec) -> Iterator[Config]:
+    """Tiles that fit the problem, shared memory and registers; parts of k where tiles are few."""
+    g = spec.gemm
+    found = False
+    for (block_m, block_n, block_k, num_warps), num_stages in itertools.product(_TILES, _STAGES):
+        if spec.lhs.dtype == spec.rhs.dtype == _FLOAT32:
+            block_k = max(16, block_k // 2)
+        tile = Config(block_m, block_n, block_k, num_warps, num_stages)
+        is_smallest = (block_m, block_n) == (16, 16) and num_stages == 2
+        fits = _fits(spec, tile) and block_m < 2 * max(g.m, 16) and block_n < 2 * max(g.n, 16)
+        if not fits and (found or not is_smallest):
+            continue
+        found = True
+        for split_k, programs_per_sm in itertools.product(_splits(spec, tile), (0, 1)):
+            config = dataclasses.replace(tile, split_k=split_k, programs_per_sm=programs_per_sm)
+            has_next_tile = _Tiles.of(spec, config).items > chips.num_sms(spec.target)
+            if not programs_per_sm or (has_next_tile and _fits(spec, config)):
+                yield config
+
+
+def _fits(spec: MatmulSpec, config: Config) -> bool:
+    itemsize = spec.lhs.dtype.itemsize
+    operands = 0 if spec.target.is_hopper else (config.block_m + config.block_n) * 16 * itemsize / 4 / 2
+    registers = (config.block_m * config.block_n + operands) / (32 * config.num_warps)
+    return _shared_bytes(spec, config) <= chips.smem_bytes(spec.target) and registers <= _MOST_REGISTERS
+
+
+def _shared_bytes(spec: MatmulSpec, config: Config) -> int:
+    """Shared memory of a program. What is stored takes the place of the pipeline, unless that runs on."""
+    itemsize = 4 if spec.lhs.dtype == spec.rhs.dtype == _FLOAT32 else 2
+    pipeline = config.num_stages * (config.block_m + config.block_n) * config.block_k * itemsize
+    piece = config.block_m * min(config.block_n, _PIECE_N) * (4 if config.split_k > 1 else spec.out_dtype.itemsize)
+    return (pipeline + piece if config.programs_per_sm else max(pipeline, piece)) + 1024
+
+
+def _splits(spec: MatmulSpec, tile: Config) -> Iterator[int]:
+    """Parts of k that fill the chip at most four times, each of at least four steps."""
+    yield 1
+    parts, items = 2, _Tiles.of(spec, tile).items
+    while items * parts <= 4 * chips.num_sms(spec.target) and _steps(spec, tile) >= 4 * parts:
+        yield parts
+        parts *= 2
+
+
+def estimate(spec: MatmulSpec, config: Config) -> float:
+    """Seconds: waves of tiles, each its products or its loads, and not less than the bytes of all arrays."""
+    g, tile = spec.gemm, _Tiles.of(spec, config)
+    rates, num_sms = chips.rates_of(spec.target), chips.num_sms(spec.target)
+    is_float32 = spec.lhs.dtype == spec.rhs.dtype == _FLOAT32
+    precision = _input_precision(spec)
+    flops = rates.bf16_flops if not is_float32 else rates.fp32_flops if precision == "ieee" else rates.tf32_flops
+    if is_float32 and precision == "tf32x3":
+        flops /= 3
+    itemsize = 4 if is_float32 else 2
+    step_flops = 2.0 * config.block_m * config.block_n * config.block_k
+    step_bytes = (config.block_m + config.block_n) * config.block_k * itemsize
+    per_sm = max(1, min(chips.programs_per_sm(spec.target, _shared_bytes(spec, config)), 16 // config.num_warps))
+    per_sm = min(per_sm, -(-tile.items // num_sms))
+    # Small tiles leave the tensor cores waiting for operands; a second program on the SM fills some of the gaps.
+    share = _REACHED_FLOPS * min(1.0, config.block_m * config.block_n / 2**15) ** 0.2
+    if config.block_m < 64 and spec.target.is_hopper:  # wgmma needs 64 rows.
+        share *= 0.5
+    share = min(_REACHED_FLOPS, share * (1.1 if per_sm > 1 else 1.0)) * (0.92 if config.num_stages == 2 else 1.0)
+    loads = step_bytes / min(rates.l2_bytes, rates.memory_bytes * _BYTES_OF_ONE if g.m <= 64 else rates.l2_bytes)
+    step = max(step_flops / (flops * share), loads)
+    latency = 1.5e-6 if config.programs_per_sm else 2e-6
+    waves = hardware.waves(tile.items, num_sms * per_sm)
+    seconds = waves * (per_sm * tile.k_iters * step + latency)
+    num_bytes = (g.batch or 1) * ((g.m * g.k + g.k * g.n) * itemsize + g.m * g.n * spec.out_dtype.itemsize)
+    seconds = max(seconds, num_bytes / (rates.memory_bytes * num_sms * _REACHED_BYTES))
+    if config.split_k > 1:
+        parts = 2 * config.split_k * (g.batch or 1) * g.m * g.n * 4
+        seconds += _ADD_SECONDS + parts / (rates.memory_bytes * num_sms)
+    return _LAUNCH_SECONDS + seconds
+
+
+# Running.
+
+
+def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
+    """Returns the product, or [out] / [out, preactivation] when the spec has an epilogue."""
+    operands = spec.named("matmul", arrays)
+    if spec.lhs.dtype != spec.rhs.dtype:
+        return tensor_cores.multiply_mixed(lambda part, a, b: run(part, config, a, b), spec, **operands)
+    if config.split_k == 1:
+        outs = [spec.unfold(x) for x in _launch(spec, config, operands)]
+        return outs if spec.fused else outs[0]
+    if _Tiles.of(spec, config).k_iters * (config.split_k - 1) >= _steps(spec, config):
+        raise ValueError(
+            f"{_LABEL}: every part of split_k={config.split_k} must have some of k={spec.gemm.k}, in blocks of "
+            f"{config.block_k}. Use a smaller split_k."
+        )
+    product = dataclasses.replace(spec.product, out_dtype=_FLOAT32)
+    (parts,) = _launch(product, config, operands)
+    out = product.unfold(parts.sum(axis=0))
+    results = apply_epilogue(spec, out, operands) if spec.fused else out
+    return jax.tree.map(lambda x: x.astype(spec.out_dtype), results)
+
+
+def _launch(spec: MatmulSpec, config: Config, operands: Mapping[str, jax.Array]) -> list[jax.Array]:
+    """Returns (batch?, m, n) results. With parts of k, the parts are the first dimension."""
+    from jaxkernels.triton.matmul import gemm_kernel
+
+    g, p = spec.gemm, Params.of(spec, config)
+    lhs, rhs = spec.fold(operands["lhs"], operands["rhs"])
+    lead = (*([config.split_k] if config.split_k > 1 else []), *([] if g.batch is None else [g.batch]))
+    result = ArrayType((*lead, g.m, g.n), spec.out_dtype)
+    kernel = gemm_kernel.gemm_and_preactivation if spec.save_preactivation else gemm_kernel.gemm
+    return calls.call_kernel(
+        kernel,
+        # For operands that are not given stands another, which is not read as such.
+        [lhs, rhs, operands.get("bias", lhs), operands.get("residual", lhs)],
+        [result] * (2 if spec.save_preactivation else 1),
+        target=spec.target,
+        grid=(p.num_programs,),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        constants=dict(p=p),
+    )
