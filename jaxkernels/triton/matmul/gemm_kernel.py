@@ -125,7 +125,7 @@ def _finish(acc, bias, residual, out, preactivation, part, batch, row, column, F
     """
     HEIGHT: tl.constexpr = acc.shape[0]
     WIDTH: tl.constexpr = acc.shape[1]
-    if WIDTH > p.piece_n:
+    if p.piece_n < WIDTH:
         left, right = tl.split(tl.permute(tl.reshape(acc, (HEIGHT, 2, WIDTH // 2)), (0, 2, 1)))
         MIDDLE: tl.constexpr = FIRST + WIDTH // 2
         _finish(left, bias, residual, out, preactivation, part, batch, row, column, FIRST, p)
