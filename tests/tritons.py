@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
+import pathlib
 import re
 import subprocess
+import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,13 +28,21 @@ from triton.compiler import ASTSource
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
+from jaxkernels.core import hardware
+from jaxkernels.core.hardware import Chip
 from jaxkernels.core.types import ArrayType
 from jaxkernels.triton import calls
 
-__all__ = ["CAPABILITIES", "Compiled", "compiled", "interpreted"]
+__all__ = ["CHIPS", "Compiled", "compiled", "interpreted", "planted"]
 
-#: A100, RTX 3090 and A10, RTX 4090 and L4 and L40S, H100 and H200, B200, RTX 5090.
-CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+#: A chip of each compute capability that Triton compiles for.
+CHIPS = tuple(
+    hardware.lookup(name)
+    for name in (
+        "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 3090", "NVIDIA L4", "NVIDIA H200", "NVIDIA B200",
+        "NVIDIA GeForce RTX 5090",
+    )
+)  # fmt: skip
 
 _TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "int32": "i32", "int8": "i8",
@@ -135,6 +147,31 @@ def interpreted(*modules: ModuleType) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def planted(module: ModuleType, name: str, right: str, wrong: str, folder: pathlib.Path) -> Iterator[None]:
+    """Replaces a function of Triton code by one with a mistake, wherever it was imported.
+
+    Args:
+      right, wrong: text that occurs once in the function's source, and what takes its place.
+      folder: where the faulty source is written; Triton reads it there.
+    """
+    function = vars(module)[name]
+    source = textwrap.dedent(inspect.getsource(function.fn))
+    assert source.count(right) == 1, f"{right!r} occurs {source.count(right)} times in {module.__name__}.{name}"
+    path = folder / f"{name}.py"
+    path.write_text(source.replace(right, wrong))
+    users = [m for m in sys.modules.values() if m.__name__.startswith("jaxkernels.triton.")]
+    users = [m for m in users if vars(m).get(name) is function]
+    try:
+        exec(compile(path.read_text(), str(path), "exec"), vars(module))
+        for user in users:
+            setattr(user, name, vars(module)[name])
+        yield
+    finally:
+        for user in users:
+            setattr(user, name, function)
+
+
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """A kernel as ptxas made it.
@@ -154,8 +191,8 @@ class Compiled:
     ptx: str
 
 
-def compiled(capability: tuple[int, int], function: Callable[..., Any], *types: ArrayType) -> list[Compiled]:
-    """Compiles the kernels that a function of these arrays calls, for a compute capability; runs none."""
+def compiled(chip: Chip, function: Callable[..., Any], *types: ArrayType) -> list[Compiled]:
+    """Compiles the kernels that a function of these arrays calls, for a chip; runs none."""
     found: list[Compiled] = []
 
     def call_kernel(
@@ -171,7 +208,8 @@ def compiled(capability: tuple[int, int], function: Callable[..., Any], *types: 
             constexprs=dict(constants),
             attrs={(i,): [["tt.divisibility", 16]] for i in range(len(arrays))},
         )
-        major, minor = capability
+        assert chip.compute_capability is not None
+        major, minor = chip.compute_capability
         gpu = GPUTarget("cuda", 10 * major + minor, 32)
         options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
         made = triton.compile(source, target=gpu, options=options)

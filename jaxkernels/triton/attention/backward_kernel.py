@@ -16,8 +16,9 @@ from jaxkernels.triton.attention.problem import LOG2E as _LOG2E
 from jaxkernels.triton.attention.tile_kernel import (
     Extras,
     change,
+    load_operand,
     load_ranges,
-    load_rows,
+    operand,
     place_of,
     slope,
     store_rows,
@@ -55,8 +56,8 @@ def keys_and_values(
     key = block * BK + tl.arange(0, BK)
     is_key = key < at.key_end
     k_row = batch.to(tl.int64) * p.num_keys * p.num_kv_heads + kv_head
-    k_tile = load_rows(k + k_row * p.head_dim, key, K_STRIDE, H, BH, is_key, True)
-    v_tile = load_rows(v + k_row * p.value_dim, key, V_STRIDE, D, BD, is_key, True)
+    k_tile = load_operand(k + k_row * p.head_dim, key, K_STRIDE, H, BH, is_key, True, p)
+    v_tile = load_operand(v + k_row * p.value_dim, key, V_STRIDE, D, BD, is_key, True, p)
     first, whole_first, whole_end, end = load_ranges(ranges, batch, block, NUM_BLOCKS, p)
     if not p.has_left_edge:
         whole_first = first
@@ -101,8 +102,8 @@ def add_queries(
     for block in tl.range(first, end):
         query = block * BQ + tl.arange(0, BQ)
         is_query = (query < p.num_queries) & (query + at.offset < at.query_end)
-        q_tile = load_rows(q_base, query, Q_STRIDE, H, BH, is_query, at_edge)
-        dout_tile = load_rows(dout_base, query, O_STRIDE, D, BD, is_query, at_edge)
+        q_tile = load_operand(q_base, query, Q_STRIDE, H, BH, is_query, at_edge, p)
+        dout_tile = load_operand(dout_base, query, O_STRIDE, D, BD, is_query, at_edge, p)
         if at_edge:
             top = tl.load(lse + sums + query, mask=is_query, other=float("inf"))
             shift = tl.load(delta + sums + query, mask=is_query, other=0.0)
@@ -114,10 +115,10 @@ def add_queries(
         weights = tl.exp2(s * p.unit - (top * LOG2E)[None, :])
         if at_edge or p.mask_shape is not None:
             weights = tl.where(visible(x, at, head, query[None, :], key[:, None], p, at_edge), weights, 0.0)
-        dv_acc = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv_acc, input_precision=p.precision)
+        dv_acc = tl.dot(operand(weights, dout_tile, p), dout_tile, dv_acc, input_precision=p.precision)
         dweights = tl.dot(v_tile, tl.trans(dout_tile), input_precision=p.precision)
         dlogits = slope(weights * (dweights - shift[None, :]), s, p)
-        dk_acc = tl.dot(dlogits.to(q_tile.dtype), q_tile, dk_acc, input_precision=p.precision)
+        dk_acc = tl.dot(operand(dlogits, q_tile, p), q_tile, dk_acc, input_precision=p.precision)
     return dk_acc, dv_acc
 
 
@@ -145,8 +146,8 @@ def queries(
     query = block * BQ + tl.arange(0, BQ)
     is_query = (query < p.num_queries) & (query + at.offset < at.query_end)
     row = batch.to(tl.int64) * p.num_queries * p.num_heads + head
-    q_tile = load_rows(q + row * p.head_dim, query, Q_STRIDE, H, BH, is_query, True)
-    dout_tile = load_rows(dout + row * p.value_dim, query, O_STRIDE, D, BD, is_query, True)
+    q_tile = load_operand(q + row * p.head_dim, query, Q_STRIDE, H, BH, is_query, True, p)
+    dout_tile = load_operand(dout + row * p.value_dim, query, O_STRIDE, D, BD, is_query, True, p)
     sums = (batch * p.num_heads + head).to(tl.int64) * p.num_queries
     top = tl.load(lse + sums + query, mask=is_query, other=float("inf")) * LOG2E
     shift = tl.load(delta + sums + query, mask=is_query, other=0.0)
@@ -180,13 +181,13 @@ def add_keys(
     for block in tl.range(first, end):
         key = block * BK + tl.arange(0, BK)
         is_key = key < at.key_end
-        k_tile = load_rows(k_base, key, K_STRIDE, H, BH, is_key, at_edge)
-        v_tile = load_rows(v_base, key, V_STRIDE, D, BD, is_key, at_edge)
+        k_tile = load_operand(k_base, key, K_STRIDE, H, BH, is_key, at_edge, p)
+        v_tile = load_operand(v_base, key, V_STRIDE, D, BD, is_key, at_edge, p)
         products = tl.dot(q_tile, tl.trans(k_tile), input_precision=p.precision)
         dlogits = gradient_of_logits(
             products, dout_tile, v_tile, top, shift, x, at, head, query[:, None], key[None, :], p, at_edge
         )
-        acc = tl.dot(dlogits.to(k_tile.dtype), k_tile, acc, input_precision=p.precision)
+        acc = tl.dot(operand(dlogits, k_tile, p), k_tile, acc, input_precision=p.precision)
     return acc
 
 
@@ -275,13 +276,13 @@ def add_pairs(acc, q, k, v, dout, lse, delta, x, at, head, q_block, first, end, 
     is_query = (query < p.num_queries) & (query + at.offset < at.query_end)
     top = tl.load(lse + sums + query, mask=is_query, other=float("inf")) * LOG2E
     shift = tl.load(delta + sums + query, mask=is_query, other=0.0)
-    q_tile = load_rows(q + row * p.head_dim, query, Q_STRIDE, H, BH, is_query, True)
-    dout_tile = load_rows(dout + row * p.value_dim, query, O_STRIDE, D, BD, is_query, True)
+    q_tile = load_operand(q + row * p.head_dim, query, Q_STRIDE, H, BH, is_query, True, p)
+    dout_tile = load_operand(dout + row * p.value_dim, query, O_STRIDE, D, BD, is_query, True, p)
     for block in tl.range(first, end):
         key = block * BK + tl.arange(0, BK)
         is_key = key < at.key_end
-        k_tile = load_rows(k + k_row * p.head_dim, key, K_STRIDE, H, BH, is_key, True)
-        v_tile = load_rows(v + k_row * p.value_dim, key, V_STRIDE, D, BD, is_key, True)
+        k_tile = load_operand(k + k_row * p.head_dim, key, K_STRIDE, H, BH, is_key, True, p)
+        v_tile = load_operand(v + k_row * p.value_dim, key, V_STRIDE, D, BD, is_key, True, p)
         products = tl.dot(q_tile, tl.trans(k_tile), input_precision=p.precision)
         acc += gradient_of_logits(
             products, dout_tile, v_tile, top, shift, x, at, head, query[:, None], key[None, :], p, True

@@ -30,7 +30,9 @@ __all__ = [
 ]
 
 #: Registers of a thread for accumulators, logits and operands, on Hopper and on others. With more, ptxas spills.
-_MOST_REGISTERS = 215, 172
+_MOST_REGISTERS = 215, 170
+#: What masks of columns take of them.
+_REGISTERS_OF_COLUMNS = 10
 _REGISTERS_OF_SM = 65536
 _WARPS_OF_SM = 48
 #: Shared memory that a program takes beside its tiles, and that the driver takes of each.
@@ -68,11 +70,11 @@ class Rates:
 
 
 def rates(chip: Chip, itemsize: int) -> Rates:
-    """The rates of a chip's SM. Products of float32 are three of TF32."""
+    """The rates of a chip's SM. TF32 is multiplied at half the rate of 16 bits."""
     num_sms = max(1, chip.num_sms)
     flops = chip.bf16_flops_per_s / num_sms if chip.bf16_flops_per_s else _SM_FLOPS
     if itemsize == 4:
-        flops /= 6
+        flops /= 2
     exps = chip.exps_per_s / num_sms if chip.exps_per_s else _SM_EXPS
     num_bytes = chip.memory_bytes_per_s / num_sms if chip.memory_bytes_per_s else _SM_BYTES
     return Rates(flops, exps, num_bytes)
@@ -89,6 +91,7 @@ class Work:
       products: columns of all products of a step: 2 * block_q * block_kv * products are its FLOPs.
       rows: which block stays: "q" or "kv".
       logits: tiles of logits in registers.
+      exchanged: tiles of logits that pass through shared memory, on Hopper.
     """
 
     held: int
@@ -97,6 +100,7 @@ class Work:
     products: int
     rows: str = "q"
     logits: float = 1
+    exchanged: int = 0
 
 
 def padded(size: int) -> int:
@@ -110,10 +114,12 @@ def work_of(kernel: str, spec: AttentionSpec) -> Work:
     logits = 2.5 if spec.target.is_hopper else 2.0
     return {
         "forward": Work(held=d, kept=h, streamed=h + d, products=h + d, logits=2.0),
-        "tangent": Work(held=d, kept=2 * h, streamed=2 * (h + d), products=3 * h + 2 * d, logits=1 + logits),
+        "tangent": Work(
+            held=d + h // 2, kept=2 * h, streamed=2 * (h + d), products=3 * h + 2 * d, logits=1 + logits, exchanged=1
+        ),
         "dkv": Work(held=h + d, kept=h + d, streamed=h + d, products=2 * (h + d), rows="kv", logits=logits),
         "dq": Work(held=h, kept=h + d, streamed=h + d, products=2 * h + d, logits=logits),
-        "dbias": Work(held=0, kept=0, streamed=2 * (h + d), products=h + d, logits=1 + logits),
+        "dbias": Work(held=0, kept=h + d, streamed=h + d, products=h + d, logits=3.5 if spec.target.is_hopper else 5.5),
     }[kernel]
 
 
@@ -121,18 +127,39 @@ def shared_bytes(spec: AttentionSpec, work: Work, tile: Tile) -> int:
     """Shared memory of a program, bytes: at least what Triton takes (tests compile the kernels)."""
     rows, step = (tile.block_q, tile.block_kv) if work.rows == "q" else (tile.block_kv, tile.block_q)
     kept, streamed, logits = rows * work.kept, step * work.streamed, tile.block_q * tile.block_kv
-    if spec.target.is_hopper:  # Operands of wgmma stay in shared memory, logits in registers.
-        elements = kept + tile.num_stages * streamed
+    if _multiplies_from_shared(spec.target):
+        # Of float32, tensor cores read rows only: a transposed operand is copied.
+        elements = kept + (tile.num_stages + (spec.q.dtype.itemsize > 2)) * streamed + work.exchanged * logits
     else:
         elements = max(kept + max(1, tile.num_stages - 1) * streamed + logits, tile.num_stages * streamed)
     return elements * spec.q.dtype.itemsize + _OTHER_SMEM
 
 
+def _multiplies_from_shared(chip: Chip) -> bool:
+    """Whether tensor cores read operands from shared memory (wgmma, tcgen05), not from registers."""
+    return chip.compute_capability in ((9, 0), (10, 0))
+
+
 def registers(spec: AttentionSpec, work: Work, tile: Tile) -> float:
-    """Registers of a thread that hold accumulators, logits and, but on Hopper, operands."""
-    rows = tile.block_q if work.rows == "q" else tile.block_kv
-    kept = 0 if spec.target.is_hopper else rows * work.kept * spec.q.dtype.itemsize / 8
-    return (rows * work.held + work.logits * tile.block_q * tile.block_kv + kept) / (32 * tile.num_warps)
+    """Registers of a thread that hold accumulators, logits and operands.
+
+    On Hopper 16-bit operands stay in shared memory. Without a pipeline, a step's operands pass through registers.
+    """
+    rows, step = (tile.block_q, tile.block_kv) if work.rows == "q" else (tile.block_kv, tile.block_q)
+    size, pairs = spec.q.dtype.itemsize, tile.block_q * tile.block_kv
+    count = rows * work.held + (work.logits + (size > 2)) * pairs
+    if not spec.target.is_hopper or size > 2:
+        count += rows * work.kept * size / 8
+    if size > 2:
+        count += step * work.streamed * size / 8
+    if tile.num_stages == 1:
+        count += step * work.streamed * size / 2
+    return count / (32 * tile.num_warps) + (_REGISTERS_OF_COLUMNS if has_odd_heads(spec) else 0)
+
+
+def has_odd_heads(spec: AttentionSpec) -> bool:
+    """Whether a head dimension is not a power of two, so that columns are masked."""
+    return any(size != padded(size) for size in (spec.q.shape[3], spec.v.shape[3]))
 
 
 def fits(spec: AttentionSpec, kernel: str, tile: Tile) -> bool:
@@ -141,6 +168,13 @@ def fits(spec: AttentionSpec, kernel: str, tile: Tile) -> bool:
     rows = tile.block_q if work.rows == "q" else tile.block_kv
     if 16 < rows < 16 * min(tile.num_warps, 4):
         return False
+    if _multiplies_from_shared(spec.target) and kernel != "forward":
+        # ptxas spills where wgmma shares 64 rows among 8 warps, or gets transposed copies of float32. Smaller tiles are
+        # multiplied by mma.sync.
+        if kernel == "tangent" and tile.num_warps == 8 and rows < 128:
+            return False
+        if spec.q.dtype.itemsize > 2 and rows >= 64:
+            return False
     most = _MOST_REGISTERS[0 if spec.target.is_hopper else 1]
     return shared_bytes(spec, work, tile) <= smem_of(spec.target) and registers(spec, work, tile) <= most
 
@@ -163,11 +197,11 @@ _MEASURED: dict[str, dict[int, tuple[tuple[int, int, int, int], ...]]] = {
 
 def measured_tile(spec: AttentionSpec, kernel: str) -> tuple[int, int, int, int] | None:
     """The tile that was measured fastest for problems like this one, or None: on other chips the model chooses."""
-    if not spec.target.is_hopper or spec.q.dtype.itemsize != 2 or kernel not in _MEASURED:
+    if not spec.target.is_hopper or spec.q.dtype.itemsize != 2 or kernel not in _MEASURED or has_odd_heads(spec):
         return None
     widest = max(padded(spec.q.shape[3]), padded(spec.v.shape[3]))
     tiles = next(tiles for limit, tiles in _MEASURED[kernel].items() if widest <= limit)
-    return tiles[-1] if not spec.mask_terms else tiles[0]
+    return tiles[0] if spec.mask_terms else tiles[-1]
 
 
 def is_filled(rows: int, block: int) -> bool:
@@ -226,7 +260,7 @@ def seconds(
     per_sm = max(1, min(_fitting(spec, work, tile), -(-programs // num_sms)))
     elementwise = (pairs / sm.exps) * (2.0 if per_sm * tile.num_warps < 8 else 1.2)
     step = step_flops / (sm.flops * _share(chip, rows, pairs)) + elementwise + 0.15e-6 / per_sm
-    step = max(step, step_bytes / (sm.num_bytes * _SM_BYTES_SHARE))
+    step = max(step, step_bytes / (sm.num_bytes * _SM_BYTES_SHARE)) * (1.3 if tile.num_stages == 1 else 1.0)
     busiest = max(longest, steps * hardware.waves(programs, num_sms * per_sm) * per_sm)
     total_bytes = extra_bytes + programs * steps * step_bytes / 8  # Most of what programs share comes from L2.
     return _LAUNCH_SECONDS + max(busiest * step, total_bytes / (num_sms * sm.num_bytes * _MEMORY_SHARE))

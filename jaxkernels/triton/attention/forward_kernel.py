@@ -12,8 +12,10 @@ from jaxkernels.ops.attention.spec import MASKED_LOGIT
 from jaxkernels.triton.attention.tile_kernel import (
     Extras,
     change,
+    load_operand,
     load_ranges,
     load_rows,
+    operand,
     place_of,
     store_rows,
     visible,
@@ -54,7 +56,7 @@ def forward(
     array_rows = query * p.num_heads + head
     q_base = q + batch.to(tl.int64) * (p.num_queries * p.num_heads * p.head_dim)
     is_live = is_query & (query + at.offset < at.query_end)
-    q_tile = load_rows(q_base, array_rows, H, H, BH, is_live, True)
+    q_tile = load_operand(q_base, array_rows, H, H, BH, is_live, True, p)
 
     first, whole_first, whole_end, end = load_ranges(ranges, batch, block, NUM_BLOCKS, p)
     if p.num_splits > 1:
@@ -121,7 +123,7 @@ def attend(
     V_STRIDE: tl.constexpr = p.num_kv_heads * p.value_dim
     for block in tl.range(first, end):
         key = block * BK + tl.arange(0, BK)
-        k_tile = load_rows(k_base, key, K_STRIDE, H, BH, key < at.key_end, at_edge)
+        k_tile = load_operand(k_base, key, K_STRIDE, H, BH, key < at.key_end, at_edge, p)
         products = tl.dot(q_tile, tl.trans(k_tile), input_precision=p.precision)
         s = change(products, x, at, head[:, None], query[:, None], key[None, :], p)
         if at_edge or p.mask_shape is not None:
@@ -133,9 +135,9 @@ def attend(
         weights = tl.exp2(s * p.unit - shift[:, None])
         fade = tl.exp2(top * p.unit - shift)
         total = total * fade + tl.sum(weights, axis=1)
-        v_tile = load_rows(v_base, key, V_STRIDE, D, BD, key < at.key_end, at_edge)
+        v_tile = load_operand(v_base, key, V_STRIDE, D, BD, key < at.key_end, at_edge, p)
         acc = acc * fade[:, None]
-        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision=p.precision)
+        acc = tl.dot(operand(weights, v_tile, p), v_tile, acc, input_precision=p.precision)
         top = new_top
     return acc, total, top
 

@@ -29,6 +29,9 @@ __all__ = ["LOG2E", "Problem", "check_tiles", "key_ranges", "optional", "query_r
 
 LOG2E = math.log2(math.e)
 
+#: Float32 is multiplied in TF32, as XLA does by default.
+FLOAT32_PRECISION = "tf32"
+
 _DTYPES = tuple(jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
 #: Kernels count the elements of a batch element in 32 bits.
 _MOST_ELEMENTS = 2**31
@@ -60,7 +63,7 @@ class Problem:
         blocks of keys, or with `over_queries` blocks of queries.
       may_be_blind: whether queries may see no key; or only logits that are minus infinity.
       num_splits: parts of the keys, each a result by itself.
-      precision: of products of float32.
+      precision: how tl.dot multiplies float32; with "tf32", operands are rounded first.
     """
 
     num_queries: int
@@ -147,7 +150,7 @@ class Problem:
             has_right_edge=behind is not None or is_last_ragged or at_run_time,
             may_be_blind=band.left is not None or at_run_time or spec.bias is not None or spec.mask is not None,
             num_splits=num_splits,
-            precision="tf32x3" if spec.q.dtype == jnp.float32 else "tf32",
+            precision=FLOAT32_PRECISION,
         )
 
     @property

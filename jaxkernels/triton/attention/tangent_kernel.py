@@ -12,9 +12,10 @@ from jaxkernels.triton.attention.problem import LOG2E as _LOG2E
 from jaxkernels.triton.attention.tile_kernel import (
     Extras,
     change,
+    load_operand,
     load_pairs,
     load_ranges,
-    load_rows,
+    operand,
     place_of,
     slope,
     store_rows,
@@ -48,8 +49,8 @@ def tangent(
     query = block * BQ + tl.arange(0, BQ)
     is_query = (query < p.num_queries) & (query + at.offset < at.query_end)
     row = batch.to(tl.int64) * p.num_queries * p.num_heads + head
-    q_tile = load_rows(q + row * p.head_dim, query, Q_STRIDE, H, BH, is_query, True)
-    q_dot_tile = load_rows(q_dot + row * p.head_dim, query, Q_STRIDE, H, BH, is_query, True)
+    q_tile = load_operand(q + row * p.head_dim, query, Q_STRIDE, H, BH, is_query, True, p)
+    q_dot_tile = load_operand(q_dot + row * p.head_dim, query, Q_STRIDE, H, BH, is_query, True, p)
     sums = (batch * p.num_heads + head).to(tl.int64) * p.num_queries
     top = tl.load(lse + sums + query, mask=is_query, other=float("inf")) * LOG2E
 
@@ -93,8 +94,8 @@ def follow(
     for block in tl.range(first, end):
         key = block * BK + tl.arange(0, BK)
         is_key = key < at.key_end
-        k_tile = load_rows(k + row * p.head_dim, key, K_STRIDE, H, BH, is_key, at_edge)
-        k_dot_tile = load_rows(k_dot + row * p.head_dim, key, K_STRIDE, H, BH, is_key, at_edge)
+        k_tile = load_operand(k + row * p.head_dim, key, K_STRIDE, H, BH, is_key, at_edge, p)
+        k_dot_tile = load_operand(k_dot + row * p.head_dim, key, K_STRIDE, H, BH, is_key, at_edge, p)
         products = tl.dot(q_tile, tl.trans(k_tile), input_precision=p.precision)
         s_dot = tl.dot(q_dot_tile, tl.trans(k_tile), input_precision=p.precision)
         s_dot = tl.dot(q_tile, tl.trans(k_dot_tile), s_dot, input_precision=p.precision) * p.scale
@@ -109,8 +110,8 @@ def follow(
             weights = tl.where(seen, weights, 0.0)
             changes = tl.where(seen, changes, 0.0)
         total += tl.sum(changes, axis=1)
-        v_tile = load_rows(v + row * p.value_dim, key, V_STRIDE, D, BD, is_key, at_edge)
-        v_dot_tile = load_rows(v_dot + row * p.value_dim, key, V_STRIDE, D, BD, is_key, at_edge)
-        acc = tl.dot(changes.to(v_tile.dtype), v_tile, acc, input_precision=p.precision)
-        acc = tl.dot(weights.to(v_tile.dtype), v_dot_tile, acc, input_precision=p.precision)
+        v_tile = load_operand(v + row * p.value_dim, key, V_STRIDE, D, BD, is_key, at_edge, p)
+        v_dot_tile = load_operand(v_dot + row * p.value_dim, key, V_STRIDE, D, BD, is_key, at_edge, p)
+        acc = tl.dot(operand(changes, v_tile, p), v_tile, acc, input_precision=p.precision)
+        acc = tl.dot(operand(weights, v_tile, p), v_dot_tile, acc, input_precision=p.precision)
     return acc, total

@@ -87,13 +87,37 @@ def load_rows(
     """
     columns = tl.arange(0, block)
     pointers = base + rows[:, None] * stride + columns[None, :]
-    if checks:
-        if size == block:
-            return tl.load(pointers, mask=is_inside[:, None], other=0.0)
-        return tl.load(pointers, mask=is_inside[:, None] & (columns < size)[None, :], other=0.0)
-    if size == block:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=(columns < size)[None, :], other=0.0)
+    if checks and size == block:
+        values = tl.load(pointers, mask=is_inside[:, None], other=0.0)
+    elif checks:
+        values = tl.load(pointers, mask=is_inside[:, None] & (columns < size)[None, :], other=0.0)
+    elif size == block:
+        values = tl.load(pointers)
+    else:
+        values = tl.load(pointers, mask=(columns < size)[None, :], other=0.0)
+    return values
+
+
+@triton.jit
+def operand(x, like, p: tl.constexpr):
+    """Values as an operand of a product, in the dtype of another tile. Float32 is rounded to the nearest TF32 number:
+    tensor cores cut the lower bits off.
+    """
+    x = x.to(like.dtype)
+    if x.dtype == tl.float32 and p.precision == "tf32":
+        bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x
+
+
+@triton.jit
+def load_operand(
+    base, rows, stride: tl.constexpr, size: tl.constexpr, block: tl.constexpr, is_inside, checks: tl.constexpr,
+    p: tl.constexpr,
+):  # fmt: skip
+    """Loads rows of an array as an operand of products."""
+    values = load_rows(base, rows, stride, size, block, is_inside, checks)
+    return operand(values, values, p)
 
 
 @triton.jit

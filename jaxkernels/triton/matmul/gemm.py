@@ -233,8 +233,8 @@ def unpreferred(spec: MatmulSpec) -> str | None:
 
 #: (block_m, block_n, block_k, num_warps) for operands of 16 bits; of float32, block_k is half. Of equals, the first.
 _TILES = (
-    (128, 256, 64, 8), (256, 128, 64, 8), (128, 128, 64, 8), (128, 128, 64, 4), (128, 128, 32, 4), (128, 64, 64, 4),
-    (64, 128, 64, 4), (64, 64, 64, 4), (64, 256, 32, 4), (64, 32, 64, 4), (32, 64, 64, 4), (32, 128, 64, 4),
+    (128, 256, 64, 8), (256, 128, 64, 8), (128, 128, 64, 8), (128, 128, 64, 4), (128, 128, 32, 4), (64, 128, 64, 4),
+    (128, 64, 64, 4), (64, 64, 64, 4), (64, 256, 32, 4), (64, 32, 64, 4), (32, 64, 64, 4), (32, 128, 64, 4),
     (16, 128, 64, 4), (16, 64, 128, 4), (16, 32, 128, 4), (32, 32, 64, 4), (16, 16, 64, 4),
 )  # fmt: skip
 _STAGES = (4, 3, 2)
@@ -250,6 +250,7 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
         tile = Config(block_m, block_n, block_k, num_warps, num_stages)
         is_smallest = (block_m, block_n) == (16, 16) and num_stages == 2
         fits = _fits(spec, tile) and block_m < 2 * max(g.m, 16) and block_n < 2 * max(g.n, 16)
+        fits &= not (spec.target.is_hopper and block_m < min(64, g.m))  # wgmma needs 64 rows.
         if not fits and (found or not is_smallest):
             continue
         found = True
@@ -264,7 +265,8 @@ def _fits(spec: MatmulSpec, config: Config) -> bool:
     itemsize = spec.lhs.dtype.itemsize
     operands = 0 if spec.target.is_hopper else (config.block_m + config.block_n) * 16 * itemsize / 4 / 2
     registers = (config.block_m * config.block_n + operands) / (32 * config.num_warps)
-    return _shared_bytes(spec, config) <= chips.smem_bytes(spec.target) and registers <= _MOST_REGISTERS
+    most = _MOST_REGISTERS / 3 if _input_precision(spec) == "ieee" and itemsize == 4 else _MOST_REGISTERS
+    return _shared_bytes(spec, config) <= chips.smem_bytes(spec.target) and registers <= most
 
 
 def _shared_bytes(spec: MatmulSpec, config: Config) -> int:

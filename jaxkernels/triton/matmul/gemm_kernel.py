@@ -110,8 +110,18 @@ def _multiply(lhs, rhs, part, batch, row, column, p: tl.constexpr):
         else:
             a = tl.load(a_ptrs)
             b = tl.load(b_ptrs)
-        acc = tl.dot(a, b, acc, input_precision=p.input_precision)
+        acc = tl.dot(_rounded(a, p), _rounded(b, p), acc, input_precision=p.input_precision)
     return acc
+
+
+@triton.jit
+def _rounded(x, p: tl.constexpr):
+    """Rounds float32 to the nearest TF32 number, if that is what tensor cores take: they cut the lower bits off."""
+    if x.dtype == tl.float32 and p.input_precision == "tf32":
+        bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    else:
+        return x
 
 
 @triton.jit
@@ -139,8 +149,6 @@ def _finish_piece(
     x, bias, residual, out, preactivation, part, batch, row, column, FIRST: tl.constexpr, p: tl.constexpr
 ):
     """Applies the epilogue to products of the tile's columns from FIRST on, and stores the results."""
-    M: tl.constexpr = p.m
-    N: tl.constexpr = p.n
     HEIGHT: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
     ACTIVATION: tl.constexpr = p.activation

@@ -1,0 +1,454 @@
+"""Attention in Triton: kernels in Triton's interpreter against the reference, compiled for every chip, and with
+planted mistakes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="the kernels are compiled and interpreted by Triton")
+
+import tritons
+
+import jaxkernels as jk
+from jaxkernels.core import dispatch, hardware
+from jaxkernels.core.types import ArrayType
+from jaxkernels.ops.attention import reference
+from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec, Extras
+from jaxkernels.ops.attention.terms import MaskTerm
+from jaxkernels.triton import calls
+from jaxkernels.triton.attention import (
+    backward,
+    backward_kernel,
+    costs,
+    forward,
+    forward_kernel,
+    problem,
+    tangent,
+    tangent_kernel,
+    tile_kernel,
+)
+
+KERNELS = {
+    "attention_forward": (forward, forward_kernel),
+    "attention_backward": (backward, backward_kernel),
+    "attention_tangent": (tangent, tangent_kernel),
+}
+H200 = hardware.lookup("NVIDIA H200")
+A100 = hardware.lookup("NVIDIA A100-SXM4-80GB")
+
+#: As users get it, before the fixture below.
+FLOAT32_PRECISION = problem.FLOAT32_PRECISION
+
+FORWARD = forward.Config(16, 16, 4, 2)
+BACKWARD = backward.Config(16, 16, 4, 2, 16, 16, 4, 2)
+TANGENT = tangent.Config(16, 16, 4, 2)
+
+
+@pytest.fixture(autouse=True)
+def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32 is not rounded to TF32, so that small differences show."""
+    monkeypatch.setattr(problem, "FLOAT32_PRECISION", "ieee")
+
+
+def make_spec(
+    batch: int = 2, queries: int = 24, keys: int = 40, heads: int = 4, kv_heads: int = 2, head_dim: int = 16,
+    value_dim: int | None = None, *, dtype: str = "float32", bias: tuple[int, ...] | None = None,
+    mask: tuple[int, ...] | None = None, scale: float = 0.3, target: hardware.Chip = H200, **options: Any,
+) -> AttentionSpec:  # fmt: skip
+    array = lambda *shape: ArrayType(shape, jnp.dtype(dtype))
+    return AttentionSpec(
+        array(batch, queries, heads, head_dim),
+        array(batch, keys, kv_heads, head_dim),
+        array(batch, keys, kv_heads, value_dim or head_dim),
+        scale=scale,
+        target=target,
+        bias=None if bias is None else ArrayType(bias, jnp.dtype(jnp.float32)),
+        mask=None if mask is None else ArrayType(mask, jnp.dtype(bool)),
+        **options,
+    )
+
+
+def draw(spec: AttentionSpec, seed: int = 0) -> dict[str, jax.Array]:
+    """Operands of all passes. Lengths include 0 and all; segments are in order; padding is NaN."""
+    rng = np.random.default_rng(seed)
+    batch, queries, keys = spec.q.shape[0], spec.q.shape[1], spec.k.shape[1]
+    lengths = lambda longest, first: np.resize([first, longest, 0, longest // 2], batch)
+    special = dict(
+        query_lengths=lambda: lengths(queries, queries // 3),
+        key_lengths=lambda: lengths(keys, keys // 4),
+        query_segments=lambda: np.sort(rng.integers(0, 4, (batch, queries)), axis=1),
+        key_segments=lambda: np.sort(rng.integers(0, 4, (batch, keys)), axis=1),
+        query_offset=lambda: 7,
+        mask=lambda: rng.random(spec.mask.shape) < 0.4 if spec.mask else None,
+    )
+    values = {
+        name: jnp.asarray(special.get(name, lambda shape=x.type.shape: rng.normal(size=shape))(), x.type.dtype)
+        for name, x in spec.arrays().items()
+        if name in (*spec.inputs("attention_backward"), *spec.inputs("attention_tangent"))
+    }
+    if spec.query_lengths and not spec.query_offset:
+        is_query = np.arange(queries) < np.asarray(values["query_lengths"])[:, None]
+        for name in ("q", "dq", "dout"):
+            values[name] = jnp.where(is_query[:, :, None, None], values[name], jnp.nan)
+    if spec.key_lengths:
+        is_key = np.arange(keys) < np.asarray(values["key_lengths"])[:, None]
+        for name in ("k", "v", "dk", "dv"):
+            values[name] = jnp.where(is_key[:, :, None, None], values[name], jnp.nan)
+    out, lse = reference.attend(spec, values["q"], values["k"], values["v"], extras_of(spec, values))
+    return values | dict(out=out, lse=lse)
+
+
+def extras_of(spec: AttentionSpec, values: dict[str, jax.Array]) -> Extras:
+    return Extras.of({name: values[name] for name in spec.extra_names})
+
+
+def assert_right(kernel: str, spec: AttentionSpec, config: Any, seed: int = 0) -> None:
+    """A pass in Triton's interpreter gives what the reference gives."""
+    design, module = KERNELS[kernel]
+    values = draw(spec, seed)
+    operands = spec.pack(kernel, values)
+    with tritons.interpreted(module, tile_kernel):
+        actual = design.run(spec, config, *operands)
+    expected = dispatch.load(kernel, "xla").run(spec, reference.Config(), *operands)
+    tolerance = 2e-5 if spec.q.dtype == jnp.float32 else 2e-2
+    for name, x, y in zip(spec.outputs(kernel), actual, expected, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), name
+        x, y = (np.asarray(z, np.float32) for z in (x, y))
+        if name == "lse":
+            assert np.array_equal(x <= MASKED_LOGIT / 2, y <= MASKED_LOGIT / 2)
+            x, y = (np.where(z <= MASKED_LOGIT / 2, 0, z) for z in (x, y))
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * max(1.0, np.abs(y).max()), err_msg=name)
+
+
+BIASES = [(2, 4, 24, 40), (1, 4, 24, 40), (2, 1, 24, 40), (1, 1, 24, 40), (2, 1, 1, 40), (1, 4, 1, 40), (2, 4, 24, 1),
+          (1, 1, 1, 1)]  # fmt: skip
+CASES = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "more-queries-than-keys": dict(causal=True, queries=40, keys=24),
+    "window": dict(window=(5, 3), queries=40),
+    "window-open-left": dict(window=(None, 2)),
+    "window-behind-all-keys": dict(window=(3, 0), queries=40, keys=24),
+    "query-lengths": dict(batch=3, query_lengths=True),
+    "key-lengths": dict(batch=3, key_lengths=True, causal=True),
+    "both-lengths": dict(batch=4, query_lengths=True, key_lengths=True),
+    "lengths-and-window": dict(batch=3, key_lengths=True, window=(4, 4)),
+    "segments": dict(segments=True, queries=40),
+    "segments-causal": dict(segments=True, queries=40, causal=True),
+    "soft-cap": dict(soft_cap=1.5, causal=True),
+    "mask": dict(mask=(2, 4, 24, 40)),
+    "mask-of-keys": dict(mask=(2, 1, 1, 40), causal=True),
+    "mask-of-queries": dict(mask=(1, 1, 24, 1)),
+    "offset": dict(query_offset=True, causal=True, window=(9, None)),
+    "negative-scale": dict(scale=-0.5),
+    "zero-scale": dict(scale=0.0),
+    "odd-head-dims": dict(head_dim=20, value_dim=33, causal=True),
+    "one-query": dict(queries=1, batch=3, key_lengths=True),
+    "one-key": dict(keys=1, causal=True),
+    "one-head": dict(heads=1, kv_heads=1, keys=33),
+    "everything": dict(
+        batch=3, causal=True, window=(9, None), soft_cap=2.5, query_lengths=True, key_lengths=True, segments=True,
+        bias=(3, 4, 24, 40), mask=(1, 4, 24, 40), head_dim=24,
+    ),
+}  # fmt: skip
+
+
+def cases(names: Iterable[str] = CASES) -> Any:
+    return pytest.mark.parametrize("options", [pytest.param(CASES[name], id=name) for name in names])
+
+
+@cases()
+def test_forward(options):
+    assert_right("attention_forward", make_spec(**options), FORWARD)
+
+
+@pytest.mark.sampled(one_in=2)
+@cases()
+def test_backward(options):
+    assert_right("attention_backward", make_spec(**options), BACKWARD)
+
+
+@pytest.mark.sampled(one_in=3)
+@cases()
+def test_tangent(options):
+    assert_right("attention_tangent", make_spec(**options), TANGENT)
+
+
+@pytest.mark.sampled(one_in=2)
+@pytest.mark.parametrize("bias", BIASES, ids=str)
+def test_bias_and_its_gradient(bias):
+    spec = make_spec(bias=bias, causal=bias[0] == 1, soft_cap=2.5 if bias[1] == 4 else None)
+    assert_right("attention_forward", spec, FORWARD)
+    assert_right("attention_tangent", spec, TANGENT)
+    assert_right("attention_backward", dataclasses.replace(spec, bias_gradient=True), BACKWARD)
+
+
+@pytest.mark.parametrize(
+    ("options", "config"),
+    [
+        (dict(causal=True), forward.Config(32, 16, 4, 2)),
+        (dict(causal=True, queries=40, keys=70), forward.Config(16, 64, 4, 2)),
+        (dict(segments=True, queries=40), forward.Config(16, 16, 4, 2, pack=2)),
+        (dict(bias=(1, 4, 24, 40), causal=True), forward.Config(16, 16, 4, 2, pack=2)),
+        (dict(window=(3, 0), queries=40, keys=24), forward.Config(16, 16, 4, 2, num_splits=2)),
+        (dict(batch=4, query_lengths=True, key_lengths=True), forward.Config(16, 16, 4, 2, pack=2, num_splits=3)),
+        (dict(queries=1, keys=100, heads=8, kv_heads=2), forward.Config(16, 16, 4, 2, pack=4, num_splits=4)),
+        (dict(mask=(2, 4, 24, 40)), forward.Config(16, 16, 4, 2, num_splits=8)),  # More parts than blocks.
+    ],
+)  # fmt: skip
+def test_forward_in_other_tiles(options, config):
+    assert_right("attention_forward", make_spec(**options), config)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits(dtype):
+    spec = make_spec(dtype=dtype, causal=True)
+    assert_right("attention_forward", spec, FORWARD)
+    assert_right("attention_backward", spec, backward.Config(16, 32, 4, 2, 32, 16, 4, 2, group_parts=2))
+    assert_right("attention_tangent", spec, TANGENT)
+
+
+def random_options(seed: int) -> dict[str, Any]:
+    """Sizes and terms drawn at random."""
+    rng = np.random.default_rng(seed)
+    pick = lambda *values: values[rng.integers(len(values))]
+    batch, queries, keys, kv_heads = pick(1, 2, 3), int(rng.integers(1, 49)), int(rng.integers(1, 49)), pick(1, 2)
+    heads = kv_heads * pick(1, 2, 3)
+    broadcast = lambda: tuple(size if rng.random() < 0.6 else 1 for size in (batch, heads, queries, keys))
+    chance = lambda share: bool(rng.random() < share)
+    sides = lambda: int(rng.integers(0, 12)) if chance(0.7) else None
+    return dict(
+        batch=batch, queries=queries, keys=keys, heads=heads, kv_heads=kv_heads, head_dim=pick(8, 16, 24),
+        value_dim=pick(16, 40), causal=chance(0.5), window=(sides(), sides()) if chance(0.4) else None,
+        soft_cap=3.0 if chance(0.3) else None, query_lengths=chance(0.3), key_lengths=chance(0.4),
+        segments=chance(0.3), bias=broadcast() if chance(0.4) else None, mask=broadcast() if chance(0.3) else None,
+    )  # fmt: skip
+
+
+@pytest.mark.sampled(one_in=6)
+@pytest.mark.parametrize("seed", range(60))
+def test_random(seed):
+    spec = make_spec(**random_options(seed))
+    assert_right("attention_forward", spec, FORWARD, seed)
+    assert_right("attention_tangent", spec, TANGENT, seed)
+    bias_gradient = spec.bias is not None
+    assert_right("attention_backward", dataclasses.replace(spec, bias_gradient=bias_gradient), BACKWARD, seed)
+
+
+# Ranges of blocks.
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_ranges_hold_every_visible_pair(seed):
+    """And in the blocks that need no mask, all pairs are visible, but for rows of padding and the dense mask."""
+    spec = make_spec(**random_options(seed))
+    spec = dataclasses.replace(spec, mask=None)
+    values = draw(spec, seed)
+    batch, queries, keys = spec.q.shape[0], spec.q.shape[1], spec.k.shape[1]
+    seen = reference.visibility(spec, extras_of(spec, values))
+    seen = np.broadcast_to(True if seen is None else seen[:, 0], (batch, queries, keys))
+    inside = lambda is_given, name, size: (
+        np.arange(size) < np.asarray(values[name])[:, None] if is_given else np.ones((batch, size), bool)
+    )
+    is_query = inside(spec.query_lengths, "query_lengths", queries)
+    is_key = inside(spec.key_lengths, "key_lengths", keys)
+    p = problem.Problem.of(spec, 16, 8)
+    by_queries = np.asarray(problem.key_ranges(spec, p, values))
+    by_keys = np.asarray(problem.query_ranges(spec, dataclasses.replace(p, block_q=8, block_kv=16), values))
+    for element in range(batch):
+        for axis, ranges, others in ((0, by_queries, keys), (1, by_keys, queries)):
+            for i, (first, whole_first, whole_end, end) in enumerate(ranges[min(element, len(ranges) - 1)]):
+                mine = slice(16 * i, 16 * i + 16)
+                pairs = seen[element, mine] if axis == 0 else seen[element, :, mine].T
+                visited = np.zeros(others, bool)
+                visited[8 * first : 8 * end] = True
+                assert not pairs[:, ~visited].any()
+                is_row = (is_query, is_key)[axis][element, mine]
+                assert pairs[is_row, 8 * whole_first : 8 * whole_end].all()
+                assert whole_end * 8 <= others or whole_first == whole_end
+
+
+# For every chip.
+
+_SHAPES = [(64, "bfloat16"), (80, "float16"), (128, "bfloat16"), (192, "bfloat16"), (256, "bfloat16"), (128, "float32")]
+
+
+@pytest.mark.sampled(one_in=9)
+@pytest.mark.parametrize(("head_dim", "dtype"), _SHAPES, ids=str)
+@pytest.mark.parametrize("chip", tritons.CHIPS, ids=lambda chip: chip.name.removeprefix("NVIDIA ").replace(" ", "-"))
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_default_compiles_without_spills(kernel, chip, head_dim, dtype):
+    spec = make_spec(2, 2048, 2048, 8, 8, head_dim, dtype=dtype, causal=True, target=chip)
+    made = compile_default(kernel, spec)
+    for one in made:
+        assert one.shared <= chip.smem_bytes, one
+        if not (chip.is_hopper and one.name == "keys_and_values" and head_dim > 128):  # docs/triton.md
+            assert one.spilled == 0, one
+
+
+def compile_default(kernel: str, spec: AttentionSpec) -> list[tritons.Compiled]:
+    config = dispatch.default_config(kernel, "triton", spec)
+    types = spec.pack(kernel, {name: x.type for name, x in spec.arrays().items()})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(problem, "FLOAT32_PRECISION", FLOAT32_PRECISION)
+        return tritons.compiled(spec.target, functools.partial(KERNELS[kernel][0].run, spec, config), *types)
+
+
+@pytest.mark.parametrize(("chip", "wanted"), [(H200, "wgmma"), (A100, "cp.async"), (A100, "mma.sync")])
+def test_tensor_cores_and_asynchronous_copies_are_used(chip, wanted):
+    spec = make_spec(2, 2048, 2048, 8, 8, 128, dtype="bfloat16", causal=True, target=chip)
+    (made,) = compile_default("attention_forward", spec)
+    assert wanted in made.ptx
+
+
+@pytest.mark.sampled(one_in=4)
+@pytest.mark.parametrize("bias", [(2, 8, 256, 256), (1, 8, 256, 256), (2, 1, 1, 256)], ids=str)
+@pytest.mark.parametrize("chip", [H200, A100], ids=lambda chip: chip.name)
+def test_gradient_of_a_bias_compiles_without_spills(chip, bias):
+    spec = make_spec(2, 256, 256, 8, 8, 64, dtype="bfloat16", bias=bias, bias_gradient=True, target=chip)
+    for one in compile_default("attention_backward", spec):
+        assert one.shared <= chip.smem_bytes, one
+        assert one.spilled == 0, one
+
+
+def test_measured_tiles_are_in_the_search_space():
+    for head_dim, causal in itertools.product((64, 128, 256), (True, False)):
+        spec = make_spec(4, 4096, 4096, 16, 16, head_dim, dtype="bfloat16", causal=causal)
+        config = dispatch.default_config("attention_forward", "triton", spec)
+        assert dataclasses.astuple(config)[:4] == costs.measured_tile(spec, "forward")
+        config = dispatch.default_config("attention_backward", "triton", spec)
+        assert config.keys_tile == costs.measured_tile(spec, "dkv")
+        assert config.queries_tile == costs.measured_tile(spec, "dq")
+
+
+# Planted mistakes.
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "right", "wrong", "kernel", "options"),
+    [
+        (tile_kernel, "visible", "key <= position + p.right", "key < position + p.right", "forward", "causal"),
+        (tile_kernel, "visible", "key >= position - p.left", "key > position - p.left", "forward", "window"),
+        (tile_kernel, "visible", " & (key < at.key_end)", "", "forward", "lengths-and-window"),
+        (tile_kernel, "visible", "queries == keys", "queries >= keys", "forward", "segments"),
+        (tile_kernel, "place_of", "tl.load(extras.query_offset)", "0 * batch", "forward", "offset"),
+        (tile_kernel, "change", "s = tanh(s)", "s = s", "forward", "soft-cap"),
+        (tile_kernel, "slope", "1 - s * s", "1 - s", "backward", "soft-cap"),
+        (tile_kernel, "load_pairs", "query * shape[3]", "query * shape[2]", "forward", "mask"),
+        (tile_kernel, "load_ranges", "row += batch * num_blocks", "row += 0", "forward", "key-lengths"),
+        (forward_kernel, "attend", "acc = acc * fade[:, None]", "acc = acc", "forward", "plain"),
+        (forward_kernel, "attend", "total * fade", "total", "forward", "plain"),
+        (forward_kernel, "forward", "first_head // p.group", "first_head % p.num_kv_heads", "forward", "plain"),
+        (forward_kernel, "forward", "top * p.unit + tl.log2", "tl.log2", "forward", "plain"),
+        (forward_kernel, "mean_of_values", "total / p.num_keys", "total / at.key_end", "forward", "lengths-and-window"),
+        (backward_kernel, "add_queries", "dweights - shift[None, :]", "dweights", "backward", "plain"),
+        (backward_kernel, "keys_and_values", "kv_head * p.group +", "kv_head +", "backward", "plain"),
+        (backward_kernel, "add_keys", "head // p.group", "head % p.num_kv_heads", "backward", "plain"),
+        (backward_kernel, "gradient_of_logits", "top[:, None]", "top[:, None] * 0.5", "backward", "plain"),
+        (tangent_kernel, "follow", "weights * slope(s_dot, s, p)", "weights * s_dot", "tangent", "soft-cap"),
+        (tangent_kernel, "follow", "total += tl.sum(changes, axis=1)", "total += 0", "tangent", "plain"),
+    ],
+)  # fmt: skip
+def test_planted_mistake_is_noticed(module, name, right, wrong, kernel, options, tmp_path):
+    configs: dict[str, Any] = dict(forward=FORWARD, backward=BACKWARD, tangent=TANGENT)
+    spec = make_spec(**CASES[options])
+    with tritons.planted(module, name, right, wrong, tmp_path), pytest.raises(AssertionError):
+        assert_right(f"attention_{kernel}", spec, configs[kernel])
+    assert_right(f"attention_{kernel}", spec, configs[kernel])
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"), [("first += split * share", "first += 0"), ("+ p.num_splits - 1) //", ") //")]
+)  # fmt: skip
+def test_mistake_in_parts_of_the_keys_is_noticed(right, wrong, tmp_path):
+    spec, config = make_spec(), dataclasses.replace(FORWARD, num_splits=2)
+    with tritons.planted(forward_kernel, "forward", right, wrong, tmp_path), pytest.raises(AssertionError):
+        assert_right("attention_forward", spec, config)
+
+
+# Limits and errors.
+
+
+@dataclasses.dataclass(frozen=True)
+class EveryOther(MaskTerm):
+    """A mask that no kernel knows."""
+
+    def visible(self, query: Any, key: Any) -> Any:
+        return (query + key) % 2 == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (dict(target=dataclasses.replace(A100, compute_capability=(7, 5))), "compute capability 8.0 or newer"),
+        (dict(target=hardware.host()), "compute capability 8.0 or newer, the target is cpu"),
+        (dict(terms=(EveryOther(),)), "terms of your own: EveryOther()"),
+        (dict(head_dim=272), "up to 256, got 272 and 272"),
+        (dict(value_dim=512), "up to 256, got 16 and 512"),
+        (dict(dtype="float64"), "bfloat16, float16 or float32, of one dtype, not float64"),
+        (dict(batch=0), "no work in an empty attention"),
+        (dict(queries=2**20, heads=64, head_dim=64), "counts the elements of a batch element in 32 bits"),
+    ],
+)
+@pytest.mark.parametrize("design", [forward, backward, tangent], ids=lambda design: dispatch.name_of(design))
+def test_limits_are_stated(design, options, reason):
+    assert reason in design.unsupported(make_spec(**options))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: forward.Config(block_q=24), r"attention_forward\[triton\]: block_q must be a power .* got 24"),
+        (lambda: forward.Config(block_kv=8), r"attention_forward\[triton\]: block_kv .* at least 16; got 8"),
+        (lambda: forward.Config(num_warps=3), r"attention_forward\[triton\]: num_warps must be 1, 2, .* got 3"),
+        (lambda: forward.Config(num_stages=0), r"attention_forward\[triton\]: num_stages must be from 1 to 8; got 0"),
+        (lambda: forward.Config(pack=3), r"attention_forward\[triton\]: pack must divide block_q=128; got 3"),
+        (lambda: forward.Config(num_splits=0), r"attention_forward\[triton\]: num_splits must be positive; got 0"),
+        (lambda: backward.Config(dq_block_q=48), r"attention_backward\[triton\]: dq_block_q .* got 48"),
+        (lambda: backward.Config(group_parts=0), r"attention_backward\[triton\]: group_parts must be positive; got 0"),
+        (lambda: tangent.Config(block_kv=7), r"attention_tangent\[triton\]: block_kv .* got 7"),
+        (lambda: forward.run(make_spec(), forward.Config(pack=4)), r"pack must divide the 2 query heads of a key head"),
+        (lambda: backward.run(make_spec(), backward.Config(group_parts=3)), r"group_parts must divide the 2 query"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_argument(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# Through the public function.
+
+
+@pytest.mark.skipif("calls.missing() is not None", reason="jax-triton cannot lower programs here")
+@pytest.mark.parametrize("mode", ["vjp", "jvp", "vmap"])
+def test_public_function_is_lowered_for_another_chip(mode, monkeypatch):
+    monkeypatch.setenv("JAXKERNELS_TARGET", A100.name)
+    x = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+    attention = functools.partial(jk.dot_product_attention, is_causal=True)
+    sum_of = lambda *xs: attention(*xs).astype(jnp.float32).sum()
+    functions = {
+        "vjp": (lambda *xs: jax.grad(sum_of, (0, 1, 2))(*xs), 3, 3),
+        "jvp": (lambda *xs: jax.jvp(attention, xs[:3], xs[3:])[1], 6, 2),
+        "vmap": (lambda *xs: jax.vmap(attention)(*(y[None] for y in xs)), 3, 1),
+    }
+    function, count, num_calls = functions[mode]
+    text = jax.jit(function).trace(*[x] * count).lower(lowering_platforms=("cuda",)).as_text()
+    assert sum(text.count(f"custom_call @{name}(") for name in calls.TARGETS) == num_calls
+    assert "x256x256x" not in text  # No array of logits.
+
+
+def test_modules_without_triton_code_do_not_import_it():
+    """What chooses a kernel works where Triton is not installed."""
+    for design, _ in KERNELS.values():
+        assert isinstance(design, ModuleType)
+        assert "triton" not in vars(design)
