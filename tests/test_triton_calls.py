@@ -18,8 +18,10 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax._src.interpreters import partial_eval
 
+import jaxkernels.triton
 from jaxkernels.core import _jax, hardware
 from jaxkernels.core.types import ArrayType
 from jaxkernels.triton import calls
@@ -237,18 +239,17 @@ def test_interpreter_computes_what_the_kernel_says(tritons, dtype):
     np.testing.assert_allclose(sums, exact.sum(1), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_kernel_is_compiled_for_a_chip_that_is_not_here(tritons, capability):
+def test_kernel_is_compiled_for_chips_that_are_not_here(tritons):
     types_of = [ArrayType((SIZE, SIZE), np.dtype(jnp.bfloat16))] * 2
-    assert capability in tritons.CAPABILITIES
-    (made,) = tritons.compiled(capability, multiply(A100), *types_of)
-    major, minor = capability
-    assert re.search(rf"^\.target sm_{10 * major + minor}a?$", made.ptx, re.MULTILINE)
-    assert made.name == "product"
-    assert 0 < made.registers <= 255
-    assert made.spilled == 0
-    assert made.shared >= 0
-    assert "mma" in made.ptx
+    for chip in tritons.CHIPS:
+        (made,) = tritons.compiled(chip, multiply(chip), *types_of)
+        major, minor = chip.compute_capability
+        assert re.search(rf"^\.target sm_{10 * major + minor}a?$", made.ptx, re.MULTILINE)
+        assert made.name == "product"
+        assert 0 < made.registers <= 255
+        assert made.spilled == 0
+        assert made.shared >= 0
+        assert "mma" in made.ptx
 
 
 def call_in(text: str) -> bytes:
@@ -263,13 +264,26 @@ def call_in(text: str) -> bytes:
     return zlib.decompress(data)
 
 
+needs_all_parts = pytest.mark.skipif("calls.missing() is not None", reason="jax-triton cannot lower programs here")
+
+
+@needs_all_parts
 @pytest.mark.parametrize("chip", [A100, H200], ids=lambda chip: chip.name)
 def test_program_is_lowered_for_a_chip_that_is_not_here(chip):
     """By the jax-triton that is installed, through JAX's removal of dead code."""
-    if calls.missing() is not None:
-        pytest.skip(f"the backend triton {calls.missing()}")
     xs = matrices("bfloat16")
     for function in (multiply(chip), lambda *xs: multiply(chip)(*xs)[0]):
         lowered = jax.jit(function).trace(*xs).lower(lowering_platforms=("cuda",))
         major, minor = chip.compute_capability
         assert re.search(rb"\.target sm_%d" % (10 * major + minor), call_in(lowered.as_text()))
+
+
+@needs_all_parts
+def test_program_is_exported_if_the_check_of_its_call_is_disabled():
+    xs = matrices("bfloat16")
+    with pytest.raises(ValueError, match="triton_kernel_call"):
+        export.export(jax.jit(multiply(A100)), platforms=("cuda",))(*xs)
+    allowed = [export.DisabledSafetyCheck.custom_call(name) for name in jaxkernels.triton.TARGETS]
+    program = export.export(jax.jit(multiply(A100)), platforms=("cuda",), disabled_checks=allowed)(*xs)
+    restored = export.deserialize(program.serialize())
+    assert b".target sm_80" in call_in(restored.mlir_module())

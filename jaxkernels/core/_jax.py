@@ -263,7 +263,7 @@ def adapt_dead_code_rule(primitive: Any) -> None:
 
     Since JAX 0.12 such a rule gets (used results, live operands, equation). Before, it got no live operands.
     """
-    rule = _pe.dce_rules.get(primitive)
+    rule: Any = _pe.dce_rules.get(primitive)
     number = lambda function: len(inspect.signature(function).parameters)
     if rule is not None and number(rule) < number(_pe._default_dce_rule):
         _pe.dce_rules[primitive] = lambda used, live, equation: rule(used, equation)

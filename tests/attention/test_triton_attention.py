@@ -248,6 +248,8 @@ def test_random(seed):
 # Ranges of blocks.
 
 
+@pytest.mark.one_version
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("seed", range(40))
 def test_ranges_hold_every_visible_pair(seed):
     """And in the blocks that need no mask, all pairs are visible, but for rows of padding and the dense mask."""

@@ -284,9 +284,9 @@ def test_limits_are_stated(options, reason):
         (dict(block_k=8), r"matmul\[triton\]: block_k must be a power of two of at least 16; got 8"),
         (dict(num_warps=6), r"matmul\[triton\]: num_warps must be 1, 2, 4, 8 or 16; got 6"),
         (dict(num_stages=9), r"matmul\[triton\]: num_stages must be from 1 to 8; got 9"),
-        (dict(strip=0), r"matmul\[triton\]: strip must be at least 1; got 0"),
-        (dict(split_k=0), r"matmul\[triton\]: split_k must be at least 1; got 0"),
-        (dict(programs_per_sm=-1), r"matmul\[triton\]: programs_per_sm must be at least 0; got -1"),
+        (dict(strip=0), r"matmul\[triton\]: strip must be from 1 to 65536; got 0"),
+        (dict(split_k=0), r"matmul\[triton\]: split_k must be from 1 to 65536; got 0"),
+        (dict(programs_per_sm=-1), r"matmul\[triton\]: programs_per_sm must be from 0 to 65536; got -1"),
         (dict(block_n=True), r"matmul\[triton\]: block_n must be an int; got True"),
     ],
 )  # fmt: skip

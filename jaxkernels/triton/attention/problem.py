@@ -252,9 +252,9 @@ def _ranges(
     some: tuple[Any, Any], every: tuple[Any, Any], block: int, spans: jax.Array | None, num_rows: int
 ) -> Int32[Array, "b blocks 4"]:
     """Ranges of elements -> ranges of blocks, within the spans that segments leave."""
-    some, every = (tuple(jnp.maximum(x, 0) for x in pair) for pair in (some, every))
-    first, end = blocks_of(*some, block)
-    whole_first, whole_end = blocks_within(*every, block)
+    inside = lambda pair: (jnp.maximum(pair[0], 0), jnp.maximum(pair[1], 0))
+    first, end = blocks_of(*inside(some), block)
+    whole_first, whole_end = blocks_within(*inside(every), block)
     if spans is not None:
         first, end = jnp.maximum(first, spans[..., 0]), jnp.minimum(end, spans[..., 1])
         whole_first, whole_end = jnp.maximum(whole_first, spans[..., 2]), jnp.minimum(whole_end, spans[..., 3])

@@ -49,6 +49,8 @@ _PRECISIONS = {
 }
 #: Accumulators and operands in registers of a thread. With more, ptxas spills.
 _MOST_REGISTERS = 200
+#: The kernel counts tiles in 32 bits. A strip wider than the result has the same order as one as wide as the result.
+_MOST = 2**16
 #: Columns that are stored at once: what they need in shared memory would else take room of the pipeline.
 _PIECE_N = 64
 _LAUNCH_SECONDS = 3e-6
@@ -90,8 +92,8 @@ class Config:
                 raise ValueError(f"{_LABEL}: {name} must be a power of two of at least 16; got {size}.")
         calls.check_schedule(_LABEL, self.num_warps, self.num_stages)
         for name, least in (("strip", 1), ("split_k", 1), ("programs_per_sm", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{_LABEL}: {name} must be at least {least}; got {getattr(self, name)}.")
+            if not least <= getattr(self, name) <= _MOST:
+                raise ValueError(f"{_LABEL}: {name} must be from {least} to {_MOST}; got {getattr(self, name)}.")
 
 
 @dataclasses.dataclass(frozen=True)
