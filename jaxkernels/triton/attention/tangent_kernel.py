@@ -101,7 +101,7 @@ def follow(
         s_dot = tl.dot(q_tile, tl.trans(k_dot_tile), s_dot, input_precision=p.precision) * p.scale
         if p.bias_shape is not None:
             BIAS: tl.constexpr = p.bias_shape
-            s_dot += load_pairs(bias_dot, BIAS, at, head, query[:, None], key[None, :], head >= 0).to(tl.float32)
+            s_dot += load_pairs(bias_dot, BIAS, at, head, query[:, None], key[None, :]).to(tl.float32)
         s = change(products, x, at, head, query[:, None], key[None, :], p)
         weights = tl.exp2(s * p.unit - top[:, None])
         changes = weights * slope(s_dot, s, p)

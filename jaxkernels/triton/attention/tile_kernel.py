@@ -130,7 +130,7 @@ def store_rows(base, rows, values, stride: tl.constexpr, size: tl.constexpr, blo
 
 
 @triton.jit
-def load_pairs(base, shape: tl.constexpr, at, head, query, key, is_inside):
+def load_pairs(base, shape: tl.constexpr, at, head, query, key):
     """Values of a bias or a mask of this shape at pairs of a query and a key. An axis of size 1 stands for any size."""
     if shape[0] > 1:
         base += at.batch.to(tl.int64) * (shape[1] * shape[2] * shape[3])
@@ -139,11 +139,16 @@ def load_pairs(base, shape: tl.constexpr, at, head, query, key, is_inside):
         places += head * (shape[2] * shape[3])
     if shape[2] > 1:
         places = places + query * shape[3]
-        is_inside = is_inside & (query < shape[2])
     if shape[3] > 1:
         places = places + key
-        is_inside = is_inside & (key < shape[3])
-    return tl.load(base + places, mask=is_inside, other=0)
+    if shape[2] > 1 and shape[3] > 1:
+        return tl.load(base + places, mask=(query < shape[2]) & (key < shape[3]), other=0)
+    elif shape[2] > 1:
+        return tl.load(base + places, mask=query < shape[2], other=0)
+    elif shape[3] > 1:
+        return tl.load(base + places, mask=key < shape[3], other=0)
+    else:
+        return tl.load(base + places)
 
 
 @triton.jit
@@ -168,7 +173,7 @@ def change(products, x, at, head, query, key, p: tl.constexpr):
         s = s * p.factor
     if p.bias_shape is not None:
         BIAS: tl.constexpr = p.bias_shape
-        bias = load_pairs(x.bias, BIAS, at, head, query, key, head >= 0).to(tl.float32)
+        bias = load_pairs(x.bias, BIAS, at, head, query, key).to(tl.float32)
         s = s * p.scale + bias
         if p.soft_cap is not None:
             s = s / p.soft_cap
@@ -200,7 +205,7 @@ def visible(x, at, head, query, key, p: tl.constexpr, at_edge: tl.constexpr):
     seen = (query < p.num_queries) & (key < p.num_keys)
     if p.mask_shape is not None:
         MASK: tl.constexpr = p.mask_shape
-        seen = seen & (load_pairs(x.mask, MASK, at, head, query, key, head >= 0) != 0)
+        seen = seen & (load_pairs(x.mask, MASK, at, head, query, key) != 0)
     if at_edge:
         position = query + at.offset
         seen = seen & (key < at.key_end)
