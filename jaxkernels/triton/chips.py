@@ -22,6 +22,7 @@ class Rates:
 
     Attributes:
       bf16_flops, tf32_flops, fp32_flops: peak FLOP/s of products of 16-bit and TF32 operands, and of the fp32 units.
+      exps: exponentials, 1/s: 16 a clock.
       memory_bytes: the SM's share of the memory bandwidth, bytes/s.
       l2_bytes: bytes/s from L2.
     """
@@ -29,6 +30,7 @@ class Rates:
     bf16_flops: float
     tf32_flops: float
     fp32_flops: float
+    exps: float
     memory_bytes: float
     l2_bytes: float
 
@@ -48,23 +50,23 @@ class _Typical:
 
 
 def _typical(
-    num_sms: int, smem_kib: tuple[int, int], tflops: tuple[float, float, float], memory: float, l2: float
+    num_sms: int, smem_kib: tuple[int, int], tflops: tuple[float, float, float], ghz: float, memory: float, l2: float
 ) -> _Typical:
-    """Takes figures of a whole chip as data sheets print them: KiB, dense TFLOP/s and bytes/s."""
+    """Takes figures of a whole chip as data sheets print them: KiB, dense TFLOP/s, boost clock and bytes/s."""
     bf16, tf32, fp32 = (1e12 * rate / num_sms for rate in tflops)
     block, sm = (1024 * size for size in smem_kib)
-    return _Typical(num_sms, block, sm, Rates(bf16, tf32, fp32, memory / num_sms, l2))
+    return _Typical(num_sms, block, sm, Rates(bf16, tf32, fp32, 16e9 * ghz, memory / num_sms, l2))
 
 
 #: Compute capability -> a typical chip. Rates: NVIDIA's data sheets and architecture white papers, dense, with fp32
 #: accumulation. Shared memory: CUDA C++ Programming Guide, "Compute Capabilities".
 _TYPICAL = {
-    (8, 0): _typical(108, (163, 164), (312, 156, 19.5), 2.04e12, 4.5e10),  # A100
-    (8, 6): _typical(82, (99, 100), (71, 35.6, 35.6), 0.936e12, 4.5e10),  # GeForce RTX 3090
-    (8, 9): _typical(128, (99, 100), (165.2, 82.6, 82.6), 1.008e12, 4.5e10),  # GeForce RTX 4090
-    (9, 0): _typical(132, (227, 228), (989.4, 494.7, 66.9), 3.35e12, 1.07e11),  # H100
-    (10, 0): _typical(148, (227, 228), (2250, 1125, 75), 8.0e12, 1.07e11),  # B200
-    (12, 0): _typical(170, (99, 100), (209.5, 104.8, 104.8), 1.792e12, 4.5e10),  # GeForce RTX 5090
+    (8, 0): _typical(108, (163, 164), (312, 156, 19.5), 1.41, 2.04e12, 4.5e10),  # A100
+    (8, 6): _typical(82, (99, 100), (71, 35.6, 35.6), 1.695, 0.936e12, 4.5e10),  # GeForce RTX 3090
+    (8, 9): _typical(128, (99, 100), (165.2, 82.6, 82.6), 2.52, 1.008e12, 4.5e10),  # GeForce RTX 4090
+    (9, 0): _typical(132, (227, 228), (989.4, 494.7, 66.9), 1.98, 3.35e12, 1.07e11),  # H100
+    (10, 0): _typical(148, (227, 228), (2250, 1125, 75), 1.965, 8.0e12, 1.07e11),  # B200
+    (12, 0): _typical(170, (99, 100), (209.5, 104.8, 104.8), 2.407, 1.792e12, 4.5e10),  # GeForce RTX 5090
 }
 
 
@@ -96,6 +98,7 @@ def rates_of(chip: Chip) -> Rates:
         bf16_flops=known(chip.bf16_flops_per_s, typical.bf16_flops),
         tf32_flops=known(chip.tf32_flops_per_s, typical.tf32_flops),
         fp32_flops=known(chip.fp32_flops_per_s, typical.fp32_flops),
+        exps=known(chip.exps_per_s, typical.exps),
         memory_bytes=known(chip.memory_bytes_per_s, typical.memory_bytes),
         l2_bytes=typical.l2_bytes,
     )

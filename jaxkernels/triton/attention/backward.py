@@ -30,7 +30,7 @@ from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.blind import mean_gradient
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.visibility import may_see_nothing, queries_inside
-from jaxkernels.triton import calls
+from jaxkernels.triton import calls, chips
 from jaxkernels.triton.attention import costs
 from jaxkernels.triton.attention.problem import (
     Problem,
@@ -139,7 +139,7 @@ def _group_parts(spec: AttentionSpec, tile: _Tile) -> int:
     """The fewest parts of a group that give each SM two programs, if there are so many heads."""
     programs = -(-spec.k.shape[1] // tile.block_kv) * spec.k.shape[0] * spec.k.shape[2]
     parts = [n for n in range(1, spec.group_size + 1) if spec.group_size % n == 0]
-    return next((n for n in parts if n * programs >= 2 * spec.target.num_sms), parts[-1])
+    return next((n for n in parts if n * programs >= 2 * chips.num_sms(spec.target)), parts[-1])
 
 
 def _kernel_seconds(spec: AttentionSpec, kernel: str, tile: _Tile, group_parts: int | None = None) -> float:

@@ -1,6 +1,6 @@
 """What Triton's attention kernels take: shared memory, registers and time. It chooses among configurations.
 
-A chip's figures are those of `jaxkernels.core.hardware`. The shares of its rates that kernels reach were measured on an
+A chip's figures are those of `jaxkernels.triton.chips`. The shares of its rates that kernels reach were measured on an
 H200; for other chips they are a model.
 """
 
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from jaxkernels.core import hardware
 from jaxkernels.core.hardware import Chip
 from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.triton import chips
 
 __all__ = [
     "Tile",
@@ -22,7 +23,6 @@ __all__ = [
     "is_filled",
     "measured_tile",
     "packed_heads",
-    "rates",
     "seconds",
     "share_of_pairs",
     "splits",
@@ -34,14 +34,11 @@ _MOST_REGISTERS = 215, 170
 #: What masks of columns take of them.
 _REGISTERS_OF_COLUMNS = 10
 _REGISTERS_OF_SM = 65536
-_WARPS_OF_SM = 48
 #: Shared memory that a program takes beside its tiles, and that the driver takes of each.
 _OTHER_SMEM = 1024
 _LAUNCH_SECONDS = 3e-6
 #: Combining the parts of a split: a launch of XLA's.
 _COMBINE_SECONDS = 4e-6
-#: Rates of a chip that is not in the table, by its SMs: those of an A100, which most others exceed.
-_SM_FLOPS, _SM_EXPS, _SM_BYTES = 312e12 / 108, 2.44e12 / 108, 2.0e12 / 108
 #: The share of the memory's rate that one SM can have: more than its part of the chip.
 _SM_BYTES_SHARE = 1.5
 _MEMORY_SHARE = 0.85
@@ -58,26 +55,6 @@ class Tile(Protocol):
     def num_warps(self) -> int: ...
     @property
     def num_stages(self) -> int: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Rates:
-    """Of one SM: products, exponentials and bytes a second."""
-
-    flops: float
-    exps: float
-    num_bytes: float
-
-
-def rates(chip: Chip, itemsize: int) -> Rates:
-    """The rates of a chip's SM. TF32 is multiplied at half the rate of 16 bits."""
-    num_sms = max(1, chip.num_sms)
-    flops = chip.bf16_flops_per_s / num_sms if chip.bf16_flops_per_s else _SM_FLOPS
-    if itemsize == 4:
-        flops /= 2
-    exps = chip.exps_per_s / num_sms if chip.exps_per_s else _SM_EXPS
-    num_bytes = chip.memory_bytes_per_s / num_sms if chip.memory_bytes_per_s else _SM_BYTES
-    return Rates(flops, exps, num_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,12 +153,7 @@ def fits(spec: AttentionSpec, kernel: str, tile: Tile) -> bool:
         if spec.q.dtype.itemsize > 2 and rows >= 64:
             return False
     most = _MOST_REGISTERS[0 if spec.target.is_hopper else 1]
-    return shared_bytes(spec, work, tile) <= smem_of(spec.target) and registers(spec, work, tile) <= most
-
-
-def smem_of(chip: Chip) -> int:
-    """Shared memory of a block; of a chip that does not say, the least that any has."""
-    return chip.smem_bytes or 101376
+    return shared_bytes(spec, work, tile) <= chips.smem_bytes(spec.target) and registers(spec, work, tile) <= most
 
 
 #: Tiles that were fastest on an H200, 2026-11-25, of those that do not spill registers: kernel -> the padded head
@@ -220,7 +192,7 @@ def splits(spec: AttentionSpec, programs: int, num_blocks: int) -> Iterator[int]
     if spec.q.shape[1] > 64:
         return  # The parts' results would be as large as the keys.
     parts = 2
-    while parts <= num_blocks and programs * parts <= 8 * max(1, spec.target.num_sms):
+    while parts <= num_blocks and programs * parts <= 8 * chips.num_sms(spec.target):
         yield parts
         parts *= 2
 
@@ -250,8 +222,8 @@ def seconds(
       extra_bytes: what the kernel reads and writes of device memory, beside what its steps load.
     """
     chip, work = spec.target, work_of(kernel, spec)
-    sm = rates(chip, spec.q.dtype.itemsize)
-    num_sms = max(1, chip.num_sms)
+    sm, num_sms = chips.rates_of(chip), chips.num_sms(chip)
+    flops = sm.tf32_flops if spec.q.dtype.itemsize > 2 else sm.bf16_flops
     pairs = tile.block_q * tile.block_kv
     step_flops = 2.0 * pairs * work.products
     rows = tile.block_q if work.rows == "q" else tile.block_kv
@@ -259,11 +231,11 @@ def seconds(
     # The elementwise part overlaps with products of other programs of the SM, not with its own.
     per_sm = max(1, min(_fitting(spec, work, tile), -(-programs // num_sms)))
     elementwise = (pairs / sm.exps) * (2.0 if per_sm * tile.num_warps < 8 else 1.2)
-    step = step_flops / (sm.flops * _share(chip, rows, pairs)) + elementwise + 0.15e-6 / per_sm
-    step = max(step, step_bytes / (sm.num_bytes * _SM_BYTES_SHARE)) * (1.3 if tile.num_stages == 1 else 1.0)
+    step = step_flops / (flops * _share(chip, rows, pairs)) + elementwise + 0.15e-6 / per_sm
+    step = max(step, step_bytes / (sm.memory_bytes * _SM_BYTES_SHARE)) * (1.3 if tile.num_stages == 1 else 1.0)
     busiest = max(longest, steps * hardware.waves(programs, num_sms * per_sm) * per_sm)
     total_bytes = extra_bytes + programs * steps * step_bytes / 8  # Most of what programs share comes from L2.
-    return _LAUNCH_SECONDS + max(busiest * step, total_bytes / (num_sms * sm.num_bytes * _MEMORY_SHARE))
+    return _LAUNCH_SECONDS + max(busiest * step, total_bytes / (num_sms * sm.memory_bytes * _MEMORY_SHARE))
 
 
 def combine_seconds(spec: AttentionSpec, num_splits: int) -> float:
@@ -272,7 +244,8 @@ def combine_seconds(spec: AttentionSpec, num_splits: int) -> float:
         return 0.0
     batch, num_queries, num_heads, _ = spec.q.shape
     num_bytes = num_splits * batch * num_queries * num_heads * spec.v.shape[3] * 4
-    return _COMBINE_SECONDS + 2 * num_bytes / (max(1, spec.target.num_sms) * rates(spec.target, 2).num_bytes)
+    chip = spec.target
+    return _COMBINE_SECONDS + 2 * num_bytes / (chips.num_sms(chip) * chips.rates_of(chip).memory_bytes)
 
 
 def _share(chip: Chip, rows: int, pairs: int) -> float:
@@ -285,10 +258,10 @@ def _share(chip: Chip, rows: int, pairs: int) -> float:
 
 def _fitting(spec: AttentionSpec, work: Work, tile: Tile) -> int:
     """Programs that an SM holds at once."""
-    smem = smem_of(spec.target) + _OTHER_SMEM
+    by_smem = chips.programs_per_sm(spec.target, shared_bytes(spec, work, tile))
     threads = 32 * tile.num_warps
     count = min(255.0, registers(spec, work, tile) + 56)
-    return max(1, min(smem // shared_bytes(spec, work, tile), int(_REGISTERS_OF_SM // (count * threads)), 8))
+    return max(1, min(by_smem, int(_REGISTERS_OF_SM // (count * threads)), 8))
 
 
 def bytes_of(*arrays: Any) -> int:
