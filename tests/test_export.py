@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,10 @@ from jax.sharding import PartitionSpec as P
 from numerics import assert_close
 
 import jaxkernels as jk
+from jaxkernels import triton
 from jaxkernels.core import _jax, dispatch
 from jaxkernels.ops.matmul.rules import dot_general_op
+from jaxkernels.triton import calls
 
 PLATFORMS = ("cpu", "cuda")
 
@@ -88,6 +91,28 @@ def test_export_gets_another_kernel_only_where_it_would_refuse_the_first():
     assert jk.ffi.TARGET in export.export(named, platforms=("cuda",), **allowed)(A, B).mlir_module()
 
 
+@pytest.mark.skipif("calls.missing() is not None", reason="jax-triton cannot lower programs here")
+@pytest.mark.parametrize("chip", ["NVIDIA A100-SXM4-80GB", "NVIDIA L4"])
+def test_triton_kernels_are_exported_for_the_chip_that_is_named(monkeypatch, chip):
+    """If they are asked for by name, with the check of their custom call disabled. Unasked, XLA stands in."""
+    monkeypatch.setenv("JAXKERNELS_TARGET", chip)
+    allowed = dict(disabled_checks=[export.DisabledSafetyCheck.custom_call(name) for name in triton.TARGETS])
+    q = draw(2, 64, 4, 64, dtype="bfloat16")
+    product = lambda backend: lambda *xs: jk.matmul(*xs, backend=backend)
+    attend = lambda backend: lambda *xs: jk.dot_product_attention(*xs, is_causal=True, backend=backend)
+    for make, xs in ((product, (A, B)), (attend, (q, q, q))):
+        with dispatch.recording() as choices:
+            unasked = export.export(jax.jit(make(None)), platforms=("cuda",), **allowed)(*xs)
+            with pytest.raises(ValueError, match="triton_kernel_call"):
+                export.export(jax.jit(make("triton")), platforms=("cuda",))(*xs)
+            program = export.export(jax.jit(make("triton")), platforms=("cuda",), **allowed)(*xs)
+        assert "custom_call" not in unasked.mlir_module()
+        assert [choice.backend for choice in choices] == ["xla", "triton", "triton"]
+        assert {choice.spec.target.name for choice in choices} == {chip}
+        text = export.deserialize(program.serialize()).mlir_module()
+        assert any(f"@{name}(" in text for name in triton.TARGETS)
+
+
 dense, dot_general, attention = (PROGRAMS[name][0] for name in ("dense", "dot_general", "attention"))
 QKV = "b, t, 4, 8", "b, s, 2, 8", "b, s, 2, 8"
 
@@ -148,10 +173,11 @@ def test_kernels_on_a_mesh(meshes):
         assert "custom_call" not in auto.mlir_module()
         (choice,) = choices
         reason = "jax.export takes no kernel on Auto mesh axes: XLA's partitioner would ask Python for each shard's"
-        kernels = [name for op, name in dispatch.REGISTRY if op == choice.op and name != "xla"]
-        assert choice.passed_over == tuple((name, reason) for name in kernels)
-        for name in kernels:
-            with pytest.raises(NotImplementedError, match="host_callbacks"):
+        names = [name for op, name in dispatch.REGISTRY if op == choice.op and name != "xla"]
+        refusals = {name: calls.missing() if name == "triton" else None for name in names}
+        assert choice.passed_over == tuple((name, refusal or reason) for name, refusal in refusals.items())
+        for name, refusal in refusals.items():
+            with pytest.raises(NotImplementedError, match=re.escape(refusal or "host_callbacks")):
                 exported(functools.partial(f, backend=name), *xs, platforms=("cuda",))
 
 
