@@ -29,6 +29,7 @@ import pytest
 from cases import ATTENTION_CASES, MATMUL_CASES
 
 from jaxkernels.core import dispatch, hardware, winners
+from jaxkernels.triton import calls
 
 # Tracing and lowering make millions of objects that stay: to look for garbage less often saves 5 % of their time.
 gc.set_threshold(100_000, 50, 1000)
@@ -172,6 +173,20 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[tuple[str, str], 
     dispatch.REGISTRY.update(original)
     dispatch.load.cache_clear()
     jax.clear_caches()
+
+
+@pytest.fixture
+def as_if_triton_was_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton's kernels are chosen and configured as on a machine that can launch them."""
+
+    def forget() -> None:
+        dispatch._search_space.cache_clear()
+        dispatch._default_config.cache_clear()
+
+    monkeypatch.setattr(calls, "missing", lambda: None)
+    forget()
+    yield
+    forget()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,11 +28,11 @@ def test_a_tool_that_fails_once_is_asked_again(
 
 
 @pytest.mark.parametrize("failure", _FAILURES.values(), ids=_FAILURES.keys())
-def test_a_tool_that_fails_twice_fails_the_test(
+def test_a_tool_that_fails_each_time_fails_the_test(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, failure: str
 ) -> None:
     _replace_tool(monkeypatch, tmp_path, failure, failure)
-    with pytest.raises(AssertionError, match="memcheck crashed, or took longer than 1 s, twice: \\('forward',\\)"):
+    with pytest.raises(AssertionError, match="memcheck crashed, or took longer than 1 s, in 3 runs: \\('forward',\\)"):
         sanitizer.assert_finds_nothing_else("memcheck", "steps = {}", ("forward",))
 
 

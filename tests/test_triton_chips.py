@@ -10,6 +10,8 @@ from jaxkernels.core import dispatch, hardware, registry
 from jaxkernels.core.hardware import Chip
 from jaxkernels.triton import chips
 
+pytestmark = pytest.mark.usefixtures("as_if_triton_was_installed")
+
 H200 = hardware.lookup("NVIDIA H200")
 UNKNOWN = [
     Chip(name="a new GPU", platform="cuda", compute_capability=capability)

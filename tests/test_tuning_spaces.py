@@ -21,6 +21,8 @@ from jaxkernels.pallas.attention import backward_fused, backward_two_kernels, ba
 from jaxkernels.pallas.attention import forward as attention_forward
 from jaxkernels.pallas.matmul import gemm as matmul
 
+pytestmark = pytest.mark.usefixtures("as_if_triton_was_installed")
+
 H200 = hardware.lookup("NVIDIA H200")
 KERNELS = [(op, backend) for (op, backend), entry in dispatch.REGISTRY.items() if entry.platforms is not None]
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (160, 256))

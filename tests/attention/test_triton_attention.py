@@ -38,6 +38,8 @@ from jaxkernels.triton.attention import (
     tile_kernel,
 )
 
+pytestmark = pytest.mark.usefixtures("as_if_triton_was_installed")
+
 KERNELS = {
     "attention_forward": (forward, forward_kernel),
     "attention_backward": (backward, backward_kernel),

@@ -27,6 +27,8 @@ from jaxkernels.ops.matmul.spec import MatmulSpec
 from jaxkernels.triton import calls
 from jaxkernels.triton.matmul import gemm, gemm_kernel
 
+pytestmark = pytest.mark.usefixtures("as_if_triton_was_installed")
+
 H200 = hardware.lookup("NVIDIA H200")
 A100 = hardware.lookup("NVIDIA A100-SXM4-80GB")
 FOUR_SMS = dataclasses.replace(H200, num_sms=4)
