@@ -224,6 +224,20 @@ def test_every_configuration_compiles_and_hardly_spills(chip):
             compile_with(spec, chosen, most_spilled=64)
 
 
+def test_shared_memory_holds_the_float32_products_of_two_dtypes():
+    lhs, rhs = (ArrayType((8192, 8192), jnp.dtype(dtype)) for dtype in ("float32", "bfloat16"))
+    spec = MatmulSpec(lhs, rhs, (((1,), (0,)), ((), ())), jnp.dtype(jnp.bfloat16), H200)
+    for chosen in itertools.islice(gemm.search_space(spec), 8):
+        for made in tritons.compiled(H200, functools.partial(gemm.run, spec, chosen), lhs, rhs):
+            assert made.shared <= H200.smem_bytes, (chosen, made.shared)
+
+
+def test_bias_in_8_bits():
+    spec = make_spec(16, 16, 16, bias=True)
+    spec = dataclasses.replace(spec, bias=ArrayType((16,), jnp.dtype(jnp.float8_e4m3fn)))
+    assert_right(spec, config())
+
+
 def test_search_space_holds_something_for_every_product():
     for chip, sizes, dtype in itertools.product(tritons.CHIPS, [*SIZES, (1, 1, 1)], ["bfloat16", "float32"]):
         spec = make_spec(*sizes, dtype=dtype, target=chip)

@@ -51,6 +51,8 @@ _PRECISIONS = {
 _MOST_REGISTERS = 200
 #: The kernel counts tiles in 32 bits. A strip wider than the result has the same order as one as wide as the result.
 _MOST = 2**16
+#: What 32 bits count.
+_MOST_TILES = 2**31
 #: Columns that are stored at once: what they need in shared memory would else take room of the pipeline.
 _PIECE_N = 64
 _LAUNCH_SECONDS = 3e-6
@@ -223,7 +225,11 @@ def unsupported(spec: MatmulSpec) -> str | None:
             )
     elif reason := tensor_cores.unsupported_16_bit_precision(spec):
         return reason
-    return tensor_cores.unsupported_sizes(spec) or calls.missing()
+    if reason := tensor_cores.unsupported_sizes(spec):
+        return reason
+    if (spec.gemm.batch or 1) * spec.gemm.m * spec.gemm.n >= 16 * 16 * _MOST_TILES:
+        return f"counts tiles in 32 bits, which {spec.gemm.batch or 1} of {spec.gemm.m} x {spec.gemm.n} may exceed"
+    return calls.missing()
 
 
 def unpreferred(spec: MatmulSpec) -> str | None:
@@ -275,7 +281,8 @@ def _shared_bytes(spec: MatmulSpec, config: Config) -> int:
     """Shared memory of a program. What is stored takes the place of the pipeline, unless that runs on."""
     itemsize = 4 if spec.lhs.dtype == spec.rhs.dtype == _FLOAT32 else 2
     pipeline = config.num_stages * (config.block_m + config.block_n) * config.block_k * itemsize
-    piece = config.block_m * min(config.block_n, _PIECE_N) * (4 if config.split_k > 1 else spec.out_dtype.itemsize)
+    is_wide = config.split_k > 1 or spec.lhs.dtype != spec.rhs.dtype  # Float32 products are added up.
+    piece = config.block_m * min(config.block_n, _PIECE_N) * (4 if is_wide else spec.out_dtype.itemsize)
     return (pipeline + piece if config.programs_per_sm else max(pipeline, piece)) + 1024
 
 
@@ -343,6 +350,11 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
     return jax.tree.map(lambda x: x.astype(spec.out_dtype), results)
 
 
+def _loadable(x: jax.Array) -> jax.Array:
+    """An operand of the epilogue in a dtype that kernels load."""
+    return x if x.dtype in _INPUTS else x.astype(_FLOAT32)
+
+
 def _launch(spec: MatmulSpec, config: Config, operands: Mapping[str, jax.Array]) -> list[jax.Array]:
     """Returns (batch?, m, n) results. With parts of k, the parts are the first dimension."""
     from jaxkernels.triton.matmul import gemm_kernel
@@ -355,7 +367,7 @@ def _launch(spec: MatmulSpec, config: Config, operands: Mapping[str, jax.Array])
     return calls.call_kernel(
         kernel,
         # For operands that are not given stands another, which is not read as such.
-        [lhs, rhs, operands.get("bias", lhs), operands.get("residual", lhs)],
+        [lhs, rhs, *(_loadable(operands.get(name, lhs)) for name in ("bias", "residual"))],
         [result] * (2 if spec.save_preactivation else 1),
         target=spec.target,
         grid=(p.num_programs,),

@@ -11,8 +11,9 @@ run at the same time share operands in L2:
                  1  3  5  7
                  8  9 10 11    (the last strip may be narrower)
 
-Rows and columns past the end wrap around (index modulo size), so that loads need no mask; they are computed twice and
-stored once, under a mask. Past the end of k, both operands are loaded as zeros.
+Loads of rows and columns need no mask. The last tile ends where the result does: it may overlap the one before, and
+both store the same values there. A dimension shorter than the tile wraps around (index modulo size), and is stored
+under a mask. Past the end of k, both operands are loaded as zeros.
 """
 
 # Functions here are compiled by Triton. What pyright knows of Python does not hold: a parameter annotated tl.constexpr
