@@ -51,7 +51,7 @@ def bench(
     rows: Annotated[
         int | None,
         typer.Option(
-            help="At most this many rows of each suite, evenly spaced: for a first look.",
+            help="At most this many rows of each suite, evenly spaced, after --match: for a first look.",
             show_default="all",
             rich_help_panel=_WHAT,
         ),
@@ -249,9 +249,12 @@ def _work(
         if match is not None:
             raise InputError("bench: --match selects rows of gemm or attention; a suite of train has one row only.")
         return [(suite.name, suite.name.removeprefix("train-")) for suite in selected]
-    step = lambda suite: 1 if rows is None else math.ceil(len(suite.problems) / rows)
-    work = [(suite.name, problem) for suite in selected for problem in suite.problems[:: step(suite)]]
-    return _matching(work, match) + own
+    matching = _matching([(suite.name, problem) for suite in selected for problem in suite.problems], match)
+    work = []
+    for suite in selected:
+        mine = [pair for pair in matching if pair[0] == suite.name]
+        work += mine[:: 1 if rows is None else max(1, math.ceil(len(mine) / rows))]
+    return work + own
 
 
 def _matching(work: list[tuple[str, Any]], match: str | None) -> list[tuple[str, Any]]:

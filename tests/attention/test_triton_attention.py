@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels are compiled and interpreted by Triton")
 
+import triton_ranges_kernel
 import tritons
 
 import jaxkernels as jk
@@ -251,6 +252,17 @@ def test_random(seed):
 # Ranges of blocks.
 
 
+def ranges_in_kernel(p: problem.Problem, offset: int, num_blocks: int, over_queries: bool) -> np.ndarray:
+    """What the kernels compute for each block where indices alone decide."""
+    with tritons.interpreted(tile_kernel, triton_ranges_kernel):
+        (ranges,) = calls.call_kernel(
+            triton_ranges_kernel.store_ranges, [], [ArrayType((num_blocks, 4), np.dtype(np.int32))], target=H200,
+            grid=(num_blocks,), num_warps=4, num_stages=1,
+            constants=dict(p=p, offset=offset, over_queries=over_queries),
+        )  # fmt: skip
+    return np.asarray(ranges)
+
+
 @pytest.mark.one_version
 @pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("seed", range(40))
@@ -269,7 +281,11 @@ def test_ranges_hold_every_visible_pair(seed):
     is_key = inside(spec.key_lengths, "key_lengths", keys)
     p = problem.Problem.of(spec, 16, 8)
     by_queries = np.asarray(problem.key_ranges(spec, p, values))
-    by_keys = np.asarray(problem.query_ranges(spec, dataclasses.replace(p, block_q=8, block_kv=16), values))
+    by_keys = np.asarray(problem.query_ranges(spec, turned := dataclasses.replace(p, block_q=8, block_kv=16), values))
+    if not p.ranges_per_batch:
+        offset = int(values["query_offset"]) if spec.query_offset else 0
+        np.testing.assert_array_equal(ranges_in_kernel(p, offset, len(by_queries[0]), False), by_queries[0])
+        np.testing.assert_array_equal(ranges_in_kernel(turned, offset, len(by_keys[0]), True), by_keys[0])
     for element in range(batch):
         for axis, ranges, others in ((0, by_queries, keys), (1, by_keys, queries)):
             for i, (first, whole_first, whole_end, end) in enumerate(ranges[min(element, len(ranges) - 1)]):
@@ -346,16 +362,17 @@ def test_measured_tiles_are_in_the_search_space():
         (tile_kernel, "visible", "key <= position + p.right", "key < position + p.right", "forward", "causal"),
         (tile_kernel, "visible", "key >= position - p.left", "key > position - p.left", "forward", "window"),
         (tile_kernel, "visible", " & (key < at.key_end)", "", "forward", "lengths-and-window"),
+        (tile_kernel, "_blocks_in_band", "stop + behind", "start + behind", "forward", "causal"),
         (tile_kernel, "visible", "queries == keys", "queries >= keys", "forward", "segments"),
         (tile_kernel, "place_of", "tl.load(extras.query_offset)", "0 * batch", "forward", "offset"),
         (tile_kernel, "change", "s = tanh(s)", "s = s", "forward", "soft-cap"),
         (tile_kernel, "slope", "1 - s * s", "1 - s", "backward", "soft-cap"),
         (tile_kernel, "load_pairs", "query * shape[3]", "query * shape[2]", "forward", "mask"),
-        (tile_kernel, "load_ranges", "row += batch * num_blocks", "row += 0", "forward", "key-lengths"),
+        (tile_kernel, "visited", "batch * p.num_blocks + block", "block", "forward", "key-lengths"),
         (forward_kernel, "attend", "acc = acc * fade[:, None]", "acc = acc", "forward", "plain"),
         (forward_kernel, "attend", "total * fade", "total", "forward", "plain"),
         (forward_kernel, "forward", "first_head // p.group", "first_head % p.num_kv_heads", "forward", "plain"),
-        (forward_kernel, "forward", "top * p.unit + tl.log2", "tl.log2", "forward", "plain"),
+        (forward_kernel, "forward", "top + tl.log2", "tl.log2", "forward", "plain"),
         (forward_kernel, "mean_of_values", "total / p.num_keys", "total / at.key_end", "forward", "lengths-and-window"),
         (backward_kernel, "add_queries", "dweights - shift[None, :]", "dweights", "backward", "plain"),
         (backward_kernel, "keys_and_values", "kv_head * p.group +", "kv_head +", "backward", "plain"),
