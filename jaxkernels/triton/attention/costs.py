@@ -96,7 +96,7 @@ def work_of(kernel: str, spec: AttentionSpec) -> Work:
         ),
         "dkv": Work(held=h + d, kept=h + d, streamed=h + d, products=2 * (h + d), rows="kv", logits=logits),
         "dq": Work(held=h, kept=h + d, streamed=h + d, products=2 * h + d, logits=logits),
-        "dbias": Work(held=0, kept=h + d, streamed=h + d, products=h + d, logits=3.5 if spec.target.is_hopper else 5.5),
+        "dbias": Work(held=0, kept=h + d, streamed=h + d, products=h + d, logits=3.5 if spec.target.is_hopper else 10.0),
     }[kernel]
 
 
