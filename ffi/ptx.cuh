@@ -22,6 +22,12 @@ __device__ __forceinline__ void named_barrier_sync(u32 barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
+// Counts as one of the threads of the barrier without waiting for the others.
+template <int kThreads>
+__device__ __forceinline__ void named_barrier_arrive(u32 barrier) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
+}
+
 // ---- Registers and matrices in shared memory ---------------------------------------------------
 
 // Section "setmaxnreg": executed by all warps of a warpgroup.
@@ -136,6 +142,41 @@ struct Float8E5M2 {
 struct Int8 {
   static constexpr int kBytes = 1;
 };
+
+// ---- Functions of the special function units ---------------------------------------------------
+
+// Sections "ex2", "lg2", "rcp": results differ from the exact ones by at most 2 units in the last
+// place (of lg2 near 1, by 2^-22). Denormal numbers are zero.
+__device__ __forceinline__ float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float log2_approximate(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// tanh by one exponential: its error is 2^-22.
+__device__ __forceinline__ float tanh_by_exp2(float x) {
+  constexpr float kTwoLog2E = 2.8853900817779268f;
+  return fmaf(-2.0f, reciprocal(exp2_approximate(kTwoLog2E * x) + 1.0f), 1.0f);
+}
+
+// Section "max": NaN if either is NaN.
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
 
 // ---- Hints to the compiler ---------------------------------------------------------------------
 

@@ -56,6 +56,7 @@ import numpy as np
 from jax import lax
 
 from jaxkernels.core.arguments import check_fields
+from jaxkernels.ops.attention.planning import balanced_plan, planned_offset
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.visibility import (
     blocks_of,
@@ -76,7 +77,7 @@ from jaxkernels.pallas.attention.layouts import ROWS, TILE, scale_rows, swizzle_
 from jaxkernels.pallas.attention.limits import features, least_head_multiple, pad_heads, padded_head_dims, unsupported
 from jaxkernels.pallas.attention.logits import LOG2E, change, hide_other_segments, hide_unseen
 from jaxkernels.pallas.attention.mean import fill_in_means
-from jaxkernels.pallas.attention.planning import FLOPS_PER_SM, LAUNCH_SECONDS, balanced_plan, count_up, planned_offset
+from jaxkernels.pallas.attention.planning import FLOPS_PER_SM, LAUNCH_SECONDS, count_up
 from jaxkernels.pallas.attention.rings import RING_BARRIER_BYTES, cluster_end, leave_cluster, slot_releases
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unpreferred", "unsupported"]

@@ -88,7 +88,7 @@ def padded(size: int) -> int:
 def work_of(kernel: str, spec: AttentionSpec) -> Work:
     """The work of a kernel: "forward", "tangent", "dkv", "dq" or "dbias"."""
     h, d = padded(spec.q.shape[3]), padded(spec.v.shape[3])
-    logits = 2.5 if spec.target.is_hopper else 2.0
+    logits, logits_of_bias = (2.5, 3.5) if spec.target.is_hopper else (2.0, 10.0)
     return {
         "forward": Work(held=d, kept=h, streamed=h + d, products=h + d, logits=2.0),
         "tangent": Work(
@@ -96,7 +96,7 @@ def work_of(kernel: str, spec: AttentionSpec) -> Work:
         ),
         "dkv": Work(held=h + d, kept=h + d, streamed=h + d, products=2 * (h + d), rows="kv", logits=logits),
         "dq": Work(held=h, kept=h + d, streamed=h + d, products=2 * h + d, logits=logits),
-        "dbias": Work(held=0, kept=h + d, streamed=h + d, products=h + d, logits=3.5 if spec.target.is_hopper else 10.0),
+        "dbias": Work(held=0, kept=h + d, streamed=h + d, products=h + d, logits=logits_of_bias),
     }[kernel]
 
 

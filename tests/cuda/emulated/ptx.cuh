@@ -15,6 +15,12 @@ void named_barrier_sync(u32 barrier) {
   emulator::meet(emulator::thread->block->barriers[barrier], kThreads, "a named barrier");
 }
 
+template <int kThreads>
+void named_barrier_arrive(u32 barrier) {
+  emulator::thread->block->barriers[barrier].arrive(kThreads);
+  ++emulator::cluster->events;
+}
+
 template <int kRegisters>
 void setmaxnreg_inc() {}
 template <int kRegisters>
@@ -95,6 +101,12 @@ struct Int8 {
   static constexpr int kBytes = 1;
   static int wide(u32 bits) { return static_cast<signed char>(bits); }
 };
+
+inline float exp2_approximate(float x) { return std::exp2(x); }
+inline float log2_approximate(float x) { return std::log2(x); }
+inline float reciprocal(float x) { return 1 / x; }
+inline float tanh_by_exp2(float x) { return std::tanh(x); }
+inline float max_nan(float a, float b) { return a != a || b != b ? a + b : std::max(a, b); }
 
 inline u32 uniform(u32 value) { return value; }
 inline bool elect_one() { return threadIdx.x % 32 == 0; }
