@@ -28,6 +28,37 @@ __device__ __forceinline__ void named_barrier_arrive(u32 barrier) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
+// ---- Asynchronous copies by threads (section "cp.async") ---------------------------------------
+
+// Copies kBytes, 4 or 16, to shared memory; zeros if not `inside`: then nothing is read. Both
+// addresses are multiples of kBytes.
+template <int kBytes>
+__device__ __forceinline__ void cp_async(u32 to, const void* from, bool inside) {
+  static_assert(kBytes == 4 || kBytes == 16, "sizes of a copy");
+  const u32 bytes = inside ? kBytes : 0;
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
+                 "l"(__cvta_generic_to_global(from)), "r"(bytes)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to),
+                 "l"(__cvta_generic_to_global(from)), "r"(bytes)
+                 : "memory");
+  }
+}
+
+// Copies are waited for in groups, each by the thread that issued it.
+__device__ __forceinline__ void cp_async_commit_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Returns when all but the last kGroups groups have arrived. A barrier then shows them to the
+// other threads.
+template <int kGroups>
+__device__ __forceinline__ void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
 // ---- Registers and matrices in shared memory ---------------------------------------------------
 
 // Section "setmaxnreg": executed by all warps of a warpgroup.
@@ -52,6 +83,14 @@ __device__ __forceinline__ void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u3
 // Section "ldmatrix": the inverse of `stmatrix_x4`.
 __device__ __forceinline__ void ldmatrix_x4(u32 address, u32& a, u32& b, u32& c, u32& d) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+               : "r"(address)
+               : "memory");
+}
+
+// The same, each matrix transposed: lane l gets elements l / 4 of rows 2 (l % 4) and the next one.
+__device__ __forceinline__ void ldmatrix_x4_trans(u32 address, u32& a, u32& b, u32& c, u32& d) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
                : "r"(address)
                : "memory");

@@ -8,10 +8,11 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxkernels.bench import study
+from jaxkernels.bench import study, timeline
 from jaxkernels.bench.suites import parse_shape
 from jaxkernels.cli.app import app
 from jaxkernels.core.errors import InputError
@@ -39,6 +40,30 @@ def test_variants_differ_in_one_knob_and_lower(of: str) -> None:
         elif lowered is not None:
             fits.setdefault(variant.tile, []).append(int(variant.value))
     assert fits == {"128 x 256": [1, 2, 3, 4], "128 x 128": [1, 2, 3, 4, 5, 6]}
+
+
+@pytest.mark.sampled(one_in=2)
+@pytest.mark.parametrize("prefetches", [False, True])
+def test_schedules_of_mma_sync_lower(prefetches: bool) -> None:
+    x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+    found = []
+    for variant in study.variants():
+        if variant.backend.startswith("mma.sync") and variant.config.prefetches == prefetches:
+            assert study.lower([x, x], variant, platforms=("cuda",)) is not None
+            found.append((variant.backend.removesuffix(", look ahead"), variant.value))
+    assert found == [
+        ("mma.sync one buffer", "1"), ("mma.sync registers", "2"), *(("mma.sync cp.async", str(n)) for n in range(2, 7))
+    ]  # fmt: skip
+
+
+def test_a_timeline_is_drawn_and_saved(tmp_path: pathlib.Path) -> None:
+    stamps = np.cumsum(np.arange(12 * 4)).reshape(12, 4)
+    timelines = dict.fromkeys(timeline.schedules(), stamps)
+    assert len(timelines) == 6
+    timeline.draw(timelines, tmp_path / "new" / "timeline.png")
+    assert (tmp_path / "new" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    study.save(POINTS, dict(device="a chip"), tmp_path / "study.json", timelines)
+    assert study.load(tmp_path / "study.json") == POINTS
 
 
 @pytest.mark.parametrize("shape", ["512x512x512:nt", "2x512x512x512", "512x512x512:float16"])
@@ -74,6 +99,6 @@ def test_the_command_needs_a_gpu() -> None:
 @pytest.mark.gpu
 def test_both_backends_are_measured(tmp_path: pathlib.Path) -> None:
     points = list(study.study(parse_shape("gemm", "512x512x512"), jax.devices()[0]))
-    assert {point.backend for point in points} == {"cuda", "pallas"}
-    assert len(points) == 28
+    assert {point.backend.partition(" ")[0] for point in points} == {"cuda", "pallas", "mma.sync"}
+    assert len(points) == 28 + 14
     assert all(point.p10 <= point.seconds <= point.p90 and 0 < point.share_of_peak < 1 for point in points)

@@ -1,4 +1,5 @@
-"""How the pipeline of a GEMM changes its speed: slots of the ring and clusters, for the kernels of both backends.
+"""How the pipeline of a GEMM changes its speed: slots of the ring and clusters for the kernels of both backends, and
+the schedules of the mma.sync kernel (`jaxkernels.ffi.pipelines`).
 
     for point in study(parse_shape("gemm", "8192x8192x8192"), device):
         print(point)
@@ -23,10 +24,12 @@ import numpy as np
 import jaxkernels as jk
 from jaxkernels.bench import results
 from jaxkernels.bench.suites import peak_flops_per_s
+from jaxkernels.bench.timeline import Timelines
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.errors import InputError
 from jaxkernels.core.measure import Call, Clock, clock_for, measure
 from jaxkernels.core.problems import Problem
+from jaxkernels.ffi import pipelines
 from jaxkernels.ops.matmul.cases import MatmulCase
 
 __all__ = ["Point", "Variant", "load", "lower", "plot", "save", "study", "variants"]
@@ -42,7 +45,7 @@ class Variant:
     """One configuration of a kernel.
 
     Attributes:
-      backend: the backend of the kernel.
+      backend: the backend of the kernel, or the schedule of the mma.sync kernel.
       tile: the tile of a block, e.g. "128 x 256".
       knob: the knob that is varied.
       value: the value of the knob, e.g. "4" slots, "2 x 1" blocks along m and n.
@@ -86,8 +89,14 @@ _CLUSTERS = {
 }
 
 
+#: What points call the schedules of the mma.sync kernel.
+_SCHEDULES = {"single": "one buffer", "registers": "registers", "async": "cp.async"}
+
+
 def variants() -> Iterator[Variant]:
-    """Rings of 1 to 8 slots for two tiles, and clusters for the larger tile. Some do not fit into shared memory."""
+    """Rings of 1 to 8 slots for two tiles, clusters for the larger tile, and the schedules of the mma.sync kernel. Some
+    rings do not fit into shared memory.
+    """
     for backend, clusters in _CLUSTERS.items():
         config = dispatch.load("matmul", backend).designs[0].Config
         # Releasing a slot one step late needs a second slot.
@@ -99,6 +108,10 @@ def variants() -> Iterator[Variant]:
         block_m, block_n = _TILES[0]
         for value, knobs in clusters.items():
             yield Variant(backend, f"{block_m} x {block_n}", "cluster", value, config(block_m, block_n, **knobs))
+    for config in pipelines.configs():
+        schedule = f"mma.sync {_SCHEDULES[config.schedule]}{', look ahead' * config.prefetches}"
+        tile = f"{config.block_m} x {config.block_n}"
+        yield Variant(schedule, tile, "num_stages", str(config.num_slots), config)
 
 
 def study(problem: Problem, device: Any, *, clock: Clock | None = None) -> Iterator[Point]:
@@ -145,7 +158,10 @@ def lower(operands: Sequence[Any], variant: Variant, platforms: tuple[str, ...] 
 
     Returns None if its ring does not fit into shared memory.
     """
-    multiply = functools.partial(jk.matmul, backend=variant.backend, config=variant.config)
+    if isinstance(variant.config, pipelines.Config):
+        multiply: Any = functools.partial(pipelines.matmul, config=variant.config)
+    else:
+        multiply = functools.partial(jk.matmul, backend=variant.backend, config=variant.config)
     try:
         return jax.jit(multiply).trace(*operands).lower(lowering_platforms=platforms)
     except ValueError as e:
@@ -154,10 +170,13 @@ def lower(operands: Sequence[Any], variant: Variant, platforms: tuple[str, ...] 
         raise
 
 
-def save(points: Sequence[Point], environment: dict[str, Any], path: pathlib.Path) -> None:
-    """Writes JSON; times in seconds."""
+def save(
+    points: Sequence[Point], environment: dict[str, Any], path: pathlib.Path, timelines: Timelines | None = None
+) -> None:
+    """Writes JSON; times in seconds, timelines in clock cycles."""
     values = [dataclasses.asdict(point) for point in points]
-    results.write(dict(study=_SCHEMA, environment=environment, points=values), path)
+    stamps = {name: stamps.tolist() for name, stamps in (timelines or {}).items()}
+    results.write(dict(study=_SCHEMA, environment=environment, points=values, timelines=stamps), path)
 
 
 def load(path: pathlib.Path) -> list[Point]:

@@ -411,8 +411,15 @@ def study(
     shapes: Annotated[list[str] | None, typer.Option(help="Products MxNxK; may be repeated.")] = None,
     json: Annotated[pathlib.Path | None, typer.Option("--json", help="Write every point to this file.")] = None,
     plot: Annotated[pathlib.Path | None, typer.Option(help="Draw the points into this file.")] = None,
+    timeline: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            help="Record when the schedules of the mma.sync GEMM wait and multiply, and draw it into this file."
+        ),
+    ] = None,
 ) -> None:
-    """Time the GEMMs of both backends with rings of 1, 2, 3, ... slots and with several clusters, after checking them.
+    """Time the GEMMs of both backends with rings of 1, 2, 3, ... slots and with several clusters, after checking them;
+    and the mma.sync GEMM with each of its schedules.
 
     It shows the effect of the pipeline's depth. To find the fastest configuration, use `jaxkernels tune`.
     """
@@ -429,6 +436,7 @@ def study(
     if device.platform not in ("gpu", "cuda"):
         raise InputError(f"study: needs a CUDA GPU to measure on; this machine has {device}.")
     _check_outputs("study", json, plot and plot.parent)
+    _check_outputs("study", None, timeline and timeline.parent)
     points = []
     with Telemetry(device.local_hardware_id or 0) as telemetry:
         where = results_lib.environment(device, telemetry, sys.argv[1:])
@@ -441,8 +449,15 @@ def study(
                     f"{point.shape} {point.backend} {point.tile} {point.knob} {point.value} | "
                     f"{point.seconds * 1e6:,.1f} us | {point.flops_per_s / 1e12:.4g} TFLOP/s{share}"
                 )
+    timelines = {}
+    if timeline is not None:
+        from jaxkernels.bench import timeline as timeline_lib
+
+        timelines = timeline_lib.measure((4096, 4096, 4096))
+        timeline_lib.draw(timelines, timeline)
+        console.print(f"drawn {timeline}")
     if json is not None:
-        study_lib.save(points, where, json)
+        study_lib.save(points, where, json, timelines)
         console.print(f"written to {json}")
     if plot is not None:
         study_lib.plot(points, plot)

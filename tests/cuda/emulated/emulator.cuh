@@ -81,7 +81,7 @@ struct Mbarrier {
 
 struct Warp {
   Barrier barrier;
-  uint32_t exchanged[32][5];
+  uint32_t exchanged[32][6];
 };
 
 constexpr size_t kSmemBytes = 256 * 1024;
@@ -128,6 +128,9 @@ struct Thread {
   // Stores: of each committed group, how many have not read their tile.
   std::deque<std::shared_ptr<int>> stores;
   std::shared_ptr<int> open_stores = std::make_shared<int>(0);
+  // The same of its own copies (cp.async): how many have not arrived.
+  std::deque<std::shared_ptr<int>> copies;
+  std::shared_ptr<int> open_copies = std::make_shared<int>(0);
   // Accesses and barriers that its next fence is for.
   std::vector<Access*> unfenced;
   std::vector<Mbarrier*> unfenced_mbarriers;
@@ -385,6 +388,7 @@ inline void __syncthreads() {
   emulator::meet(emulator::thread->block->barriers[0], blockDim.x, "its block");
 }
 inline void __syncwarp() { emulator::sync_warp(); }
+inline long long clock64() { return emulator::cluster->events; }
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
   return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> shift % 32);
 }

@@ -21,6 +21,35 @@ void named_barrier_arrive(u32 barrier) {
   ++emulator::cluster->events;
 }
 
+// The bytes are not to be read until the copy is complete.
+template <int kBytes>
+void cp_async(u32 to, const void* from, bool inside) {
+  unsigned char* const bytes = emulator::at_address(to);
+  if (to % kBytes != 0 || reinterpret_cast<u64>(from) % kBytes != 0) {
+    emulator::fail("cp.async needs addresses that are multiples of its size");
+  }
+  std::memset(bytes, 0xff, kBytes);
+  auto open = emulator::thread->open_copies;
+  ++*open;
+  emulator::later([=] {
+    if (inside) std::memcpy(bytes, from, kBytes);
+    if (!inside) std::memset(bytes, 0, kBytes);
+    --*open;
+  });
+}
+inline void cp_async_commit_group() {
+  emulator::thread->copies.push_back(emulator::thread->open_copies);
+  emulator::thread->open_copies = std::make_shared<int>(0);
+}
+template <int kGroups>
+void cp_async_wait_group() {
+  auto& copies = emulator::thread->copies;
+  while (copies.size() > kGroups) {
+    emulator::wait_until("its copies", [&] { return *copies.front() == 0; });
+    copies.pop_front();
+  }
+}
+
 template <int kRegisters>
 void setmaxnreg_inc() {}
 template <int kRegisters>
@@ -45,6 +74,21 @@ inline void ldmatrix_x4(u32 address, u32& a, u32& b, u32& c, u32& d) {
   for_each_matrix(address, registers,
                   [](u32 from, u32& word) { word = emulator::read_shared<u32>(from); });
   a = registers[0], b = registers[1], c = registers[2], d = registers[3];
+}
+inline void ldmatrix_x4_trans(u32 address, u32& a, u32& b, u32& c, u32& d) {
+  auto& exchanged = emulator::warp().exchanged;
+  const u32 lane = threadIdx.x % 32;
+  exchanged[lane][0] = address;
+  emulator::sync_warp();
+  u32 words[4];
+  for (u32 i = 0; i < 4; ++i) {
+    const auto element = [&](u32 row) {
+      return emulator::read_shared<u16>(exchanged[8 * i + row][0] + lane / 4 * 2);
+    };
+    words[i] = element(lane % 4 * 2) | static_cast<u32>(element(lane % 4 * 2 + 1)) << 16;
+  }
+  emulator::sync_warp();
+  a = words[0], b = words[1], c = words[2], d = words[3];
 }
 inline void store_shared(u32 address, float a, float b) {
   emulator::write_shared(address, float2{a, b});
