@@ -7,6 +7,7 @@
 - `results`: rows, their JSON, and the comparison of two runs; `report` and `plots` make tables and pictures of them;
 - `telemetry`: clock rate, power and temperature of the GPU;
 - `study`: the effect of the pipeline's slots and clusters on a GEMM.
+- `sgemm`: the rungs of the SGEMM ladder beside cuBLAS.
 
 `jaxkernels.core.measure` times the calls. The suites and baselines of an operation are in its folder.
 """
