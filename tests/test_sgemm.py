@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import runpy
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxkernels.core import hardware
 from jaxkernels.ffi import CudaKernel
 from jaxkernels.ffi.sgemm import RUNGS, Config, Rung, choose, ladder, lookup, search_space, sgemm
 
+ROOT = pathlib.Path(__file__).parent.parent
 EVERY_RUNG = pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: f"{rung.number}_{rung.name}")
 
 #: Text of the kernels that a C++ compiler refuses, and its replacement.
@@ -282,9 +284,9 @@ def test_search_space_compiles(config: Config) -> None:
 
 @pytest.mark.gpu
 @EVERY_RUNG
-@pytest.mark.parametrize(("alpha", "beta"), SCALES)
-@pytest.mark.parametrize("sizes", SMALL + LARGE, ids=str)
-def test_values(rung: Rung, sizes: tuple[int, int, int], alpha: float, beta: float) -> None:
+@pytest.mark.parametrize(("sizes", "scales"), list(zip(SMALL + LARGE, SCALES * 4)), ids=str)
+def test_values(rung: Rung, sizes: Any, scales: Any) -> None:
+    alpha, beta = scales
     assert error(rung, sizes, alpha=alpha, beta=beta) < 1
 
 
@@ -311,3 +313,23 @@ def test_search_space_is_right(config: Config) -> None:
 
 def test_configs_print_what_they_set() -> None:
     assert str(dataclasses.replace(Config(32, 64), SPLIT_K=2)) == "BM=32, BN=64, SPLIT_K=2"
+
+
+# The page.
+
+
+@pytest.fixture(scope="module")
+def page() -> Any:
+    return runpy.run_path(str(ROOT / "docs" / "sgemm.py"))
+
+
+def test_the_page_and_its_pictures_are_up_to_date(page: Any) -> None:
+    """Otherwise run `python docs/sgemm.py`."""
+    text = page["PAGE"].read_text()
+    assert page["page"](text) == text
+    for name, draw in page["PICTURES"].items():
+        assert (ROOT / "docs" / "pictures" / f"{name}.svg").read_text() == draw()
+
+
+def test_bank_conflicts_are_those_that_the_files_claim(page: Any) -> None:
+    assert [page["conflicts"](reads) for reads in page["reads_of_b"]().values()] == [2, 1, 4, 1]
