@@ -130,7 +130,8 @@ BUGS = {
     11: ("      if (tile > 0) named_barrier_sync<kThreads>(kEmpty);\n", ""),
     12: ("    cp_async_wait_group<0>();\n", ""),
     13: ("slot.a[(swizzled ^ k4)", "slot.a[(swizzled + k4)"),
-    14: ("const int begin = ", "const int begin = 1 + "),
+    14: ("tile * BK + rank * kPart", "tile * BK"),
+    15: ("const int begin = ", "const int begin = 1 + "),
 }
 
 
@@ -150,6 +151,9 @@ def test_planted_bugs_are_noticed(rung: Rung, emulator: Emulator) -> None:
         (12, "    __syncthreads();  // The front is complete. All threads have read the back.\n", ""),
         (13, "    shared.ring.consumer_wait(multiplied);\n", ""),
         (13, "    shared.ring.consumer_release(multiplied.slot(), 0);\n", ""),
+        (14, "Ring<STAGES, Grid> ring;", "Ring<STAGES> ring;"),
+        (14, "  tma::barrier_cluster();  // The barriers of all blocks are initialised.\n", "  __syncthreads();\n"),
+        (14, "  if (threadIdx.x == 0) shared.ring.producer_drain(requested);\n", ""),
     ],
 )
 def test_missing_waits_are_noticed(number: int, before: str, after: str, emulator: Emulator) -> None:
@@ -157,7 +161,7 @@ def test_missing_waits_are_noticed(number: int, before: str, after: str, emulato
     assert is_wrong(lookup(number), emulator)
 
 
-#: All tiles of rung 14, with k divided once or several times.
+#: All tiles of rung 15, with k divided once or several times.
 SPLIT = [config for config in SPLIT_CONFIGS if config.SPLIT_K in (2, 4)]
 
 

@@ -192,6 +192,14 @@ RUNGS: tuple[Rung, ...] = (
     ),
     Rung(
         14,
+        "multicast",
+        "Two blocks form a cluster, and each loads half of the tile of B for both.",
+        "A third less traffic from L2, which is no limit (6 bytes a clock and SM): the same speed at less power.",
+        Config(128, 256, 32, 8, 16, 8, 4, STAGES=4, UNROLL=8, CLUSTER=2, BLOCKS=1),
+        uses_tma=True,
+    ),
+    Rung(
+        15,
         "split_k",
         "Blocks of a cluster divide k among themselves and add their sums through distributed shared memory.",
         "Nothing at 4096 and 8192, where all SMs have tiles; several times as fast as rung 13 at 512 and 1024.",
@@ -362,7 +370,8 @@ def _plan(
 ) -> LaunchPlan:
     """Operands: x0 = A, x1 = B and, if given, x2 = C, which the result replaces."""
     m, n, k = sizes
-    tiles = -(-m // config.BM) * -(-n // config.BN)
+    # Blocks of a cluster are neighbours along m. Some may have no rows.
+    tiles = -(-m // (config.BM * config.CLUSTER)) * config.CLUSTER * -(-n // config.BN)
     defines = dataclasses.asdict(config)
     scalars = [np.int32(m), np.int32(n), np.int32(k), np.float32(alpha), np.float32(beta)]
     common: dict[str, Any] = dict(
@@ -384,12 +393,12 @@ def _plan(
 def _tma_plan(config: Config, common: Mapping[str, Any], defines: Mapping[str, Any], scalars: Any) -> LaunchPlan:
     maps = [
         TensorMap("x0", box=(config.BM, config.BK), swizzle="128B"),
-        TensorMap("x1", box=(config.BK, config.BN)),
+        TensorMap("x1", box=(config.BK // config.CLUSTER, config.BN)),
     ]
     return LaunchPlan(
         parameters=[*maps, Pointer("out"), *scalars],
         smem_bytes=max(config.ring_bytes, config.partial_bytes) + 16 * config.STAGES,
-        cluster=(config.SPLIT_K,),
+        cluster=(config.SPLIT_K * config.CLUSTER,),
         defines=defines,
         **common,
     )

@@ -1,4 +1,4 @@
-// Rung 14: SPLIT_K blocks share one tile of C when there are fewer tiles than SMs. Each multiplies
+// Rung 15: SPLIT_K blocks share one tile of C when there are fewer tiles than SMs. Each multiplies
 // a part of k. They form a cluster and add their sums through each other's shared memory, without
 // atomics and always in the same order: results are bitwise repeatable.
 //
@@ -125,6 +125,7 @@ __global__ __launch_bounds__(kThreads, BLOCKS) void sgemm_split_k(
     }
     tma::barrier_cluster();  // The partial sums of all blocks are complete.
     constexpr int kRows = BM / SPLIT_K;
+    static_assert(kRows * (BN / 4) % kThreads == 0, "warps stay whole");
 #pragma unroll 4
     for (int i = threadIdx.x; i < kRows * (BN / 4); i += kThreads) {
       const int at_row = part * kRows + i / (BN / 4), at_column = i % (BN / 4) * 4;
