@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import runpy
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +16,9 @@ from emulated import NEEDS_COMPILER, Emulator
 
 from jaxkernels.core import hardware
 from jaxkernels.ffi import CudaKernel
-from jaxkernels.ffi.sgemm import RUNGS, Config, Rung, ladder, lookup, search_space, sgemm
+from jaxkernels.ffi.sgemm import RUNGS, Config, Rung, choose, ladder, lookup, search_space, sgemm
 
+ROOT = pathlib.Path(__file__).parent.parent
 EVERY_RUNG = pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: f"{rung.number}_{rung.name}")
 
 #: Text of the kernels that a C++ compiler refuses, and its replacement.
@@ -76,9 +78,12 @@ def error(rung: Rung, sizes: tuple[int, int, int], *, alpha: float = 1.0, beta: 
 #: m, n, k. Rows of the operands are multiples of 16 bytes in some, and not in others.
 SMALL = [(1, 1, 1), (33, 70, 19), (130, 132, 36), (67, 129, 44), (129, 260, 70), (65, 36, 97)]
 LARGE = [(128, 128, 128), (1000, 1000, 1000), (1111, 2333, 517), (1, 4097, 1023), (4095, 1, 333), (257, 1030, 4093)]
+#: What `choose` chooses among.
+SPLIT_CONFIGS = list(ladder.candidates(4096))
 SCALES = [(1.0, 0.0), (-1.5, 0.5), (2.0, 1.0)]
 
 
+@pytest.mark.sampled(one_in=6)
 @EVERY_RUNG
 @pytest.mark.parametrize("sizes", [(1024, 1024, 1024), (1111, 2333, 517), (1024, 1023, 1024), (64, 1024, 1023)])
 @pytest.mark.parametrize("chip", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
@@ -95,6 +100,7 @@ def test_compiles_without_spills(rung: Rung, sizes: tuple[int, int, int], chip: 
     assert (report.stack_bytes, report.spill_store_bytes, report.spill_load_bytes) == (0, 0, 0)
 
 
+@pytest.mark.sampled(one_in=4)
 @NEEDS_COMPILER
 @EVERY_RUNG
 @pytest.mark.parametrize(("sizes", "scales"), list(zip(SMALL, SCALES * 2)), ids=str)
@@ -126,6 +132,8 @@ BUGS = {
     11: ("      if (tile > 0) named_barrier_sync<kThreads>(kEmpty);\n", ""),
     12: ("    cp_async_wait_group<0>();\n", ""),
     13: ("slot.a[(swizzled ^ k4)", "slot.a[(swizzled + k4)"),
+    14: ("tile * BK + rank * kPart", "tile * BK"),
+    15: ("const int begin = ", "const int begin = 1 + "),
 }
 
 
@@ -145,6 +153,9 @@ def test_planted_bugs_are_noticed(rung: Rung, emulator: Emulator) -> None:
         (12, "    __syncthreads();  // The front is complete. All threads have read the back.\n", ""),
         (13, "    shared.ring.consumer_wait(multiplied);\n", ""),
         (13, "    shared.ring.consumer_release(multiplied.slot(), 0);\n", ""),
+        (14, "Ring<STAGES, Grid> ring;", "Ring<STAGES> ring;"),
+        (14, "  tma::barrier_cluster();  // The barriers of all blocks are initialised.\n", "  __syncthreads();\n"),
+        (14, "  if (threadIdx.x == 0) shared.ring.producer_drain(requested);\n", ""),
     ],
 )
 def test_missing_waits_are_noticed(number: int, before: str, after: str, emulator: Emulator) -> None:
@@ -152,12 +163,40 @@ def test_missing_waits_are_noticed(number: int, before: str, after: str, emulato
     assert is_wrong(lookup(number), emulator)
 
 
-def is_wrong(rung: Rung, emulator: Emulator) -> bool:
+#: All tiles of rung 15, with k divided once or several times.
+SPLIT = [config for config in SPLIT_CONFIGS if config.SPLIT_K in (2, 4)]
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("config", SPLIT, ids=str)
+@pytest.mark.parametrize("sizes", [(67, 129, 300), (130, 68, 70), (1, 1, 31)], ids=str)
+def test_split_k_on_the_emulator(config: Config, sizes: tuple[int, int, int], emulator: Emulator) -> None:
+    """With parts of k that differ in length, or are empty."""
+    for emulator.seed in range(2):
+        assert error(lookup("split_k"), sizes, alpha=-1.5, beta=0.5, config=config) < 1
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("    tma::barrier_cluster();  // The partial sums of all blocks are complete.\n", ""),
+        ("    tma::barrier_cluster();  // No block leaves while another reads its partial sums.\n", ""),
+        ("    __syncthreads();  // All warps have read the slots.\n", ""),
+        ("const int at_row = part * kRows + i", "const int at_row = i"),
+    ],
+)
+def test_split_k_with_planted_bugs(before: str, after: str, emulator: Emulator) -> None:
+    emulator.edits = {before: after}
+    assert is_wrong(lookup("split_k"), emulator, config=SPLIT[0], k=300)
+
+
+def is_wrong(rung: Rung, emulator: Emulator, k: int = 40, **options: Any) -> bool:
     """Whether one of a few runs fails or gives a wrong result."""
     for seed in range(6):
         emulator.seed = seed
         try:
-            if not error(rung, (134, 137, 40 + 32 * seed), alpha=2.0, beta=-1.0) < 1:
+            if not error(rung, (134, 137, k + 32 * seed), alpha=2.0, beta=-1.0, **options) < 1:
                 return True
         except RuntimeError:
             return True
@@ -201,6 +240,7 @@ def test_other_platforms_are_refused() -> None:
         jax.jit(sgemm).trace(X, X.T).lower(lowering_platforms=("cpu",))
 
 
+@pytest.mark.sampled(one_in=3)
 @EVERY_RUNG
 def test_lowers_without_a_gpu(rung: Rung) -> None:
     """With donated C, the result takes its place."""
@@ -218,6 +258,25 @@ def test_search_space() -> None:
     assert len(refused) == 4, "a rule excludes nothing"
 
 
+@pytest.mark.parametrize("config", SPLIT_CONFIGS, ids=str)
+def test_tiles_of_split_k_compile(config: Config) -> None:
+    rung, target = lookup("split_k"), hardware.lookup("NVIDIA H200")
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    constants = dict(sizes=(1024, 1024, 1024), alpha=1.0, beta=0.0, config=config)
+    call = rung.kernel._call([x, x], constants, target)
+    report = rung.kernel._compiled(call, target).report
+    # As many blocks as the model assumes fit into an SM: 64 K registers, given out by 8 a thread, and shared memory.
+    assert config.BLOCKS * config.threads * -(-report.registers // 8) * 8 <= 65536
+    assert config.BLOCKS * (call.arguments["smem_bytes"] + 1024) <= 228 * 1024
+
+
+def test_tiles_are_chosen_by_size() -> None:
+    assert choose(8192, 8192, 8192).SPLIT_K == 1
+    assert choose(1024, 1024, 1024).SPLIT_K > 1
+    assert choose(100, 100, 60).SPLIT_K == 1
+    assert choose(1024, 1024, 1024).BM * choose(1024, 1024, 1024).BN > choose(128, 128, 128).BM * 64
+
+
 @pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("config", search_space()[0], ids=str)
 def test_search_space_compiles(config: Config) -> None:
@@ -232,10 +291,17 @@ def test_search_space_compiles(config: Config) -> None:
 
 @pytest.mark.gpu
 @EVERY_RUNG
-@pytest.mark.parametrize(("alpha", "beta"), SCALES)
-@pytest.mark.parametrize("sizes", SMALL + LARGE, ids=str)
-def test_values(rung: Rung, sizes: tuple[int, int, int], alpha: float, beta: float) -> None:
+@pytest.mark.parametrize(("sizes", "scales"), list(zip(SMALL + LARGE, SCALES * 4)), ids=str)
+def test_values(rung: Rung, sizes: Any, scales: Any) -> None:
+    alpha, beta = scales
     assert error(rung, sizes, alpha=alpha, beta=beta) < 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", SPLIT_CONFIGS, ids=str)
+@pytest.mark.parametrize("sizes", [(300, 517, 1133), (257, 1030, 4093), (1, 1, 1)], ids=str)
+def test_split_k(config: Config, sizes: tuple[int, int, int]) -> None:
+    assert error(lookup("split_k"), sizes, alpha=-1.5, beta=0.5, config=config) < 1
 
 
 @pytest.mark.gpu
@@ -254,3 +320,23 @@ def test_search_space_is_right(config: Config) -> None:
 
 def test_configs_print_what_they_set() -> None:
     assert str(dataclasses.replace(Config(32, 64), SPLIT_K=2)) == "BM=32, BN=64, SPLIT_K=2"
+
+
+# The page.
+
+
+@pytest.fixture(scope="module")
+def page() -> Any:
+    return runpy.run_path(str(ROOT / "docs" / "sgemm.py"))
+
+
+def test_the_page_and_its_pictures_are_up_to_date(page: Any) -> None:
+    """Otherwise run `python docs/sgemm.py`."""
+    text = page["PAGE"].read_text()
+    assert page["page"](text) == text
+    for name, draw in page["PICTURES"].items():
+        assert (ROOT / "docs" / "pictures" / f"{name}.svg").read_text() == draw()
+
+
+def test_bank_conflicts_are_those_that_the_files_claim(page: Any) -> None:
+    assert [page["conflicts"](reads) for reads in page["reads_of_b"]().values()] == [2, 1, 4, 1]

@@ -1,5 +1,6 @@
 // Rung 7: no bank conflicts in reads of B. In rung 6 neighbouring threads read B at a distance of
-// TN floats: 16 threads need 4 of the 32 banks 8 words apart. Here a row of the tile is stored as a
+// TN = 8 floats: the 8 threads that a 16-byte read serves at once need two words of each of 16
+// banks, and none of the other 16. Here a row of the tile is stored as a
 // TN x (BN / TN) matrix, so that neighbouring threads read neighbouring words.
 //
 //   columns of B, TN = 8:   row j of the matrix: columns j, j + 8, j + 16, ...

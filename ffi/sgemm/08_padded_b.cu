@@ -1,9 +1,9 @@
 // Rung 8: padding instead of the order of rung 7. Each row of the tile of B has 5 columns more, so
 // that rows begin in different banks.
 //
-// Rows then begin on no multiple of 16 bytes: stores and reads of B are of 4 bytes. A warp reads
-// two rows of threads at one l, which is one row of B: padding does not change the banks of one
-// read.
+// Rows then begin on no multiple of 16 bytes: stores and reads of B are of 4 bytes. All threads of
+// a warp read the same row at one l, at a distance of TN = 8 floats. Padding does not change that:
+// they need four words of each of 4 banks.
 
 #include "rows4.cuh"
 

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from jaxkernels.ffi.custom_call import Pointer, TensorMap
 from jaxkernels.ffi.kernel import CudaKernel, LaunchPlan
 
-__all__ = ["RUNGS", "Config", "Rung", "lookup", "search_space", "sgemm"]
+__all__ = ["RUNGS", "Config", "Rung", "choose", "lookup", "search_space", "sgemm"]
 
 _FOLDER = pathlib.Path(__file__).parent
 _FLOAT_BYTES = 4
@@ -71,6 +71,11 @@ class Config:
         """Dynamic shared memory of the rungs with a ring."""
         return self.STAGES * (self.BM + self.BN) * self.BK * _FLOAT_BYTES
 
+    @property
+    def partial_bytes(self) -> int:
+        """Shared memory of a block's partial sums, padded by four columns."""
+        return 0 if self.SPLIT_K == 1 else self.BM * (self.BN + 4) * _FLOAT_BYTES
+
     def __str__(self) -> str:
         return ", ".join(f"{f.name}={v}" for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default)
 
@@ -85,6 +90,7 @@ class Rung:
       prediction: what that should change, said before it was measured.
       config: the default tiles.
       uses_tma: whether tiles are loaded by TMA. It then needs Hopper and padded rows.
+      chooses: whether the tiles depend on the size of the product (`choose`).
     """
 
     number: int
@@ -93,6 +99,7 @@ class Rung:
     prediction: str
     config: Config
     uses_tma: bool = False
+    chooses: bool = False
 
     @property
     def path(self) -> pathlib.Path:
@@ -183,6 +190,23 @@ RUNGS: tuple[Rung, ...] = (
         Config(128, 256, 32, 8, 16, 8, 4, STAGES=4, UNROLL=8, BLOCKS=1),
         uses_tma=True,
     ),
+    Rung(
+        14,
+        "multicast",
+        "Two blocks form a cluster, and each loads half of the tile of B for both.",
+        "A third less traffic from L2, which is no limit (6 bytes a clock and SM): the same speed at less power.",
+        Config(128, 256, 32, 8, 16, 8, 4, STAGES=4, UNROLL=8, CLUSTER=2, BLOCKS=1),
+        uses_tma=True,
+    ),
+    Rung(
+        15,
+        "split_k",
+        "Blocks of a cluster divide k among themselves and add their sums through distributed shared memory.",
+        "Nothing at 4096 and 8192, where all SMs have tiles; several times as fast as rung 13 at 512 and 1024.",
+        Config(128, 256, 32, 8, 16, 8, 4, STAGES=4, UNROLL=8, BLOCKS=1),
+        uses_tma=True,
+        chooses=True,
+    ),
 )  # fmt: skip
 
 _BY_NAME = {rung.name: rung for rung in RUNGS}
@@ -248,8 +272,58 @@ def sgemm(
         operands |= {name: _whole_rows(operands[name]) for name in ("a", "b")}
     m, k, n = a.shape[0], a.shape[1], b.shape[1]
     return step.kernel(
-        *operands.values(), sizes=(m, n, k), alpha=float(alpha), beta=float(beta), config=config or step.config
+        *operands.values(),
+        sizes=(m, n, k),
+        alpha=float(alpha),
+        beta=float(beta),
+        config=config or (choose(m, n, k) if step.chooses else step.config),
     )
+
+
+#: BM, BN, blocks per SM, slots of the ring, and the speed of the main loop relative to the largest tile (an estimate:
+#: smaller tiles load more for each product).
+_TILES = ((128, 256, 1, 4, 1.0), (128, 128, 2, 3, 0.99), (64, 128, 4, 2, 0.95), (64, 64, 6, 2, 0.9))
+#: SPLIT_K -> the share of the SMs that clusters of so many blocks can fill. An H200 has room for 120 blocks in clusters
+#: of four (docs/pipeline.md); for eight it is an estimate.
+_SPLITS = {1: 1.0, 2: 1.0, 4: 120 / 132, 8: 112 / 132}
+#: In clocks of an SM: from the launch of a block to its first product and from its last product to its end; and for
+#: each 16 bytes of partial sums that a block of a cluster reads. Estimates, not fitted to measurements.
+_BLOCK_CLOCKS, _PARTIAL_CLOCKS = 4000, 0.5
+#: With tiles for more waves than these, k is not divided.
+_FEW_WAVES = 1
+_FFMA_PER_CLOCK, _FFMA_SHARE = 128, 0.93
+#: One warp on each of the four schedulers of an SM waits for shared memory in between. Two hide it.
+_FULL_WARPS = 8
+
+
+def choose(m: int, n: int, k: int, num_sms: int = 132) -> Config:
+    """Chooses the tile and SPLIT_K of a rung by a model of its time: waves of blocks times the clocks of a block."""
+    few = lambda config: -(-m // config.BM) * -(-n // config.BN) <= _FEW_WAVES * num_sms * config.BLOCKS
+    configs = {config: speed for config, speed in candidates(k).items() if config.SPLIT_K == 1 or few(config)}
+    return min(configs, key=lambda config: _clocks(config, m, n, k, num_sms, configs[config]))
+
+
+def candidates(k: int) -> dict[Config, float]:
+    """What `choose` chooses among, each with the relative speed of its main loop."""
+    return {
+        Config(bm, bn, 32, 8, 16, 8, 4, STAGES=stages, UNROLL=8, BLOCKS=blocks, SPLIT_K=split): speed
+        for bm, bn, blocks, stages, speed in _TILES
+        for split in _SPLITS
+        if split == 1 or k >= 64 * split
+    }
+
+
+def _clocks(config: Config, m: int, n: int, k: int, num_sms: int, speed: float) -> float:
+    tiles = -(-m // config.BM) * -(-n // config.BN)
+    blocks = tiles * config.SPLIT_K
+    # Blocks on the busiest SM: all at once up to BLOCKS, the rest in further waves.
+    on_one_sm = -(-blocks // int(num_sms * _SPLITS[config.SPLIT_K]))
+    at_once = min(on_one_sm, config.BLOCKS)
+    steps = -(-k // config.SPLIT_K)
+    share = speed * _FFMA_SHARE * min(1.0, 0.5 + 0.5 * at_once * config.threads / 32 / _FULL_WARPS)
+    products = on_one_sm * config.BM * config.BN * steps / (_FFMA_PER_CLOCK * share)
+    partial = 0.0 if config.SPLIT_K == 1 else config.BM * config.BN / 4 * _PARTIAL_CLOCKS * on_one_sm
+    return products + partial + _BLOCK_CLOCKS * -(-on_one_sm // config.BLOCKS)
 
 
 def _check(operands: Mapping[str, jax.Array]) -> None:
@@ -296,14 +370,15 @@ def _plan(
 ) -> LaunchPlan:
     """Operands: x0 = A, x1 = B and, if given, x2 = C, which the result replaces."""
     m, n, k = sizes
-    tiles = -(-m // config.BM) * -(-n // config.BN)
+    # Blocks of a cluster are neighbours along m. Some may have no rows.
+    tiles = -(-m // (config.BM * config.CLUSTER)) * config.CLUSTER * -(-n // config.BN)
     defines = dataclasses.asdict(config)
     scalars = [np.int32(m), np.int32(n), np.int32(k), np.float32(alpha), np.float32(beta)]
     common: dict[str, Any] = dict(
         results={"out": jax.ShapeDtypeStruct((m, n), jnp.float32)},
         block=(config.threads,),
         aliases={"x2": "out"} if len(x) == 3 else {},
-        grid=(tiles,),
+        grid=(tiles * config.SPLIT_K,),
     )
     defines |= {"K_ALIGNED": k % 4 == 0, "N_ALIGNED": n % 4 == 0}
     if rung.uses_tma:
@@ -318,11 +393,12 @@ def _plan(
 def _tma_plan(config: Config, common: Mapping[str, Any], defines: Mapping[str, Any], scalars: Any) -> LaunchPlan:
     maps = [
         TensorMap("x0", box=(config.BM, config.BK), swizzle="128B"),
-        TensorMap("x1", box=(config.BK, config.BN)),
+        TensorMap("x1", box=(config.BK // config.CLUSTER, config.BN)),
     ]
     return LaunchPlan(
         parameters=[*maps, Pointer("out"), *scalars],
-        smem_bytes=config.ring_bytes + 16 * config.STAGES,
+        smem_bytes=max(config.ring_bytes, config.partial_bytes) + 16 * config.STAGES,
+        cluster=(config.SPLIT_K * config.CLUSTER,),
         defines=defines,
         **common,
     )

@@ -101,7 +101,10 @@ inline void store_shared(u32 address, float4 v) { emulator::write_shared(address
 inline void store_shared(u32 address, u32 word) { emulator::write_shared(address, word); }
 inline void store_shared(u32 address, u16 half) { emulator::write_shared(address, half); }
 inline u32 load_shared(u32 address) { return emulator::read_shared<u32>(address); }
-inline float4 load_cluster(u32 address) { return emulator::read_shared<float4>(address); }
+inline float4 load_cluster(u32 address) {
+  emulator::need_alive(emulator::block_at(address), "a read of the memory");
+  return emulator::read_shared<float4>(address);
+}
 inline u32 recomputed(u32 value) { return value; }
 
 template <typename Format>
