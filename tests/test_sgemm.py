@@ -100,7 +100,7 @@ def test_compiles_without_spills(rung: Rung, sizes: tuple[int, int, int], chip: 
     assert (report.stack_bytes, report.spill_store_bytes, report.spill_load_bytes) == (0, 0, 0)
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=3)
 @NEEDS_COMPILER
 @EVERY_RUNG
 @pytest.mark.parametrize(("sizes", "scales"), list(zip(SMALL, SCALES * 2)), ids=str)
@@ -109,6 +109,7 @@ def test_values_on_the_emulator(rung: Rung, sizes: Any, scales: Any, emulator: E
     assert error(rung, sizes, alpha=alpha, beta=beta) < 1
 
 
+@pytest.mark.sampled(one_in=4)
 @NEEDS_COMPILER
 @EVERY_RUNG
 def test_c_is_not_read_if_beta_is_zero(rung: Rung, emulator: Emulator) -> None:
@@ -167,6 +168,7 @@ def test_missing_waits_are_noticed(number: int, before: str, after: str, emulato
 SPLIT = [config for config in SPLIT_CONFIGS if config.SPLIT_K in (2, 4)]
 
 
+@pytest.mark.sampled(one_in=4)
 @NEEDS_COMPILER
 @pytest.mark.parametrize("config", SPLIT, ids=str)
 @pytest.mark.parametrize("sizes", [(67, 129, 300), (130, 68, 70), (1, 1, 31)], ids=str)
@@ -258,6 +260,7 @@ def test_search_space() -> None:
     assert len(refused) == 4, "a rule excludes nothing"
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("config", SPLIT_CONFIGS, ids=str)
 def test_tiles_of_split_k_compile(config: Config) -> None:
     rung, target = lookup("split_k"), hardware.lookup("NVIDIA H200")
