@@ -80,7 +80,7 @@ struct Mbarrier {
 
 struct Warp {
   Barrier barrier;
-  uint32_t exchanged[32][5];
+  uint32_t exchanged[32][8];
 };
 
 constexpr size_t kSmemBytes = 256 * 1024;
@@ -127,6 +127,8 @@ struct Thread {
   // Stores: of each committed group, how many have not read their tile.
   std::deque<std::shared_ptr<int>> stores;
   std::shared_ptr<int> open_stores = std::make_shared<int>(0);
+  // Copies of cp.async: groups that were committed, the last one open.
+  std::deque<std::vector<std::function<void()>>> copies{1};
   // Accesses and barriers that its next fence is for.
   std::vector<Access*> unfenced;
   std::vector<Mbarrier*> unfenced_mbarriers;

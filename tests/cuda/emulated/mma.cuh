@@ -1,0 +1,100 @@
+// ffi/mma.cuh for the emulator: the same functions. A copy of cp.async is made when its group is
+// waited for, or at a random moment before.
+
+#pragma once
+
+#include "ptx.cuh"
+
+namespace jaxkernels {
+
+inline void cp_async_16(u32 to, const void* from, bool is_inside) {
+  if (to % 16 != 0) emulator::fail("cp.async writes to a multiple of 16 bytes");
+  if (is_inside && reinterpret_cast<uintptr_t>(from) % 16 != 0) {
+    emulator::fail("cp.async reads from a multiple of 16 bytes");
+  }
+  auto is_done = std::make_shared<bool>(false);
+  const auto copy = [=] {
+    if (std::exchange(*is_done, true)) return;
+    if (is_inside) {
+      std::memcpy(emulator::at_address(to), from, 16);
+    } else {
+      std::memset(emulator::at_address(to), 0, 16);
+    }
+  };
+  emulator::thread->copies.back().push_back(copy);
+  emulator::later(copy);
+}
+inline void cp_async_commit_group() { emulator::thread->copies.emplace_back(); }
+template <int kPending>
+void cp_async_wait_group() {
+  auto& copies = emulator::thread->copies;
+  while (static_cast<int>(copies.size()) > kPending + 1) {  // The last group is open.
+    for (auto& copy : copies.front()) copy();
+    copies.pop_front();
+  }
+}
+
+// The lane's two elements are in different rows of the matrix.
+inline void ldmatrix_x4_trans(u32 address, u32& a, u32& b, u32& c, u32& d) {
+  auto& exchanged = emulator::warp().exchanged;
+  const u32 lane = threadIdx.x % 32;
+  exchanged[lane][0] = address;
+  emulator::sync_warp();
+  u32 words[4];
+  for (u32 i = 0; i < 4; ++i) {
+    const auto element = [&](u32 row) {
+      return u32{emulator::read_shared<u16>(exchanged[8 * i + row][0] + lane / 4 * 2)};
+    };
+    words[i] = element(lane % 4 * 2) | element(lane % 4 * 2 + 1) << 16;
+  }
+  emulator::sync_warp();
+  a = words[0], b = words[1], c = words[2], d = words[3];
+}
+
+inline void store_shared(u32 address, uint4 v) { emulator::write_shared(address, v); }
+inline uint4 load_shared_16(u32 address) { return emulator::read_shared<uint4>(address); }
+
+// Element k of a row of the lhs, or of a column of the rhs, from a lane's registers for its halves.
+template <typename T>
+float mma_element(u32 word, u32 k) {
+  if constexpr (T::kBytes == 4) {
+    return __uint_as_float(word & 0xffffe000u);  // The hardware ignores the other bits.
+  } else {
+    return T::wide(k % 2 ? word >> 16 : word & 0xffffu);
+  }
+}
+
+template <typename T>
+void mma(float (&acc)[4], const u32 (&lhs)[4], const u32 (&rhs)[2]) {
+  constexpr u32 kInWord = 4 / T::kBytes, kHalf = 4 * kInWord;
+  auto& exchanged = emulator::warp().exchanged;
+  const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  std::copy(lhs, lhs + 4, exchanged[lane]);
+  std::copy(rhs, rhs + 2, exchanged[lane] + 4);
+  emulator::sync_warp();
+  float sums[4];
+  for (u32 i = 0; i < 4; ++i) {
+    const u32 is_lower = i / 2, column = 2 * t + i % 2;
+    double sum = acc[i];
+    for (u32 k = 0; k < 2 * kHalf; ++k) {
+      const u32 half = k / kHalf, holder = k % kHalf / kInWord;
+      const u32 left = exchanged[g * 4 + holder][half * 2 + is_lower];
+      const u32 right = exchanged[column * 4 + holder][4 + half];
+      sum += static_cast<double>(mma_element<T>(left, k)) * mma_element<T>(right, k);
+    }
+    sums[i] = static_cast<float>(sum);
+  }
+  emulator::sync_warp();
+  std::copy(sums, sums + 4, acc);
+}
+
+inline u32 to_tf32(u32 bits) { return (bits + 0x1000u) & 0xffffe000u; }
+
+// Every reading is later than the one before.
+inline u32 clock_cycles() {
+  static u32 cycles = 0xfffffff0u;  // Wraps round soon.
+  return ++cycles;
+}
+inline u32 timer_nanoseconds() { return clock_cycles() * 2; }
+
+}  // namespace jaxkernels
