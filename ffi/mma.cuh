@@ -1,5 +1,6 @@
-// The instructions of a tensor core pipeline on Ampere (sm_80) and later chips: cp.async, ldmatrix,
-// mma.sync, and the clocks that time them. One function each, named after the instruction.
+// Tensor core products of a warp on Ampere (sm_80) and later chips: mma.sync, the accesses to
+// shared memory that feed it, and clocks. One function each, named after the instruction. ptx.cuh
+// has cp.async and ldmatrix.
 //
 // Section names are those of the PTX ISA 8.x manual. An instruction that orders memory clobbers
 // "memory", so that the compiler moves no access across it.
@@ -9,28 +10,6 @@
 #include "ptx.cuh"
 
 namespace jaxkernels {
-
-// ---- Asynchronous copies (section "cp.async") --------------------------------------------------
-
-// Copies 16 bytes from global to shared memory, past L1. Both addresses are multiples of 16. If
-// `is_inside` is false, writes zeros and does not read.
-__device__ __forceinline__ void cp_async_16(u32 to, const void* from, bool is_inside) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
-               "l"(__cvta_generic_to_global(from)), "r"(is_inside ? 16 : 0)
-               : "memory");
-}
-
-// Makes a group of the copies that this thread has issued since the last group; it may be empty.
-__device__ __forceinline__ void cp_async_commit_group() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Waits until at most kPending of this thread's groups are in flight. The bytes are then visible to
-// this thread; a barrier makes them visible to the block.
-template <int kPending>
-__device__ __forceinline__ void cp_async_wait_group() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
 
 // ---- Shared memory ------------------------------------------------------------------------------
 

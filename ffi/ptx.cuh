@@ -22,6 +22,43 @@ __device__ __forceinline__ void named_barrier_sync(u32 barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
+// Counts as one of the threads of the barrier without waiting for the others.
+template <int kThreads>
+__device__ __forceinline__ void named_barrier_arrive(u32 barrier) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
+}
+
+// ---- Asynchronous copies by threads (section "cp.async") ---------------------------------------
+
+// Copies kBytes, 4 or 16, to shared memory; zeros if not `inside`: then nothing is read. Both
+// addresses are multiples of kBytes.
+template <int kBytes>
+__device__ __forceinline__ void cp_async(u32 to, const void* from, bool inside) {
+  static_assert(kBytes == 4 || kBytes == 16, "sizes of a copy");
+  const u32 bytes = inside ? kBytes : 0;
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
+                 "l"(__cvta_generic_to_global(from)), "r"(bytes)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to),
+                 "l"(__cvta_generic_to_global(from)), "r"(bytes)
+                 : "memory");
+  }
+}
+
+// Copies are waited for in groups, each by the thread that issued it.
+__device__ __forceinline__ void cp_async_commit_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Returns when all but the last kGroups groups have arrived. A barrier then shows them to the
+// other threads.
+template <int kGroups>
+__device__ __forceinline__ void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
 // ---- Registers and matrices in shared memory ---------------------------------------------------
 
 // Section "setmaxnreg": executed by all warps of a warpgroup.

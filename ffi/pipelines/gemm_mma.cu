@@ -169,8 +169,8 @@ struct TileLoader {
     for (int i = 0; i < kUnits; ++i) {
       const u32 to = tile + Layout::offset(row + i * kRowStep, byte);
       if constexpr (kIsAligned) {
-        cp_async_16(to, from + i * kRowStep * row_bytes,
-                    i * kRowStep < rows_left && bytes_left > 0);
+        cp_async<16>(to, from + i * kRowStep * row_bytes,
+                     i * kRowStep < rows_left && bytes_left > 0);
       } else {
         store_shared(to, fetch_unit(i));
       }

@@ -127,8 +127,9 @@ struct Thread {
   // Stores: of each committed group, how many have not read their tile.
   std::deque<std::shared_ptr<int>> stores;
   std::shared_ptr<int> open_stores = std::make_shared<int>(0);
-  // Copies of cp.async: groups that were committed, the last one open.
-  std::deque<std::vector<std::function<void()>>> copies{1};
+  // The same of its own copies (cp.async): how many have not arrived.
+  std::deque<std::shared_ptr<int>> copies;
+  std::shared_ptr<int> open_copies = std::make_shared<int>(0);
   // Accesses and barriers that its next fence is for.
   std::vector<Access*> unfenced;
   std::vector<Mbarrier*> unfenced_mbarriers;

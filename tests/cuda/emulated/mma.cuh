@@ -1,38 +1,10 @@
-// ffi/mma.cuh for the emulator: the same functions. A copy of cp.async is made when its group is
-// waited for, or at a random moment before.
+// ffi/mma.cuh for the emulator: the same functions.
 
 #pragma once
 
 #include "ptx.cuh"
 
 namespace jaxkernels {
-
-inline void cp_async_16(u32 to, const void* from, bool is_inside) {
-  if (to % 16 != 0) emulator::fail("cp.async writes to a multiple of 16 bytes");
-  if (is_inside && reinterpret_cast<uintptr_t>(from) % 16 != 0) {
-    emulator::fail("cp.async reads from a multiple of 16 bytes");
-  }
-  auto is_done = std::make_shared<bool>(false);
-  const auto copy = [=] {
-    if (std::exchange(*is_done, true)) return;
-    if (is_inside) {
-      std::memcpy(emulator::at_address(to), from, 16);
-    } else {
-      std::memset(emulator::at_address(to), 0, 16);
-    }
-  };
-  emulator::thread->copies.back().push_back(copy);
-  emulator::later(copy);
-}
-inline void cp_async_commit_group() { emulator::thread->copies.emplace_back(); }
-template <int kPending>
-void cp_async_wait_group() {
-  auto& copies = emulator::thread->copies;
-  while (static_cast<int>(copies.size()) > kPending + 1) {  // The last group is open.
-    for (auto& copy : copies.front()) copy();
-    copies.pop_front();
-  }
-}
 
 // The lane's two elements are in different rows of the matrix.
 inline void ldmatrix_x4_trans(u32 address, u32& a, u32& b, u32& c, u32& d) {

@@ -15,6 +15,41 @@ void named_barrier_sync(u32 barrier) {
   emulator::meet(emulator::thread->block->barriers[barrier], kThreads, "a named barrier");
 }
 
+template <int kThreads>
+void named_barrier_arrive(u32 barrier) {
+  emulator::thread->block->barriers[barrier].arrive(kThreads);
+  ++emulator::cluster->events;
+}
+
+// The bytes are not to be read until the copy is complete.
+template <int kBytes>
+void cp_async(u32 to, const void* from, bool inside) {
+  unsigned char* const bytes = emulator::at_address(to);
+  if (to % kBytes != 0 || reinterpret_cast<u64>(from) % kBytes != 0) {
+    emulator::fail("cp.async needs addresses that are multiples of its size");
+  }
+  std::memset(bytes, 0xff, kBytes);
+  auto open = emulator::thread->open_copies;
+  ++*open;
+  emulator::later([=] {
+    if (inside) std::memcpy(bytes, from, kBytes);
+    if (!inside) std::memset(bytes, 0, kBytes);
+    --*open;
+  });
+}
+inline void cp_async_commit_group() {
+  emulator::thread->copies.push_back(emulator::thread->open_copies);
+  emulator::thread->open_copies = std::make_shared<int>(0);
+}
+template <int kGroups>
+void cp_async_wait_group() {
+  auto& copies = emulator::thread->copies;
+  while (copies.size() > kGroups) {
+    emulator::wait_until("its copies", [&] { return *copies.front() == 0; });
+    copies.pop_front();
+  }
+}
+
 template <int kRegisters>
 void setmaxnreg_inc() {}
 template <int kRegisters>
@@ -51,7 +86,10 @@ inline void store_shared(u32 address, float4 v) { emulator::write_shared(address
 inline void store_shared(u32 address, u32 word) { emulator::write_shared(address, word); }
 inline void store_shared(u32 address, u16 half) { emulator::write_shared(address, half); }
 inline u32 load_shared(u32 address) { return emulator::read_shared<u32>(address); }
-inline float4 load_cluster(u32 address) { return emulator::read_shared<float4>(address); }
+inline float4 load_cluster(u32 address) {
+  emulator::need_alive(emulator::block_at(address), "a read of the memory");
+  return emulator::read_shared<float4>(address);
+}
 inline u32 recomputed(u32 value) { return value; }
 
 template <typename Format>
