@@ -15,12 +15,19 @@ from jaxkernels.bench import study
 from jaxkernels.bench.suites import parse_shape
 from jaxkernels.cli.app import app
 from jaxkernels.core.errors import InputError
+from jaxkernels.ffi.pipelines import gemm_mma
 
 POINTS = [
     study.Point("mk,kn 64x64x64", backend, "128 x 256", knob, value, 1e-6, 9e-7, 2e-6, 1e12, share)
     for backend in ("cuda", "pallas")
     for knob, value in (("num_stages", "1"), ("num_stages", "2"), ("cluster", "1 x 1"))
     for share in (0.25,)
+]
+MMA_POINTS = [
+    dataclasses.replace(POINTS[0], backend=backend, tile=tile, value=value)
+    for backend in ("mma single_stage", "mma multi_stage", "mma multi_stage prefetch")
+    for tile in ("128 x 256", "128 x 128")
+    for value in ("1", "2")
 ]
 
 
@@ -41,6 +48,14 @@ def test_variants_differ_in_one_knob_and_lower(of: str) -> None:
     assert fits == {"128 x 256": [1, 2, 3, 4], "128 x 128": [1, 2, 3, 4, 5, 6]}
 
 
+@pytest.mark.sampled(one_in=6)
+@pytest.mark.parametrize("variant", list(study._mma_variants()), ids=lambda v: f"{v.backend}-{v.tile}-{v.value}")
+def test_schedules_lower(variant: study.Variant) -> None:
+    """All fit into the shared memory of a Hopper GPU, and none spills."""
+    x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+    assert study.lower([x, x], variant, platforms=("cuda",)) is not None
+
+
 @pytest.mark.parametrize("shape", ["512x512x512:nt", "2x512x512x512", "512x512x512:float16"])
 def test_only_plain_products_are_studied(shape: str) -> None:
     with pytest.raises(InputError, match="study: needs a plain product"):
@@ -58,8 +73,9 @@ def test_files_hold_every_point(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.25, None])
-def test_a_picture_is_drawn(share: float | None, tmp_path: pathlib.Path) -> None:
-    points = [dataclasses.replace(point, share_of_peak=share) for point in POINTS]
+@pytest.mark.parametrize("schedules", [[], MMA_POINTS], ids=["tma", "tma-and-mma"])
+def test_a_picture_is_drawn(schedules: list[study.Point], share: float | None, tmp_path: pathlib.Path) -> None:
+    points = [dataclasses.replace(point, share_of_peak=share) for point in [*POINTS, *schedules]]
     study.plot(points, tmp_path / "new" / "study.png")
     assert (tmp_path / "new" / "study.png").read_bytes().startswith(b"\x89PNG")
 
@@ -72,8 +88,9 @@ def test_the_command_needs_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_both_backends_are_measured(tmp_path: pathlib.Path) -> None:
+def test_all_kernels_are_measured(tmp_path: pathlib.Path) -> None:
     points = list(study.study(parse_shape("gemm", "512x512x512"), jax.devices()[0]))
-    assert {point.backend for point in points} == {"cuda", "pallas"}
-    assert len(points) == 28
+    schedules = [f"mma {schedule}{prefetch}" for schedule in gemm_mma.SCHEDULES for prefetch in ("", " prefetch")]
+    assert {point.backend for point in points} == {"cuda", "pallas", *schedules}
+    assert len(points) == 28 + 28
     assert all(point.p10 <= point.seconds <= point.p90 and 0 < point.share_of_peak < 1 for point in points)
