@@ -72,6 +72,15 @@ def test_files_hold_every_point(tmp_path: pathlib.Path) -> None:
         study.load(tmp_path / "missing.json")
 
 
+def test_a_table_has_a_line_for_each_ring() -> None:
+    lines = study.table([*POINTS, *MMA_POINTS], POINTS[0].shape).splitlines()
+    assert lines[0] == "| kernel | slots | 128 x 256 | 128 x 256, prefetch | 128 x 128 | 128 x 128, prefetch |"
+    assert lines[2] == "| `cuda` | 1 | 1 (25) |  |  |  |"
+    assert "| `mma single_stage` | 1 | 1 (25) |  | 1 (25) |  |" in lines
+    assert "| `mma multi_stage` | 2 | 1 (25) | 1 (25) | 1 (25) | 1 (25) |" in lines
+    assert len(lines) == 2 + 2 * 4
+
+
 @pytest.mark.parametrize("share", [0.25, None])
 @pytest.mark.parametrize("schedules", [[], MMA_POINTS], ids=["tma", "tma-and-mma"])
 def test_a_picture_is_drawn(schedules: list[study.Point], share: float | None, tmp_path: pathlib.Path) -> None:

@@ -32,6 +32,12 @@ def test_a_summary_has_the_medians() -> None:
     assert timeline.summary(made_up(Config())) == timeline.Summary(tile=100, wait=30, flight=40)
 
 
+def test_a_table_has_a_line_for_each_schedule() -> None:
+    lines = timeline.table([made_up(config) for config in timeline.configs()]).splitlines()
+    assert lines[2] == "| single stage | 1 | in turn | 100 | 30 | 40 |"
+    assert lines[7] == "| multi stage | 4 | prefetched | 100 | 30 | 40 |"
+
+
 def test_files_hold_every_stamp(tmp_path: pathlib.Path) -> None:
     stamps = [made_up(config) for config in timeline.configs()]
     path = tmp_path / "timeline.json"

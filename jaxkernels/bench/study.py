@@ -34,7 +34,7 @@ from jaxkernels.core.problems import Problem
 from jaxkernels.ffi.pipelines import gemm_mma
 from jaxkernels.ops.matmul.cases import MatmulCase
 
-__all__ = ["Point", "Variant", "load", "lower", "plot", "save", "study", "variants"]
+__all__ = ["Point", "Variant", "load", "lower", "plot", "save", "study", "table", "variants"]
 
 _SCHEMA = 1
 _SECONDS = 16.0
@@ -195,6 +195,32 @@ def load(path: pathlib.Path) -> list[Point]:
     if not isinstance(values, dict) or values.get("study") != _SCHEMA:
         raise InputError(f"study: {path} holds no study of schema {_SCHEMA}.")
     return [Point(**point) for point in values["points"]]
+
+
+def table(points: Sequence[Point], shape: str) -> str:
+    """Returns a Markdown table of the speed over slots: a line for each schedule and number of slots, a column for each
+    tile, without and with prefetched fragments. The kernels by TMA and wgmma have no choice of fragments.
+
+    Args:
+      points: as `load` returns them.
+      shape: the shape of the points to show.
+    """
+    points = [point for point in points if point.shape == shape and point.knob == "num_stages"]
+    tiles = list(dict.fromkeys(point.tile for point in points))
+    columns = [(tile, suffix) for tile in tiles for suffix in ("", f" {_PREFETCH}")]
+    names = [f"{tile},{suffix}" if suffix else tile for tile, suffix in columns]
+    lines = [["kernel", "slots", *names], ["---"] * (2 + len(columns))]
+    cells = {(point.backend, point.value, point.tile): _cell(point) for point in points}
+    plain = [(point.backend.removesuffix(f" {_PREFETCH}"), point.value) for point in points]
+    for backend, value in dict.fromkeys(plain):
+        row = [cells.get((backend + suffix, value, tile), "") for tile, suffix in columns]
+        lines.append([f"`{backend}`", value, *row])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cell(point: Point) -> str:
+    share = "" if point.share_of_peak is None else f" ({100 * point.share_of_peak:.0f})"
+    return f"{point.flops_per_s / 1e12:.0f}{share}"
 
 
 def plot(points: Sequence[Point], path: pathlib.Path) -> None:

@@ -24,7 +24,7 @@ from jaxkernels.core.errors import InputError
 from jaxkernels.ffi.pipelines import gemm_mma
 from jaxkernels.ffi.pipelines.gemm_mma import EVENTS, Config, Timeline
 
-__all__ = ["Summary", "configs", "draw", "load", "record", "run", "save", "summary"]
+__all__ = ["Summary", "configs", "draw", "load", "record", "run", "save", "summary", "table"]
 
 _SCHEMA = 1
 #: m, n, k: four waves of 128 x 256 tiles on 132 SMs, and enough tiles of k for a steady state.
@@ -83,6 +83,17 @@ def summary(stamps: Timeline) -> Summary:
         median(at["wait_end"] - at["wait_begin"]),
         median(at["wait_end"] - at["load_begin"]),
     )
+
+
+def table(stamps: Sequence[Timeline]) -> str:
+    """Returns a Markdown table of the summaries, cycles."""
+    lines = ["| schedule | slots | fragments | a tile | waiting | in flight |\n", "|---|---|---|---|---|---|\n"]
+    for one in stamps:
+        config, found = one.config, summary(one)
+        fragments = "prefetched" if config.prefetch_fragments else "in turn"
+        numbers = " | ".join(f"{x:.0f}" for x in (found.tile, found.wait, found.flight))
+        lines.append(f"| {config.schedule.replace('_', ' ')} | {config.num_slots} | {fragments} | {numbers} |\n")
+    return "".join(lines)
 
 
 def save(stamps: Sequence[Timeline], environment: dict[str, Any], path: pathlib.Path) -> None:
