@@ -23,6 +23,8 @@ from jaxkernels.ffi.pipelines.gemm_mma import EVENTS, SCHEDULES, Config
 
 DTYPES = ("bfloat16", "float16", "float32")
 VARIANTS = [(schedule, prefetch) for schedule in SCHEDULES for prefetch in (False, True)]
+#: One in three of them are all variants, each in one dtype.
+PRODUCTS = [(DTYPES[(i + j) % 3], *VARIANTS[i]) for i in range(len(VARIANTS)) for j in range(3)]
 CHIPS = {
     "sm_80": "NVIDIA A100-SXM4-80GB",
     "sm_86": "NVIDIA A10",
@@ -139,8 +141,8 @@ def check(shape: tuple[int, int, int], dtype: Any, config: Config, out_dtype: An
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize(("schedule", "prefetch"), VARIANTS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize(("dtype", "schedule", "prefetch"), PRODUCTS)
 def test_every_schedule_multiplies(dtype: str, schedule: Any, prefetch: bool, emulator: Emulator) -> None:
     """Aligned rows, rows of odd sizes, and a single tile of k."""
     config = of(SMALL, schedule, prefetch)
@@ -229,11 +231,26 @@ def test_planted_bugs_are_noticed(bug: str, prefetch: bool, emulator: Emulator) 
     config = of(SMALL, schedule, prefetch, num_stages=3 if schedule == "multi_stage" else None)
 
     def check_with_seeds() -> None:
-        for emulator.seed in range(20):
+        for emulator.seed in range(200):
             check((64, 64, 256), jnp.bfloat16, config)
 
     with pytest.raises(AssertionError):
         check_with_seeds()
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize(
+    ("dtype", "old", "new"),
+    [
+        ("bfloat16", "row * kRowBytes + (byte ^ row % 8 * kUnitBytes)", "row * kRowBytes + byte"),
+        ("float32", "byte ^ row % 4 * 2 * kUnitBytes", "byte ^ row % 8 * kUnitBytes"),
+    ],
+)
+def test_bank_conflicts_are_noticed(dtype: str, old: str, new: str, emulator: Emulator) -> None:
+    """The emulator refuses them where the rhs is read, and where tiles are stored from registers."""
+    emulator.edits = {old: new}
+    with pytest.raises(RuntimeError, match="a bank conflict"):
+        check((64, 64, 64), dtype, SMALL)
 
 
 # The timeline, on the emulator.

@@ -6,10 +6,26 @@
 
 namespace jaxkernels {
 
+// Each eight lanes access 16 bytes each at once, in different columns of 128-byte lines.
+inline void need_distinct_banks(u32 address) {
+  auto& exchanged = emulator::warp().exchanged;
+  const u32 lane = threadIdx.x % 32;
+  exchanged[lane][7] = address;
+  emulator::sync_warp();
+  for (u32 other = lane / 8 * 8; other < lane; ++other) {
+    const u32 theirs = exchanged[other][7];
+    if (theirs / 16 != address / 16 && theirs / 16 % 8 == address / 16 % 8) {
+      emulator::fail("a bank conflict of 16-byte accesses");
+    }
+  }
+  emulator::sync_warp();
+}
+
 // The lane's two elements are in different rows of the matrix.
 inline void ldmatrix_x4_trans(u32 address, u32& a, u32& b, u32& c, u32& d) {
   auto& exchanged = emulator::warp().exchanged;
   const u32 lane = threadIdx.x % 32;
+  need_distinct_banks(address);
   exchanged[lane][0] = address;
   emulator::sync_warp();
   u32 words[4];
@@ -23,8 +39,14 @@ inline void ldmatrix_x4_trans(u32 address, u32& a, u32& b, u32& c, u32& d) {
   a = words[0], b = words[1], c = words[2], d = words[3];
 }
 
-inline void store_shared(u32 address, uint4 v) { emulator::write_shared(address, v); }
-inline uint4 load_shared_16(u32 address) { return emulator::read_shared<uint4>(address); }
+inline void store_shared(u32 address, uint4 v) {
+  need_distinct_banks(address);
+  emulator::write_shared(address, v);
+}
+inline uint4 load_shared_16(u32 address) {
+  need_distinct_banks(address);
+  return emulator::read_shared<uint4>(address);
+}
 
 // Element k of a row of the lhs, or of a column of the rhs, from a lane's registers for its halves.
 template <typename T>
