@@ -49,6 +49,7 @@ _ROW_BYTES = (64, 128)
 _MAX_ACCUMULATORS = 128
 #: The kernel counts bytes of a row, rows and tiles in 32-bit numbers.
 _MAX_SIZE = 2**28
+_MAX_STRIP = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +116,12 @@ class Config:
             f"num_stages={self.num_stages}",
             "Leave it out for the default.",
         )
-        _require(self.strip >= 1, "strip must be at least 1", f"strip={self.strip}", "Use strip=8.")
+        _require(
+            1 <= self.strip <= _MAX_STRIP,
+            f"strip must be from 1 to {_MAX_STRIP}",
+            f"strip={self.strip}",
+            "Use strip=8.",
+        )
         _require(
             1 <= self.ctas_per_sm <= 8,
             "ctas_per_sm must be from 1 to 8",
