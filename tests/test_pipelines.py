@@ -238,6 +238,27 @@ def test_planted_bugs_are_noticed(bug: str, prefetch: bool, emulator: Emulator) 
         check_with_seeds()
 
 
+#: Lines that access shared memory by 16 bytes a lane. The emulator checks the other such accesses by itself.
+ACCESSES = {
+    "ldmatrix_x4(address + i * kMmaM": "need_distinct_banks(address + i * kMmaM * kLhsRowBytes);\n",
+    "cp_async<16>(to,": "need_distinct_banks(to);\n",
+}
+
+
+@NEEDS_COMPILER
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize(
+    ("dtype", "block_n", "block_k"),
+    [
+        ("bfloat16", 32, 32), ("bfloat16", 128, 64), ("bfloat16", 64, 32), ("float16", 256, 32),
+        ("float32", 32, 16), ("float32", 128, 32), ("float32", 64, 16),
+    ],
+)  # fmt: skip
+def test_accesses_have_no_bank_conflicts(dtype: str, block_n: int, block_k: int, emulator: Emulator) -> None:
+    emulator.edits = {access: check + access for access, check in ACCESSES.items()}
+    check((64, block_n, 2 * block_k), dtype, Config(64, block_n, block_k, 2, 1 if block_n < 128 else 2))
+
+
 @NEEDS_COMPILER
 @pytest.mark.parametrize(
     ("dtype", "old", "new"),
@@ -247,7 +268,7 @@ def test_planted_bugs_are_noticed(bug: str, prefetch: bool, emulator: Emulator) 
     ],
 )
 def test_bank_conflicts_are_noticed(dtype: str, old: str, new: str, emulator: Emulator) -> None:
-    """The emulator refuses them where the rhs is read, and where tiles are stored from registers."""
+    """The emulator refuses them where the rhs is read."""
     emulator.edits = {old: new}
     with pytest.raises(RuntimeError, match="a bank conflict"):
         check((64, 64, 64), dtype, SMALL)

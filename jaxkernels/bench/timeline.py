@@ -27,7 +27,7 @@ from jaxkernels.ffi.pipelines.gemm_mma import EVENTS, Config, Timeline
 __all__ = ["Summary", "configs", "draw", "load", "record", "run", "save", "summary", "table"]
 
 _SCHEMA = 1
-#: m, n, k: four waves of 128 x 256 tiles on 132 SMs, and enough tiles of k for a steady state.
+#: m, n, k: eight waves of 128 x 256 tiles on 132 SMs, and enough tiles of k for a steady state.
 _SHAPE = (8192, 4096, 1024)
 #: Neither in the first wave, whose caches are cold, nor in the last.
 _CTA = 300
