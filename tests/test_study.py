@@ -15,7 +15,6 @@ from jaxkernels.bench import study
 from jaxkernels.bench.suites import parse_shape
 from jaxkernels.cli.app import app
 from jaxkernels.core.errors import InputError
-from jaxkernels.ffi.pipelines import gemm_mma
 
 POINTS = [
     study.Point("mk,kn 64x64x64", backend, "128 x 256", knob, value, 1e-6, 9e-7, 2e-6, 1e12, share)
@@ -99,7 +98,7 @@ def test_the_command_needs_a_gpu() -> None:
 @pytest.mark.gpu
 def test_all_kernels_are_measured(tmp_path: pathlib.Path) -> None:
     points = list(study.study(parse_shape("gemm", "512x512x512"), jax.devices()[0]))
-    schedules = [f"mma {schedule}{prefetch}" for schedule in gemm_mma.SCHEDULES for prefetch in ("", " prefetch")]
+    schedules = [f"mma {schedule}{prefetch}" for schedule in study.gemm_mma.SCHEDULES for prefetch in ("", " prefetch")]
     assert {point.backend for point in points} == {"cuda", "pallas", *schedules}
     assert len(points) == 28 + 28
     assert all(point.p10 <= point.seconds <= point.p90 and 0 < point.share_of_peak < 1 for point in points)
