@@ -13,15 +13,6 @@ namespace jaxkernels {
 
 // ---- Shared memory ------------------------------------------------------------------------------
 
-// Section "ldmatrix": as `ldmatrix_x4`, with each matrix transposed. The lane then holds elements
-// (row 2 (l % 4), column l / 4) and (row 2 (l % 4) + 1, column l / 4).
-__device__ __forceinline__ void ldmatrix_x4_trans(u32 address, u32& a, u32& b, u32& c, u32& d) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
-               : "r"(address)
-               : "memory");
-}
-
 __device__ __forceinline__ void store_shared(u32 address, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y),
                "r"(v.z), "r"(v.w)

@@ -88,6 +88,14 @@ __device__ __forceinline__ void ldmatrix_x4(u32 address, u32& a, u32& b, u32& c,
                : "memory");
 }
 
+// The same, each matrix transposed: lane l gets elements l / 4 of rows 2 (l % 4) and the next one.
+__device__ __forceinline__ void ldmatrix_x4_trans(u32 address, u32& a, u32& b, u32& c, u32& d) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+               : "r"(address)
+               : "memory");
+}
+
 __device__ __forceinline__ void store_shared(u32 address, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
@@ -173,6 +181,41 @@ struct Float8E5M2 {
 struct Int8 {
   static constexpr int kBytes = 1;
 };
+
+// ---- Functions of the special function units ---------------------------------------------------
+
+// Sections "ex2", "lg2", "rcp": results differ from the exact ones by at most 2 units in the last
+// place (of lg2 near 1, by 2^-22). Denormal numbers are zero.
+__device__ __forceinline__ float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float log2_approximate(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// tanh by one exponential: its error is 2^-22.
+__device__ __forceinline__ float tanh_by_exp2(float x) {
+  constexpr float kTwoLog2E = 2.8853900817779268f;
+  return fmaf(-2.0f, reciprocal(exp2_approximate(kTwoLog2E * x) + 1.0f), 1.0f);
+}
+
+// Section "max": NaN if either is NaN.
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
 
 // ---- Hints to the compiler ---------------------------------------------------------------------
 

@@ -51,18 +51,18 @@ _TYPES = (
 
 
 @functools.cache
-def instructions(type_name: str | None = None, columns: int | None = None) -> str:
+def instructions(type_name: str | None = None, *columns: int) -> str:
     """Returns specialisations of `WgmmaInstruction`, as wgmma.cuh describes them.
 
     Args:
       type_name: the one type of operands, or None for all of them. A short text compiles faster.
-      columns: the one value of n, or None for all of them.
+      columns: values of n; without them, all.
     """
     structs = "".join(
         _struct(t, n)
         for t in _TYPES
         for n in t.columns
-        if type_name in (None, t.name) and columns in (None, n)
+        if type_name in (None, t.name) and (not columns or n in columns)
     )  # fmt: skip
     return f"#pragma once\n\nnamespace jaxkernels {{\n\n{structs}}}  // namespace jaxkernels\n"
 

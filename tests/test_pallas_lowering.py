@@ -86,7 +86,9 @@ def test_attention_cases_lower(case: AttentionCase, monkeypatch: pytest.MonkeyPa
     without = {key: entry for key, entry in dispatch.REGISTRY.items() if key[1] != "triton"}  # It may be installed.
     monkeypatch.setattr(dispatch, "REGISTRY", without)
     backend = "xla" if any((case.bias, case.mask, case.dtype == "float32")) else "pallas"
-    expected = [("attention_forward", backend), ("attention_backward", backend)]
+    # Few queries are left to backends that divide the keys.
+    forward = "xla" if case.queries <= 16 else backend
+    expected = [("attention_forward", forward), ("attention_backward", backend)]
     assert chosen(gradients(case), case.operands(), case.cotangents()) == expected
 
 

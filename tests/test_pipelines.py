@@ -241,6 +241,7 @@ def test_planted_bugs_are_noticed(bug: str, prefetch: bool, emulator: Emulator) 
 #: Lines that access shared memory by 16 bytes a lane. The emulator checks the other such accesses by itself.
 ACCESSES = {
     "ldmatrix_x4(address + i * kMmaM": "need_distinct_banks(address + i * kMmaM * kLhsRowBytes);\n",
+    "ldmatrix_x4_trans(address + rows": "need_distinct_banks(address + rows);\n",
     "cp_async<16>(to,": "need_distinct_banks(to);\n",
 }
 
@@ -269,7 +270,7 @@ def test_accesses_have_no_bank_conflicts(dtype: str, block_n: int, block_k: int,
 )
 def test_bank_conflicts_are_noticed(dtype: str, old: str, new: str, emulator: Emulator) -> None:
     """The emulator refuses them where the rhs is read."""
-    emulator.edits = {old: new}
+    emulator.edits = {access: check + access for access, check in ACCESSES.items()} | {old: new}
     with pytest.raises(RuntimeError, match="a bank conflict"):
         check((64, 64, 64), dtype, SMALL)
 

@@ -61,8 +61,8 @@ SUITES = {
     "products of Llama 3": ("gemm-llm", "cuda"),
     "products with rows that are not a multiple of 16 bytes": ("gemm-odd", "cuda"),
     "products with a fused epilogue": ("gemm-epilogue", "cuda"),
-    "attention with a dense bias or mask": ("attention-bias", "xla"),
-    "attention of one query on a cache of keys": ("attention-decode", "pallas"),
+    "attention with a dense bias": ("attention-bias", "triton"),
+    "attention of one query on a cache of keys": ("attention-decode", "triton"),
     "products with few rows (decoding)": ("gemm-decode", "cuda"),
 }
 

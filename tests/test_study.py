@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
 
-from jaxkernels.bench import study
+from jaxkernels.bench import report, sgemm, study
 from jaxkernels.bench.suites import parse_shape
 from jaxkernels.cli.app import app
 from jaxkernels.core.errors import InputError
+from jaxkernels.ffi.sgemm import RUNGS
 
 POINTS = [
     study.Point("mk,kn 64x64x64", backend, "128 x 256", knob, value, 1e-6, 9e-7, 2e-6, 1e12, share)
@@ -90,9 +91,54 @@ def test_a_picture_is_drawn(schedules: list[study.Point], share: float | None, t
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="is about machines without a GPU")
 def test_the_command_needs_a_gpu() -> None:
-    result = CliRunner().invoke(app, ["study"])
+    for arguments in ([], ["pipeline"], ["sgemm"], ["sgemm", "--shapes", "64x32x8"]):
+        result = CliRunner().invoke(app, ["study", *arguments])
+        assert result.exit_code == 1
+        assert re.search("study: needs a CUDA GPU", result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["attention"], "must be one of pipeline, sgemm; got 'attention'"), (["sgemm", "--shapes", "64x0x1"], "is MxNxK")],
+)
+def test_unknown_studies_and_sizes_are_refused(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["study", *arguments])
     assert result.exit_code == 1
-    assert re.search("study: needs a CUDA GPU", result.stderr)
+    assert message in result.stderr
+
+
+LADDER = [
+    sgemm.Point(size, rung, name, "", 1e-6, 9e-7, 2e-6, 1e12 * (rung + 1), 0.5, share)
+    for size in ("64x64x64", "128x128x128", "65x32x7")
+    for rung, name in ((0, sgemm.BASELINE), (1, "naive"), (6, "vectorised"))
+    for share in (0.25,)
+]
+ENVIRONMENT = dict(device="a chip", versions=dict(jax="0"), date="2000-01-01T00:00", command="jaxkernels study sgemm")
+
+
+def test_the_ladder_is_saved_drawn_and_written_into_pages(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "ladder.json"
+    page = "<!-- sgemm: ladder.json -->\n<!-- end -->"
+    library = report.Library(tmp_path)
+    assert "Not measured yet." in report.render(page, library, where="page")
+    sgemm.save(LADDER, ENVIRONMENT, path)
+    assert sgemm.load(path) == (LADDER, ENVIRONMENT)
+    written = report.render(page, report.Library(tmp_path), where="page")
+    assert "| 6 vectorised | 7 (50) | 7 (50) | 7 (50) |" in written
+    assert "| rung | 64³ | 128³ | 65x32x7 |" in written
+    assert report.render(written, report.Library(tmp_path), where="page") == written
+    study.save(POINTS, {}, path)
+    with pytest.raises(InputError, match="holds no study of SGEMM"):
+        sgemm.load(path)
+    sgemm.plot(LADDER, tmp_path / "new" / "ladder.png")
+    assert (tmp_path / "new" / "ladder.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.gpu
+def test_the_ladder_is_measured() -> None:
+    points = list(sgemm.study([(256, 256, 256), (100, 133, 77)], jax.devices()[0]))
+    assert {point.rung for point in points} == {0, *(rung.number for rung in RUNGS)}
+    assert all(point.p10 <= point.seconds <= point.p90 and point.share_of_baseline > 0 for point in points)
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@
 - `telemetry`: clock rate, power and temperature of the GPU;
 - `timeline`: when the warps of one thread block load, wait and multiply, in each schedule of a GEMM;
 - `study`: the effect of the pipeline's slots and clusters on a GEMM.
+- `sgemm`: the rungs of the SGEMM ladder beside cuBLAS.
 
 `jaxkernels.core.measure` times the calls. The suites and baselines of an operation are in its folder.
 """

@@ -2,7 +2,8 @@
 
 A table stands between two comments, `<!-- benchmark: gemm-square -->` and `<!-- end -->`. The first comment names a
 suite. A regime may follow the name; the default is "burst". (Training steps have one regime only.)
-`<!-- benchmark: all -->` is a table with one line for each suite.
+`<!-- benchmark: all -->` is a table with one line for each suite. `<!-- sgemm: sgemm.json -->` is the table of the
+SGEMM ladder from that file.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jaxkernels.bench import results as results_lib
+from jaxkernels.bench import sgemm
 from jaxkernels.bench.results import Results, Row, Side
 from jaxkernels.bench.suites import all_suites
 from jaxkernels.core.errors import InputError
@@ -28,6 +30,7 @@ _ALL = "all"
 
 _BLOCK = re.compile(r"(<!-- benchmark: (?P<name>[^>]*?) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 _MARKER = re.compile(r"<!-- benchmark: ")
+_SGEMM = re.compile(r"(<!-- sgemm: (?P<file>[\w.-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Library:
     """
 
     def __init__(self, folder: pathlib.Path):
-        self._folder = folder
+        self.folder = folder
         self._found: dict[str, dict[tuple[str, ...], Found]] = {}
         for path in sorted(folder.glob("*.json")):
             if not _is_benchmark(path):
@@ -67,7 +70,7 @@ class Library:
         """The rows of a suite, in its order."""
         if suite not in self._found:
             known = ", ".join(self._found) or "none"
-            raise InputError(f"report: no results of suite {suite!r} in {self._folder}; there are: {known}.")
+            raise InputError(f"report: no results of suite {suite!r} in {self.folder}; there are: {known}.")
         problems = all_suites()[suite].problems if suite in all_suites() else ()
         places = {problem.key(suite): i for i, problem in enumerate(problems)}
         return sorted(self._found[suite].values(), key=lambda found: places.get(found.row.problem, len(places)))
@@ -112,7 +115,12 @@ def render(text: str, library: Library, *, where: str) -> str:
             raise InputError(f"report: {files}: no rows of {suite} in the regime {regime}.")
         return match[1] + table(rows or steps) + match[4]
 
-    return _BLOCK.sub(write, text)
+    def write_sgemm(match: re.Match[str]) -> str:
+        path = library.folder / match["file"]
+        content = sgemm.table(*sgemm.load(path)) if path.exists() else "Not measured yet.\n"
+        return match[1] + content + match[4]
+
+    return _SGEMM.sub(write_sgemm, _BLOCK.sub(write, text))
 
 
 def summary(library: Library) -> str:

@@ -27,6 +27,7 @@ import numpy as np
 import jaxkernels as jk
 from jaxkernels.bench import results
 from jaxkernels.bench.suites import peak_flops_per_s
+from jaxkernels.bench.timeline import Timeline, encoded
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.errors import InputError
 from jaxkernels.core.measure import Call, Clock, clock_for, measure
@@ -168,7 +169,7 @@ def lower(operands: Sequence[Any], variant: Variant, platforms: tuple[str, ...] 
     Returns None if its ring does not fit into shared memory.
     """
     if isinstance(variant.config, gemm_mma.Config):
-        multiply = functools.partial(gemm_mma.matmul, config=variant.config)
+        multiply: Any = functools.partial(gemm_mma.matmul, config=variant.config)
     else:
         multiply = functools.partial(jk.matmul, backend=variant.backend, config=variant.config)
     try:
@@ -179,10 +180,12 @@ def lower(operands: Sequence[Any], variant: Variant, platforms: tuple[str, ...] 
         raise
 
 
-def save(points: Sequence[Point], environment: dict[str, Any], path: pathlib.Path) -> None:
-    """Writes JSON; times in seconds."""
+def save(
+    points: Sequence[Point], environment: dict[str, Any], path: pathlib.Path, timelines: Sequence[Timeline] = ()
+) -> None:
+    """Writes JSON; times in seconds, timelines in clock cycles."""
     values = [dataclasses.asdict(point) for point in points]
-    results.write(dict(study=_SCHEMA, environment=environment, points=values), path)
+    results.write(dict(study=_SCHEMA, environment=environment, points=values, timelines=encoded(timelines)), path)
 
 
 def load(path: pathlib.Path) -> list[Point]:

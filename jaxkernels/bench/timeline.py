@@ -1,11 +1,10 @@
 """When the warps of one CTA load, wait and multiply: a picture for each schedule of the mma.sync GEMM.
 
     stamps = record()
-    save(stamps, environment, pathlib.Path("timeline.json"))
     draw(stamps, pathlib.Path("timeline.png"))
 
-`run` does all of it. The stamps come from a build of the kernel that records the clock of its SM
-(`jaxkernels.ffi.pipelines.gemm_mma.timeline`); `jaxkernels.bench.study` measures speed.
+`jaxkernels study pipeline --timeline FILE` does it. The stamps come from a build of the kernel that records the clock
+of its SM (`jaxkernels.ffi.pipelines.timeline`); `jaxkernels.bench.study` measures speed.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ from jaxkernels.core.errors import InputError
 from jaxkernels.ffi.pipelines import gemm_mma
 from jaxkernels.ffi.pipelines.gemm_mma import EVENTS, Config, Timeline
 
-__all__ = ["Summary", "configs", "draw", "load", "record", "run", "save", "summary", "table"]
+__all__ = ["Summary", "configs", "draw", "encoded", "load", "record", "summary", "table"]
 
-_SCHEMA = 1
 #: m, n, k: eight waves of 128 x 256 tiles on 132 SMs, and enough tiles of k for a steady state.
 _SHAPE = (8192, 4096, 1024)
 #: Neither in the first wave, whose caches are cold, nor in the last.
@@ -96,9 +94,9 @@ def table(stamps: Sequence[Timeline]) -> str:
     return "".join(lines)
 
 
-def save(stamps: Sequence[Timeline], environment: dict[str, Any], path: pathlib.Path) -> None:
-    """Writes JSON: each configuration with its stamps, cycles."""
-    values = [
+def encoded(stamps: Sequence[Timeline]) -> list[dict[str, Any]]:
+    """Each configuration with its stamps, cycles, as JSON has them."""
+    return [
         dict(
             config=dataclasses.asdict(one.config),
             cycles=one.cycles.tolist(),
@@ -109,18 +107,17 @@ def save(stamps: Sequence[Timeline], environment: dict[str, Any], path: pathlib.
         )
         for one in stamps
     ]
-    results.write(dict(timeline=_SCHEMA, events=list(EVENTS), environment=environment, timelines=values), path)
 
 
 def load(path: pathlib.Path) -> list[Timeline]:
-    """Reads what `save` wrote.
+    """Reads the timelines of a file that `jaxkernels.bench.study.save` wrote.
 
     Raises:
-      InputError: the file is missing or holds something else.
+      InputError: the file is missing or holds none.
     """
     values = results.read(path, "timeline")
-    if not isinstance(values, dict) or values.get("timeline") != _SCHEMA:
-        raise InputError(f"timeline: {path} holds no timelines of schema {_SCHEMA}.")
+    if not isinstance(values, dict) or not isinstance(values.get("timelines"), list):
+        raise InputError(f"timeline: {path} holds no timelines.")
     arrays = ("cycles", "begin", "end")
     return [
         Timeline(
@@ -200,17 +197,3 @@ def _spans(begin: np.ndarray, end: np.ndarray, origin: int, width: int) -> list[
     """The parts of the spans in the picture, as begin and length."""
     low, high = np.clip(begin - origin, 0, width), np.clip(end - origin, 0, width)
     return [(int(a), int(b - a)) for a, b in zip(low, high) if b > a]
-
-
-def run(json: pathlib.Path | str, plot: pathlib.Path | str) -> None:
-    """Records every schedule on the first CUDA device, writes the stamps and draws them."""
-    from jaxkernels.bench.telemetry import Telemetry
-
-    device = jax.devices()[0]
-    if device.platform not in ("gpu", "cuda"):
-        raise InputError(f"timeline: needs a CUDA GPU to record on; this machine has {device}.")
-    with Telemetry(device.local_hardware_id or 0) as telemetry:
-        environment = results.environment(device, telemetry, ["timeline"])
-        stamps = record()
-    save(stamps, environment, pathlib.Path(json))
-    draw(stamps, pathlib.Path(plot))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import functools
 import math
 import os
 import pathlib
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -51,7 +52,7 @@ def bench(
     rows: Annotated[
         int | None,
         typer.Option(
-            help="At most this many rows of each suite, evenly spaced: for a first look.",
+            help="At most this many rows of each suite, evenly spaced, after --match: for a first look.",
             show_default="all",
             rich_help_panel=_WHAT,
         ),
@@ -249,9 +250,12 @@ def _work(
         if match is not None:
             raise InputError("bench: --match selects rows of gemm or attention; a suite of train has one row only.")
         return [(suite.name, suite.name.removeprefix("train-")) for suite in selected]
-    step = lambda suite: 1 if rows is None else math.ceil(len(suite.problems) / rows)
-    work = [(suite.name, problem) for suite in selected for problem in suite.problems[:: step(suite)]]
-    return _matching(work, match) + own
+    matching = _matching([(suite.name, problem) for suite in selected for problem in suite.problems], match)
+    work = []
+    for suite in selected:
+        mine = [pair for pair in matching if pair[0] == suite.name]
+        work += mine[:: 1 if rows is None else max(1, math.ceil(len(mine) / rows))]
+    return work + own
 
 
 def _matching(work: list[tuple[str, Any]], match: str | None) -> list[tuple[str, Any]]:
@@ -405,45 +409,101 @@ def _show_changes(old: Results, new: Results, console: Console) -> None:
 
 
 def study(
-    shapes: Annotated[list[str] | None, typer.Option(help="Products MxNxK; may be repeated.")] = None,
+    what: Annotated[str, typer.Argument(help="pipeline or sgemm.")] = "pipeline",
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(help="Products MxNxK; may be repeated.", show_default="those of docs/pipeline.md, docs/sgemm.md"),
+    ] = None,
     json: Annotated[pathlib.Path | None, typer.Option("--json", help="Write every point to this file.")] = None,
     plot: Annotated[pathlib.Path | None, typer.Option(help="Draw the points into this file.")] = None,
+    timeline: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            help="Record when the schedules of the mma.sync GEMM wait and multiply, and draw it into this file."
+        ),
+    ] = None,
 ) -> None:
-    """Time the GEMMs of both backends with rings of 1, 2, 3, ... slots and with several clusters, after checking them.
+    """Measure how the design of a matrix product changes its speed, after checking every result.
 
-    It shows the effect of the pipeline's depth. To find the fastest configuration, use `jaxkernels tune`.
+    `jaxkernels study pipeline` times the GEMMs of both backends with rings of 1, 2, 3, ... slots and with several
+    clusters. `jaxkernels study sgemm` times the rungs of the SGEMM ladder and cuBLAS. To find the fastest
+    configuration, use `jaxkernels tune`.
     """
+    if what not in _STUDIES:
+        raise InputError(f"study: what is studied must be one of {', '.join(_STUDIES)}; got {what!r}.")
+    if timeline is not None and what != "pipeline":
+        raise InputError(f"study: --timeline belongs to the study of pipelines; got {what!r}. Leave it out.")
     import jax
 
     from jaxkernels.bench import results as results_lib
-    from jaxkernels.bench import study as study_lib
-    from jaxkernels.bench import suites
     from jaxkernels.bench.telemetry import Telemetry
 
     console = plain_console()
-    problems = [suites.parse_shape("gemm", text) for text in shapes or ["8192x8192x8192", "2048x2048x2048"]]
+    measure, save, draw = _STUDIES[what](shapes)
     device = jax.devices()[0]
     if device.platform not in ("gpu", "cuda"):
         raise InputError(f"study: needs a CUDA GPU to measure on; this machine has {device}.")
     _check_outputs("study", json, plot and plot.parent)
+    _check_outputs("study", None, timeline and timeline.parent)
     points = []
     with Telemetry(device.local_hardware_id or 0) as telemetry:
         where = results_lib.environment(device, telemetry, sys.argv[1:])
         _show_environment(where, console)
-        for problem in problems:
-            for point in study_lib.study(problem, device):
-                points.append(point)
-                share = "" if point.share_of_peak is None else f", {point.share_of_peak:.1%} of peak"
-                console.print(
-                    f"{point.shape} {point.backend} {point.tile} {point.knob} {point.value} | "
-                    f"{point.seconds * 1e6:,.1f} us | {point.flops_per_s / 1e12:.4g} TFLOP/s{share}"
-                )
+        for point, line in measure(device):
+            points.append(point)
+            console.print(line)
+    if timeline is not None:
+        from jaxkernels.bench import timeline as timeline_lib
+
+        timelines = timeline_lib.record()
+        timeline_lib.draw(timelines, timeline)
+        console.print(f"drawn {timeline}")
+        save = functools.partial(save, timelines=timelines)
     if json is not None:
-        study_lib.save(points, where, json)
+        save(points, where, json)
         console.print(f"written to {json}")
     if plot is not None:
-        study_lib.plot(points, plot)
+        draw(points, plot)
         console.print(f"drawn {plot}")
+
+
+def _study_pipeline(shapes: list[str] | None) -> _Study:
+    from jaxkernels.bench import study as study_lib
+    from jaxkernels.bench import suites
+
+    problems = [suites.parse_shape("gemm", text) for text in shapes or ["8192x8192x8192", "2048x2048x2048"]]
+
+    def measure(device: Any) -> Iterator[tuple[Any, str]]:
+        for problem in problems:
+            for point in study_lib.study(problem, device):
+                name = f"{point.shape} {point.backend} {point.tile} {point.knob} {point.value}"
+                yield point, _point_line(name, point, "" if point.share_of_peak is None else "of peak")
+
+    return measure, study_lib.save, study_lib.plot
+
+
+def _study_sgemm(shapes: list[str] | None) -> _Study:
+    from jaxkernels.bench import sgemm
+
+    sizes = [sgemm.parse_size(text) for text in shapes] if shapes else sgemm.SIZES
+
+    def measure(device: Any) -> Iterator[tuple[Any, str]]:
+        for point in sgemm.study(sizes, device):
+            name = f"{point.size} {point.rung} {point.name}" if point.rung else f"{point.size} {point.name}"
+            of_baseline = "" if point.rung == 0 else f", {point.share_of_baseline:.1%} of {sgemm.BASELINE}"
+            yield point, _point_line(name, point, "" if point.share_of_peak is None else "of peak") + of_baseline
+
+    return measure, sgemm.save, sgemm.plot
+
+
+def _point_line(name: str, point: Any, peak: str) -> str:
+    share = f", {point.share_of_peak:.1%} {peak}" if peak else ""
+    return f"{name} | {point.seconds * 1e6:,.1f} us | {point.flops_per_s / 1e12:.4g} TFLOP/s{share}"
+
+
+#: What measures the points of a study on a device and gives a line for each, what saves them, and what draws them.
+_Study = tuple[Callable[[Any], "Iterator[tuple[Any, str]]"], Callable[..., None], Callable[..., None]]
+_STUDIES: dict[str, Callable[[list[str] | None], _Study]] = {"pipeline": _study_pipeline, "sgemm": _study_sgemm}
 
 
 def report(

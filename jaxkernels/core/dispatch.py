@@ -187,9 +187,11 @@ class Backend:
         return design | dataclasses.asdict(config)
 
     def decode(self, values: dict[str, Any]) -> Any:
-        """The configuration that was encoded; ValueError if it is none of this backend."""
+        """The configuration that was encoded; ValueError if it is none of this backend. Without a design's name, it is
+        the first design's: it may have been encoded when there was no other.
+        """
         fields, designs = dict(values), {name_of(design): design for design in self.designs}
-        name = fields.pop("design", None) if len(designs) > 1 else next(iter(designs))
+        name = fields.pop("design", next(iter(designs))) if len(designs) > 1 else next(iter(designs))
         if name not in designs:
             raise ValueError(f"{values} name none of the designs {', '.join(designs)}")
         config = designs[name].Config

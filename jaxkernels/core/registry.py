@@ -61,7 +61,7 @@ OPERATIONS: dict[str, Operation] = {
         "jaxkernels.ops.matmul",
         {
             "matmul": {
-                "cuda": Entry(("jaxkernels.ffi.matmul.gemm",), _CUDA, is_exportable=False),
+                "cuda": Entry(("jaxkernels.ffi.matmul.gemm", "jaxkernels.ffi.matmul.simt"), _CUDA, is_exportable=False),
                 "pallas": Entry(("jaxkernels.pallas.matmul.gemm",), _CUDA),
                 "triton": Entry(("jaxkernels.triton.matmul.gemm",), _CUDA, is_exportable=False),
                 "xla": Entry(("jaxkernels.ops.matmul.reference",)),
@@ -73,6 +73,7 @@ OPERATIONS: dict[str, Operation] = {
         {
             "attention_forward": {
                 "pallas": Entry(("jaxkernels.pallas.attention.forward",), _CUDA),
+                "cuda": Entry(("jaxkernels.ffi.attention.forward",), _CUDA, is_exportable=False),
                 "triton": Entry(("jaxkernels.triton.attention.forward",), _CUDA, is_exportable=False),
                 "xla": Entry(("jaxkernels.ops.attention.reference_forward",)),
             },
@@ -85,6 +86,7 @@ OPERATIONS: dict[str, Operation] = {
                     ),
                     _CUDA,
                 ),
+                "cuda": Entry(("jaxkernels.ffi.attention.backward",), _CUDA, is_exportable=False),
                 "triton": Entry(("jaxkernels.triton.attention.backward",), _CUDA, is_exportable=False),
                 "xla": Entry(("jaxkernels.ops.attention.reference_backward",)),
             },

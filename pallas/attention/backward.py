@@ -33,11 +33,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkernels.ops.attention.blind import mean_gradient
+from jaxkernels.ops.attention.planning import visible_pairs
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.visibility import keys_inside, may_see_nothing, queries_inside
 from jaxkernels.pallas.attention.limits import pad_heads, padded_head_dims
 from jaxkernels.pallas.attention.logits import LOG2E
-from jaxkernels.pallas.attention.planning import FLOPS_PER_SM, LAUNCH_SECONDS, visible_pairs
+from jaxkernels.pallas.attention.planning import FLOPS_PER_SM, LAUNCH_SECONDS
 
 __all__ = ["Given", "Operands", "add_up", "gradients", "in_parts", "kernel_seconds", "with_parts"]
 

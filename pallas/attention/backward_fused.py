@@ -75,6 +75,7 @@ import numpy as np
 from jax import lax
 
 from jaxkernels.core.arguments import check_fields
+from jaxkernels.ops.attention.planning import balanced_plan, num_even_ctas, planned_offset
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.ops.attention.visibility import (
     blocks_of,
@@ -102,7 +103,6 @@ from jaxkernels.pallas.attention.logits import (
     hide_unseen,
     round_logit_gradients,
 )
-from jaxkernels.pallas.attention.planning import balanced_plan, num_even_ctas, planned_offset
 from jaxkernels.pallas.attention.rings import RING_BARRIER_BYTES
 
 __all__ = [

@@ -56,6 +56,7 @@ import numpy as np
 from jax import lax
 
 from jaxkernels.core.arguments import check_fields
+from jaxkernels.ops.attention.planning import balanced_plan, planned_offset
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.visibility import (
     blocks_of,
@@ -76,10 +77,10 @@ from jaxkernels.pallas.attention.layouts import ROWS, TILE, scale_rows, swizzle_
 from jaxkernels.pallas.attention.limits import features, least_head_multiple, pad_heads, padded_head_dims, unsupported
 from jaxkernels.pallas.attention.logits import LOG2E, change, hide_other_segments, hide_unseen
 from jaxkernels.pallas.attention.mean import fill_in_means
-from jaxkernels.pallas.attention.planning import FLOPS_PER_SM, LAUNCH_SECONDS, balanced_plan, count_up, planned_offset
+from jaxkernels.pallas.attention.planning import FLOPS_PER_SM, LAUNCH_SECONDS, count_up
 from jaxkernels.pallas.attention.rings import RING_BARRIER_BYTES, cluster_end, leave_cluster, slot_releases
 
-__all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
+__all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unpreferred", "unsupported"]
 
 VERSION = 7
 
@@ -94,6 +95,9 @@ _MAX_GROWTH = 8.0
 
 #: Queries of a consumer warpgroup in an item.
 _BLOCK_Q = 64
+#: With so few queries, a kernel that divides the keys among SMs is faster. One query took 3 to 9 times as long as with
+#: Triton in every row of attention-decode (H200, 2026-11-25).
+_FEW_QUERIES = 16
 
 # The search space: what is tried along each knob, the usual setting first.
 _BLOCK_KVS = (128, 64)
@@ -101,6 +105,13 @@ _STAGES = (2, 3, 4)
 #: What a step takes beside its products: 128 keys at head dimension 128 take 1.7 us on an H200 (637 TFLOP/s), 1.35 us
 #: of which are the products.
 _STEP_SECONDS = 0.4e-6
+
+
+def unpreferred(spec: AttentionSpec) -> str | None:
+    """With few queries, few SMs have work: the keys are not divided."""
+    if spec.q.shape[1] > _FEW_QUERIES:
+        return None
+    return f"does not divide the keys among SMs, which {spec.q.shape[1]} queries need: others are faster"
 
 
 @dataclasses.dataclass(frozen=True)

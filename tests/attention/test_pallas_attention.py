@@ -43,12 +43,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.types import ArrayType
+from jaxkernels.ops.attention import planning, visibility
 from jaxkernels.ops.attention import reference_backward as xla_backward
 from jaxkernels.ops.attention import reference_forward as xla_forward
-from jaxkernels.ops.attention import visibility
 from jaxkernels.ops.attention.reference import visibility as visible_pairs
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec, Extras
-from jaxkernels.pallas.attention import backward, planning
+from jaxkernels.pallas.attention import backward
 from jaxkernels.pallas.attention import backward_fused as attention_backward_fused
 from jaxkernels.pallas.attention import backward_two_kernels as attention_backward_two_kernels
 from jaxkernels.pallas.attention import backward_wide as attention_backward_wide

@@ -14,16 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attentions import H200, draw, extras_of, make_spec
 
 pytest.importorskip("triton", reason="the kernels are compiled and interpreted by Triton")
 
+import triton_ranges_kernel
 import tritons
 
 import jaxkernels as jk
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention import reference
-from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec, Extras
+from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.terms import MaskTerm
 from jaxkernels.triton import calls
 from jaxkernels.triton.attention import (
@@ -45,7 +47,6 @@ KERNELS = {
     "attention_backward": (backward, backward_kernel),
     "attention_tangent": (tangent, tangent_kernel),
 }
-H200 = hardware.lookup("NVIDIA H200")
 A100 = hardware.lookup("NVIDIA A100-SXM4-80GB")
 
 #: As users get it, before the fixture below.
@@ -60,58 +61,6 @@ TANGENT = tangent.Config(16, 16, 4, 2)
 def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Float32 is not rounded to TF32, so that small differences show."""
     monkeypatch.setattr(problem, "FLOAT32_PRECISION", "ieee")
-
-
-def make_spec(
-    batch: int = 2, queries: int = 24, keys: int = 40, heads: int = 4, kv_heads: int = 2, head_dim: int = 16,
-    value_dim: int | None = None, *, dtype: str = "float32", bias: tuple[int, ...] | None = None,
-    mask: tuple[int, ...] | None = None, scale: float = 0.3, target: hardware.Chip = H200, **options: Any,
-) -> AttentionSpec:  # fmt: skip
-    array = lambda *shape: ArrayType(shape, jnp.dtype(dtype))
-    return AttentionSpec(
-        array(batch, queries, heads, head_dim),
-        array(batch, keys, kv_heads, head_dim),
-        array(batch, keys, kv_heads, value_dim or head_dim),
-        scale=scale,
-        target=target,
-        bias=None if bias is None else ArrayType(bias, jnp.dtype(jnp.float32)),
-        mask=None if mask is None else ArrayType(mask, jnp.dtype(bool)),
-        **options,
-    )
-
-
-def draw(spec: AttentionSpec, seed: int = 0) -> dict[str, jax.Array]:
-    """Operands of all passes. Lengths include 0 and all; segments are in order; padding is NaN."""
-    rng = np.random.default_rng(seed)
-    batch, queries, keys = spec.q.shape[0], spec.q.shape[1], spec.k.shape[1]
-    lengths = lambda longest, first: np.resize([first, longest, 0, longest // 2], batch)
-    special = dict(
-        query_lengths=lambda: lengths(queries, queries // 3),
-        key_lengths=lambda: lengths(keys, keys // 4),
-        query_segments=lambda: np.sort(rng.integers(0, 4, (batch, queries)), axis=1),
-        key_segments=lambda: np.sort(rng.integers(0, 4, (batch, keys)), axis=1),
-        query_offset=lambda: 7,
-        mask=lambda: rng.random(spec.mask.shape) < 0.4 if spec.mask else None,
-    )
-    values = {
-        name: jnp.asarray(special.get(name, lambda shape=x.type.shape: rng.normal(size=shape))(), x.type.dtype)
-        for name, x in spec.arrays().items()
-        if name in (*spec.inputs("attention_backward"), *spec.inputs("attention_tangent"))
-    }
-    if spec.query_lengths and not spec.query_offset:
-        is_query = np.arange(queries) < np.asarray(values["query_lengths"])[:, None]
-        for name in ("q", "dq", "dout"):
-            values[name] = jnp.where(is_query[:, :, None, None], values[name], jnp.nan)
-    if spec.key_lengths:
-        is_key = np.arange(keys) < np.asarray(values["key_lengths"])[:, None]
-        for name in ("k", "v", "dk", "dv"):
-            values[name] = jnp.where(is_key[:, :, None, None], values[name], jnp.nan)
-    out, lse = reference.attend(spec, values["q"], values["k"], values["v"], extras_of(spec, values))
-    return values | dict(out=out, lse=lse)
-
-
-def extras_of(spec: AttentionSpec, values: dict[str, jax.Array]) -> Extras:
-    return Extras.of({name: values[name] for name in spec.extra_names})
 
 
 def assert_right(kernel: str, spec: AttentionSpec, config: Any, seed: int = 0) -> None:
@@ -251,6 +200,17 @@ def test_random(seed):
 # Ranges of blocks.
 
 
+def ranges_in_kernel(p: problem.Problem, offset: int, num_blocks: int, over_queries: bool) -> np.ndarray:
+    """What the kernels compute for each block where indices alone decide."""
+    with tritons.interpreted(tile_kernel, triton_ranges_kernel):
+        (ranges,) = calls.call_kernel(
+            triton_ranges_kernel.store_ranges, [], [ArrayType((num_blocks, 4), np.dtype(np.int32))], target=H200,
+            grid=(num_blocks,), num_warps=4, num_stages=1,
+            constants=dict(p=p, offset=offset, over_queries=over_queries),
+        )  # fmt: skip
+    return np.asarray(ranges)
+
+
 @pytest.mark.one_version
 @pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("seed", range(40))
@@ -269,7 +229,11 @@ def test_ranges_hold_every_visible_pair(seed):
     is_key = inside(spec.key_lengths, "key_lengths", keys)
     p = problem.Problem.of(spec, 16, 8)
     by_queries = np.asarray(problem.key_ranges(spec, p, values))
-    by_keys = np.asarray(problem.query_ranges(spec, dataclasses.replace(p, block_q=8, block_kv=16), values))
+    by_keys = np.asarray(problem.query_ranges(spec, turned := dataclasses.replace(p, block_q=8, block_kv=16), values))
+    if not p.ranges_per_batch:
+        offset = int(values["query_offset"]) if spec.query_offset else 0
+        np.testing.assert_array_equal(ranges_in_kernel(p, offset, len(by_queries[0]), False), by_queries[0])
+        np.testing.assert_array_equal(ranges_in_kernel(turned, offset, len(by_keys[0]), True), by_keys[0])
     for element in range(batch):
         for axis, ranges, others in ((0, by_queries, keys), (1, by_keys, queries)):
             for i, (first, whole_first, whole_end, end) in enumerate(ranges[min(element, len(ranges) - 1)]):
@@ -346,16 +310,17 @@ def test_measured_tiles_are_in_the_search_space():
         (tile_kernel, "visible", "key <= position + p.right", "key < position + p.right", "forward", "causal"),
         (tile_kernel, "visible", "key >= position - p.left", "key > position - p.left", "forward", "window"),
         (tile_kernel, "visible", " & (key < at.key_end)", "", "forward", "lengths-and-window"),
+        (tile_kernel, "_blocks_in_band", "stop + behind", "start + behind", "forward", "causal"),
         (tile_kernel, "visible", "queries == keys", "queries >= keys", "forward", "segments"),
         (tile_kernel, "place_of", "tl.load(extras.query_offset)", "0 * batch", "forward", "offset"),
         (tile_kernel, "change", "s = tanh(s)", "s = s", "forward", "soft-cap"),
         (tile_kernel, "slope", "1 - s * s", "1 - s", "backward", "soft-cap"),
         (tile_kernel, "load_pairs", "query * shape[3]", "query * shape[2]", "forward", "mask"),
-        (tile_kernel, "load_ranges", "row += batch * num_blocks", "row += 0", "forward", "key-lengths"),
+        (tile_kernel, "visited", "batch * p.num_blocks + block", "block", "forward", "key-lengths"),
         (forward_kernel, "attend", "acc = acc * fade[:, None]", "acc = acc", "forward", "plain"),
         (forward_kernel, "attend", "total * fade", "total", "forward", "plain"),
         (forward_kernel, "forward", "first_head // p.group", "first_head % p.num_kv_heads", "forward", "plain"),
-        (forward_kernel, "forward", "top * p.unit + tl.log2", "tl.log2", "forward", "plain"),
+        (forward_kernel, "forward", "top + tl.log2", "tl.log2", "forward", "plain"),
         (forward_kernel, "mean_of_values", "total / p.num_keys", "total / at.key_end", "forward", "lengths-and-window"),
         (backward_kernel, "add_queries", "dweights - shift[None, :]", "dweights", "backward", "plain"),
         (backward_kernel, "keys_and_values", "kv_head * p.group +", "kv_head +", "backward", "plain"),

@@ -35,9 +35,9 @@ from jaxkernels.triton.attention import costs
 from jaxkernels.triton.attention.problem import (
     Problem,
     check_tiles,
-    key_ranges,
     optional,
-    query_ranges,
+    ranges_of_keys,
+    ranges_of_queries,
     unsupported,
 )
 
@@ -207,7 +207,7 @@ def _keys_and_values(
     apart = lambda x: ArrayType((*x.shape[:2], x.shape[2] * parts, x.shape[3]), x.dtype if parts == 1 else _FLOAT32)
     dk, dv = calls.call_kernel(
         backward_kernel.keys_and_values,
-        [*_common(spec, named), query_ranges(spec, p, named), named["dout"], lse, delta],
+        [*_common(spec, named), ranges_of_queries(spec, p, named), named["dout"], lse, delta],
         [apart(spec.k), apart(spec.v)],
         target=spec.target,
         grid=(-(-spec.k.shape[1] // tile.block_kv), spec.k.shape[0] * spec.k.shape[2] * parts),
@@ -230,7 +230,7 @@ def _queries(
     p = Problem.of(spec, tile.block_q, tile.block_kv)
     (dq,) = calls.call_kernel(
         backward_kernel.queries,
-        [*_common(spec, named), key_ranges(spec, p, named), named["dout"], lse, delta],
+        [*_common(spec, named), ranges_of_keys(spec, p, named), named["dout"], lse, delta],
         [spec.q],
         target=spec.target,
         grid=(p.num_blocks, spec.q.shape[0] * spec.q.shape[2]),
@@ -258,7 +258,7 @@ def _bias(spec: AttentionSpec, named: Mapping[str, jax.Array], lse: jax.Array, d
     p = Problem.of(spec, tile.block_q, tile.block_kv)
     (dbias,) = calls.call_kernel(
         backward_kernel.biases,
-        [*_common(spec, named), key_ranges(spec, p, named), named["dout"], lse, delta],
+        [*_common(spec, named), ranges_of_keys(spec, p, named), named["dout"], lse, delta],
         [ArrayType(shape, dtype)],
         target=spec.target,
         grid=(

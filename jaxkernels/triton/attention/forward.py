@@ -26,7 +26,7 @@ from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.visibility import may_see_nothing, queries_inside
 from jaxkernels.triton import calls
 from jaxkernels.triton.attention import costs
-from jaxkernels.triton.attention.problem import Problem, check_tiles, key_ranges, optional, unsupported
+from jaxkernels.triton.attention.problem import Problem, check_tiles, optional, ranges_of_keys, unsupported
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
@@ -146,7 +146,7 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
         lse = ArrayType((config.num_splits, *lse.shape), lse.dtype)
     results = calls.call_kernel(
         forward_kernel.forward,
-        [named["q"], named["k"], named["v"], *optional(spec, named), key_ranges(spec, p, named)],
+        [named["q"], named["k"], named["v"], *optional(spec, named), ranges_of_keys(spec, p, named)],
         [out, lse],
         target=spec.target,
         grid=(p.num_blocks, batch * num_heads // config.pack, config.num_splits),

@@ -13,12 +13,12 @@ from jaxkernels.triton.attention.tile_kernel import (
     Extras,
     change,
     load_operand,
-    load_ranges,
     load_rows,
     operand,
     place_of,
     store_rows,
     visible,
+    visited,
 )
 
 #: The logsumexp of a query that sees no key.
@@ -50,15 +50,17 @@ def forward(
     rows = block * BQ + tl.arange(0, BQ)
     query = rows // p.pack
     head = first_head + rows % p.pack
+    ALL_ROWS: tl.constexpr = (p.num_queries * p.pack) % p.block_q == 0  # No tile has rows without a query.
+    ALL_LIVE: tl.constexpr = ALL_ROWS and not p.query_lengths
     is_query = query < p.num_queries
 
     # Rows of q, out and lse: row (query, head) lies at query * num_heads + head.
     array_rows = query * p.num_heads + head
     q_base = q + batch.to(tl.int64) * (p.num_queries * p.num_heads * p.head_dim)
     is_live = is_query & (query + at.offset < at.query_end)
-    q_tile = load_operand(q_base, array_rows, H, H, BH, is_live, True, p)
+    q_tile = load_operand(q_base, array_rows, H, H, BH, is_live, not ALL_LIVE, p)
 
-    first, whole_first, whole_end, end = load_ranges(ranges, batch, block, NUM_BLOCKS, p)
+    first, whole_first, whole_end, end = visited(ranges, batch, block, at, p, False)
     if p.num_splits > 1:
         share = (end - first + p.num_splits - 1) // p.num_splits
         first += split * share
@@ -82,9 +84,12 @@ def forward(
     if p.has_right_edge:
         acc, total, top = attend(acc, total, top, q_tile, k, v, x, at, head, kv_head, query, whole_end, end, p, True)
 
-    saw = (total > 0) & is_live
-    acc = acc / tl.where(saw, total, 1.0)[:, None]
-    logsumexp = (top * p.unit + tl.log2(tl.where(saw, total, 1.0))) * LN2
+    saw = is_live
+    if p.may_be_blind or not ALL_LIVE:
+        saw = saw & (total > 0)
+        total = tl.where(saw, total, 1.0)
+    acc = acc * (1.0 / total)[:, None]
+    logsumexp = (top + tl.log2(total)) * LN2
     if p.may_be_blind:
         if p.num_splits > 1:
             logsumexp = tl.where(saw, logsumexp, float("-inf"))
@@ -93,11 +98,16 @@ def forward(
             if tl.max((is_live & ~saw).to(tl.int32), axis=0) > 0:
                 mean = mean_of_values(v, at, kv_head, p)
                 acc = tl.where(saw[:, None], acc, mean[None, :])
-    acc = tl.where(is_live[:, None], acc, 0.0)
+    if not ALL_LIVE:
+        acc = tl.where(is_live[:, None], acc, 0.0)
     part = split.to(tl.int64) * (tl.num_programs(1) // NUM_SETS) + batch
     out_base = out + part * (p.num_queries * p.num_heads * p.value_dim)
-    store_rows(out_base, array_rows, acc, D, D, BD, is_query)
-    tl.store(lse + (part * p.num_heads + head) * p.num_queries + query, logsumexp, mask=is_query)
+    store_rows(out_base, array_rows, acc, D, D, BD, is_query, not ALL_ROWS)
+    lse_place = lse + (part * p.num_heads + head) * p.num_queries + query
+    if ALL_ROWS:
+        tl.store(lse_place, logsumexp)
+    else:
+        tl.store(lse_place, logsumexp, mask=is_query)
 
 
 @triton.jit
@@ -108,8 +118,8 @@ def attend(
     """Adds blocks of keys and values to the running softmax.
 
     Args:
-      acc, total: sums of exp2(p.unit * (logit - top)) times values, and without them.
-      top: the largest logit so far, over p.unit.
+      acc, total: sums of exp2(logit - top) times values, and without them, of logits in base 2.
+      top: the largest logit so far, in base 2.
       at_edge: whether pairs may be masked.
     """
     H: tl.constexpr = p.head_dim
@@ -128,12 +138,13 @@ def attend(
         s = change(products, x, at, head[:, None], query[:, None], key[None, :], p)
         if at_edge or p.mask_shape is not None:
             s = tl.where(visible(x, at, head[:, None], query[:, None], key[None, :], p, at_edge), s, float("-inf"))
-        new_top = tl.maximum(top, tl.max(s, axis=1))
-        shift = new_top * p.unit
+        # In base 2, so that an unchanged maximum fades by exactly 1: rounding would add up over the blocks.
+        new_top = tl.maximum(top, tl.max(s, axis=1) * p.unit)
+        shift = new_top
         if at_edge or p.may_be_blind:
-            shift = tl.where(new_top == float("-inf"), 0.0, shift)
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(s * p.unit - shift[:, None])
-        fade = tl.exp2(top * p.unit - shift)
+        fade = tl.exp2(top - shift)
         total = total * fade + tl.sum(weights, axis=1)
         v_tile = load_operand(v_base, key, V_STRIDE, D, BD, key < at.key_end, at_edge, p)
         acc = acc * fade[:, None]

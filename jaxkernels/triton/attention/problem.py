@@ -25,12 +25,24 @@ from jaxkernels.ops.attention.visibility import (
 )
 from jaxkernels.triton import calls
 
-__all__ = ["LOG2E", "Problem", "check_tiles", "key_ranges", "optional", "query_ranges", "unsupported"]
+__all__ = [
+    "LOG2E",
+    "Problem",
+    "check_tiles",
+    "key_ranges",
+    "optional",
+    "query_ranges",
+    "ranges_of_keys",
+    "ranges_of_queries",
+    "unsupported",
+]
 
 LOG2E = math.log2(math.e)
 
-#: Float32 is multiplied in TF32, as XLA does by default.
+#: Float32 is multiplied in TF32, as XLA does by default. Exactly, if there are at most so many pairs of a query and a
+#: key: there XLA, too, is exact.
 FLOAT32_PRECISION = "tf32"
+_PAIRS_IN_FLOAT32 = 64 * 64
 
 _DTYPES = tuple(jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
 #: Kernels count the elements of a batch element in 32 bits.
@@ -150,7 +162,7 @@ class Problem:
             has_right_edge=behind is not None or is_last_ragged or at_run_time,
             may_be_blind=band.left is not None or at_run_time or spec.bias is not None or spec.mask is not None,
             num_splits=num_splits,
-            precision=FLOAT32_PRECISION,
+            precision="ieee" if num_queries * num_keys <= _PAIRS_IN_FLOAT32 else FLOAT32_PRECISION,
         )
 
     @property
@@ -200,7 +212,7 @@ def optional(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> list[jax.Ar
 
 def key_ranges(spec: AttentionSpec, p: Problem, named: Mapping[str, jax.Array]) -> Int32[Array, "b blocks 4"]:
     """For each tile along the rows, the blocks of keys that it visits: the first, the first and the end of those that
-    need no mask, and the end. The batch axis has size 1 where all elements have the same ranges.
+    need no mask, and the end. The batch axis has size 1 where all elements have the same ranges: those kernels compute.
     """
     offset = named.get("query_offset", 0)
     first_row = jnp.arange(p.num_blocks, dtype=jnp.int32) * p.block_q
@@ -234,6 +246,18 @@ def query_ranges(spec: AttentionSpec, p: Problem, named: Mapping[str, jax.Array]
     see_all = see_all[0] - offset, see_all[1] - offset
     spans = segment_query_blocks(spec, p.block_q, p.block_kv, _ids(named)) if p.segments else None
     return _ranges(see_any, see_all, p.block_q, spans, start.shape[1])
+
+
+def ranges_of_keys(spec: AttentionSpec, p: Problem, named: Mapping[str, jax.Array]) -> jax.Array:
+    """The table of `key_ranges` as an operand of a kernel. Where indices alone decide, q stands for it, and is not read
+    as such.
+    """
+    return key_ranges(spec, p, named) if p.ranges_per_batch else named["q"]
+
+
+def ranges_of_queries(spec: AttentionSpec, p: Problem, named: Mapping[str, jax.Array]) -> jax.Array:
+    """The table of `query_ranges`, likewise."""
+    return query_ranges(spec, p, named) if p.ranges_per_batch else named["q"]
 
 
 def _per_batch(p: Problem, named: Mapping[str, Any], start: Any, end: Any) -> tuple[Any, Any, Any]:

@@ -25,7 +25,7 @@ from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.visibility import may_see_nothing, queries_inside
 from jaxkernels.triton import calls
 from jaxkernels.triton.attention import costs
-from jaxkernels.triton.attention.problem import Problem, check_tiles, key_ranges, optional, unsupported
+from jaxkernels.triton.attention.problem import Problem, check_tiles, optional, ranges_of_keys, unsupported
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "unsupported"]
 
@@ -101,7 +101,7 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
     tangents = [named["dq"], named["dk"], named["dv"], named.get("dbias", named["dq"])]
     weighted, lse_dot = calls.call_kernel(
         tangent_kernel.tangent,
-        [named["q"], named["k"], named["v"], *optional(spec, named), key_ranges(spec, p, named), lse, *tangents],
+        [named["q"], named["k"], named["v"], *optional(spec, named), ranges_of_keys(spec, p, named), lse, *tangents],
         [ArrayType(out.shape, np.dtype(np.float32)), dlse],
         target=spec.target,
         grid=(p.num_blocks, spec.q.shape[0] * spec.q.shape[2]),

@@ -14,12 +14,12 @@ from jaxkernels.triton.attention.tile_kernel import (
     change,
     load_operand,
     load_pairs,
-    load_ranges,
     operand,
     place_of,
     slope,
     store_rows,
     visible,
+    visited,
 )
 
 LOG2E = tl.constexpr(_LOG2E)
@@ -54,7 +54,7 @@ def tangent(
     sums = (batch * p.num_heads + head).to(tl.int64) * p.num_queries
     top = tl.load(lse + sums + query, mask=is_query, other=float("inf")) * LOG2E
 
-    first, whole_first, whole_end, end = load_ranges(ranges, batch, block, NUM_BLOCKS, p)
+    first, whole_first, whole_end, end = visited(ranges, batch, block, at, p, False)
     acc = tl.full((BQ, BD), 0.0, tl.float32)
     total = tl.full((BQ,), 0.0, tl.float32)
     if p.has_left_edge:
@@ -73,7 +73,9 @@ def tangent(
             acc, total, q_tile, q_dot_tile, top, k, v, k_dot, v_dot, bias_dot, x, at, head, query, whole_end, end,
             p, True,
         )  # fmt: skip
-    store_rows(weighted + row * p.value_dim, query, acc, O_STRIDE, D, BD, query < p.num_queries)
+    store_rows(
+        weighted + row * p.value_dim, query, acc, O_STRIDE, D, BD, query < p.num_queries, p.num_queries % p.block_q != 0
+    )
     tl.store(lse_dot + sums + query, total, mask=query < p.num_queries)
 
 

@@ -61,15 +61,50 @@ def place_of(batch, extras, p: tl.constexpr):
 
 
 @triton.jit
-def load_ranges(ranges, batch, block, num_blocks: tl.constexpr, p: tl.constexpr):
-    """The first block that is visited, the first and the end of those that need no mask, and the end."""
-    row = block
+def visited(ranges, batch, block, at, p: tl.constexpr, over_queries: tl.constexpr):
+    """The first block that is visited, the first and the end of those that need no mask, and the end.
+
+    A tile of rows visits blocks of keys. With `over_queries`, a block of keys visits blocks of queries. Indices alone
+    give the ranges, unless arrays decide: then they are in a table.
+    """
     if p.ranges_per_batch:
-        row += batch * num_blocks
-    first = tl.load(ranges + 4 * row)
-    whole_first = tl.load(ranges + 4 * row + 1)
-    whole_end = tl.load(ranges + 4 * row + 2)
-    end = tl.load(ranges + 4 * row + 3)
+        if over_queries:
+            row = batch * ((p.num_keys + p.block_kv - 1) // p.block_kv) + block
+        else:
+            row = batch * p.num_blocks + block
+        first = tl.load(ranges + 4 * row)
+        whole_first = tl.load(ranges + 4 * row + 1)
+        whole_end = tl.load(ranges + 4 * row + 2)
+        end = tl.load(ranges + 4 * row + 3)
+    elif over_queries:
+        start = block * p.block_kv - at.offset
+        stop = tl.minimum((block + 1) * p.block_kv, p.num_keys) - at.offset
+        first, whole_first, whole_end, end = _blocks_in_band(start, stop, p.right, p.left, p.num_queries, p.block_q)
+    else:
+        start = block * p.block_q // p.pack + at.offset
+        stop = (tl.minimum((block + 1) * p.block_q, p.num_queries * p.pack) - 1) // p.pack + 1 + at.offset
+        first, whole_first, whole_end, end = _blocks_in_band(start, stop, p.left, p.right, p.num_keys, p.block_kv)
+    return first, whole_first, whole_end, end
+
+
+@triton.jit
+def _blocks_in_band(
+    start, stop, before: tl.constexpr, behind: tl.constexpr, size: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
+    """What `visited` returns, for the places from `start` to before `stop`. A place sees the `size` indices from
+    `before` before it to `behind` behind it; None leaves a side open.
+    """
+    first, whole_first = start * 0, start * 0
+    whole_end, end = start * 0 + size // block, start * 0 + (size + block - 1) // block
+    if before is not None:
+        first = tl.maximum(start - before, 0) // block
+        whole_first = (tl.maximum(stop - 1 - before, 0) + block - 1) // block
+    if behind is not None:
+        end = (tl.minimum(tl.maximum(stop + behind, 0), size) + block - 1) // block
+        whole_end = tl.minimum(tl.maximum(start + 1 + behind, 0), size) // block
+    first = tl.minimum(first, end)
+    whole_first = tl.minimum(tl.maximum(whole_first, first), end)
+    whole_end = tl.minimum(tl.maximum(whole_end, whole_first), end)
     return first, whole_first, whole_end, end
 
 
@@ -121,12 +156,19 @@ def load_operand(
 
 
 @triton.jit
-def store_rows(base, rows, values, stride: tl.constexpr, size: tl.constexpr, block: tl.constexpr, is_inside):
-    """Stores the first `size` columns of (rows, block) values where `is_inside`."""
+def store_rows(
+    base, rows, values, stride: tl.constexpr, size: tl.constexpr, block: tl.constexpr, is_inside, checks: tl.constexpr
+):  # fmt: skip
+    """Stores the first `size` columns of (rows, block) values; only the rows that are inside, if `checks`."""
     columns = tl.arange(0, block)
     pointers = base + rows[:, None] * stride + columns[None, :]
-    inside = is_inside[:, None] & (columns < size)[None, :]
-    tl.store(pointers, values.to(base.dtype.element_ty), mask=inside)
+    values = values.to(base.dtype.element_ty)
+    if checks:
+        tl.store(pointers, values, mask=is_inside[:, None] & (columns < size)[None, :])
+    elif size == block:
+        tl.store(pointers, values)
+    else:
+        tl.store(pointers, values, mask=(columns < size)[None, :])
 
 
 @triton.jit
@@ -196,19 +238,20 @@ def slope(gradient, s, p: tl.constexpr):
 
 @triton.jit
 def visible(x, at, head, query, key, p: tl.constexpr, at_edge: tl.constexpr):
-    """Which pairs of a query and a key see each other.
+    """Which pairs of a query and a key see each other. Rows past the last query count as queries.
 
     Args:
       query: index, without the offset.
       at_edge: whether the tile may have masked pairs besides those of the dense mask.
     """
-    seen = (query < p.num_queries) & (key < p.num_keys)
+    seen = key == key
     if p.mask_shape is not None:
         MASK: tl.constexpr = p.mask_shape
         seen = seen & (load_pairs(x.mask, MASK, at, head, query, key) != 0)
     if at_edge:
         position = query + at.offset
-        seen = seen & (key < at.key_end)
+        if p.is_ragged or p.key_lengths:
+            seen = seen & (key < at.key_end)
         if p.right is not None:
             seen = seen & (key <= position + p.right)
         if p.left is not None:

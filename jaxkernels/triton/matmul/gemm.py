@@ -23,7 +23,6 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxkernels.core import hardware
 from jaxkernels.core.arguments import check_fields
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.matmul import tensor_cores
@@ -239,6 +238,9 @@ def unpreferred(spec: MatmulSpec) -> str | None:
 
 # Configurations.
 
+#: Bytes of a line of L2.
+_LINE = 128
+
 #: (block_m, block_n, block_k, num_warps) for operands of 16 bits; of float32, block_k is half. Of equals, the first.
 _TILES = (
     (128, 256, 64, 8), (256, 128, 64, 8), (128, 128, 64, 8), (128, 128, 64, 4), (128, 128, 32, 4), (64, 128, 64, 4),
@@ -307,24 +309,37 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
     itemsize = 4 if is_float32 else 2
     step_flops = 2.0 * config.block_m * config.block_n * config.block_k
     step_bytes = (config.block_m + config.block_n) * config.block_k * itemsize
-    per_sm = max(1, min(chips.programs_per_sm(spec.target, _shared_bytes(spec, config)), 16 // config.num_warps))
-    per_sm = min(per_sm, -(-tile.items // num_sms))
+    line_bytes = _line_bytes(g.lhs_layout, g.m, g.k, config.block_m, config.block_k, itemsize)
+    line_bytes += _line_bytes(g.rhs_layout, g.n, g.k, config.block_n, config.block_k, itemsize)
+    fitting = max(1, min(chips.programs_per_sm(spec.target, _shared_bytes(spec, config)), 16 // config.num_warps))
+    per_sm = min(config.programs_per_sm or fitting, fitting, -(-tile.items // num_sms))
     # Small tiles leave the tensor cores waiting for operands; a second program on the SM fills some of the gaps.
     share = _REACHED_FLOPS * min(1.0, config.block_m * config.block_n / 2**15) ** 0.2
     if config.block_m < 64 and spec.target.is_hopper:  # wgmma needs 64 rows.
         share *= 0.5
-    share = min(_REACHED_FLOPS, share * (1.1 if per_sm > 1 else 1.0)) * (0.92 if config.num_stages == 2 else 1.0)
-    loads = step_bytes / min(rates.l2_bytes, rates.memory_bytes * _BYTES_OF_ONE if g.m <= 64 else rates.l2_bytes)
+    share = min(_REACHED_FLOPS, share * (1.15 if per_sm > 2 else 1.1 if per_sm > 1 else 1.0)) * (
+        0.92 if config.num_stages == 2 else 1.0
+    )
+    loads = max(line_bytes / rates.l2_bytes, step_bytes / (rates.memory_bytes * _BYTES_OF_ONE) if g.m <= 64 else 0)
     step = max(step_flops / (flops * share), loads)
     latency = 1.5e-6 if config.programs_per_sm else 2e-6
-    waves = hardware.waves(tile.items, num_sms * per_sm)
-    seconds = waves * (per_sm * tile.k_iters * step + latency)
+    # The tiles of the last, partial wave have an SM with fewer others.
+    full, rest = divmod(tile.items, num_sms * per_sm)
+    tiles_of_sm = full * per_sm + -(-rest // num_sms)
+    seconds = tiles_of_sm * tile.k_iters * step + -(-tile.items // (num_sms * per_sm)) * latency
     num_bytes = (g.batch or 1) * ((g.m * g.k + g.k * g.n) * itemsize + g.m * g.n * spec.out_dtype.itemsize)
     seconds = max(seconds, num_bytes / (rates.memory_bytes * num_sms * _REACHED_BYTES))
     if config.split_k > 1:
         parts = 2 * config.split_k * (g.batch or 1) * g.m * g.n * 4
         seconds += _ADD_SECONDS + parts / (rates.memory_bytes * num_sms)
     return _LAUNCH_SECONDS + seconds
+
+
+def _line_bytes(layout: str, size: int, k: int, block: int, block_k: int, itemsize: int) -> int:
+    """Bytes of L2's lines that a block of an operand touches. Rows that begin inside a line touch one more each."""
+    row, length, rows = (k, block_k, block) if layout.endswith("k") else (size, block, block_k)
+    lines = -(-length * itemsize // _LINE) + (row * itemsize % _LINE != 0)
+    return rows * lines * _LINE
 
 
 # Running.

@@ -57,6 +57,7 @@ T __ldg(const T* p) {
   return *p;
 }
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
+inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
 using std::max;
 using std::min;
 
@@ -387,8 +388,28 @@ inline void __syncthreads() {
   emulator::meet(emulator::thread->block->barriers[0], blockDim.x, "its block");
 }
 inline void __syncwarp() { emulator::sync_warp(); }
+inline long long clock64() { return emulator::cluster->events; }
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
   return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> shift % 32);
+}
+inline float __shfl_xor_sync(uint32_t, float value, int mask) {
+  using namespace emulator;
+  const uint32_t lane = thread->index % 32;
+  warp().exchanged[lane][0] = __float_as_uint(value);
+  sync_warp();
+  const float result = __uint_as_float(warp().exchanged[lane ^ mask][0]);
+  sync_warp();
+  return result;
+}
+inline bool __any_sync(uint32_t, bool value) {
+  using namespace emulator;
+  const uint32_t lane = thread->index % 32;
+  warp().exchanged[lane][0] = value;
+  sync_warp();
+  bool any = false;
+  for (int i = 0; i < 32; ++i) any |= warp().exchanged[i][0] != 0;
+  sync_warp();
+  return any;
 }
 inline uint32_t __shfl_down_sync(uint32_t, uint32_t value, int delta) {
   using namespace emulator;

@@ -21,24 +21,6 @@ inline void need_distinct_banks(u32 address) {
   emulator::sync_warp();
 }
 
-// The lane's two elements are in different rows of the matrix.
-inline void ldmatrix_x4_trans(u32 address, u32& a, u32& b, u32& c, u32& d) {
-  auto& exchanged = emulator::warp().exchanged;
-  const u32 lane = threadIdx.x % 32;
-  need_distinct_banks(address);
-  exchanged[lane][0] = address;
-  emulator::sync_warp();
-  u32 words[4];
-  for (u32 i = 0; i < 4; ++i) {
-    const auto element = [&](u32 row) {
-      return u32{emulator::read_shared<u16>(exchanged[8 * i + row][0] + lane / 4 * 2)};
-    };
-    words[i] = element(lane % 4 * 2) | element(lane % 4 * 2 + 1) << 16;
-  }
-  emulator::sync_warp();
-  a = words[0], b = words[1], c = words[2], d = words[3];
-}
-
 inline void store_shared(u32 address, uint4 v) {
   need_distinct_banks(address);
   emulator::write_shared(address, v);

@@ -75,6 +75,21 @@ inline void ldmatrix_x4(u32 address, u32& a, u32& b, u32& c, u32& d) {
                   [](u32 from, u32& word) { word = emulator::read_shared<u32>(from); });
   a = registers[0], b = registers[1], c = registers[2], d = registers[3];
 }
+inline void ldmatrix_x4_trans(u32 address, u32& a, u32& b, u32& c, u32& d) {
+  auto& exchanged = emulator::warp().exchanged;
+  const u32 lane = threadIdx.x % 32;
+  exchanged[lane][0] = address;
+  emulator::sync_warp();
+  u32 words[4];
+  for (u32 i = 0; i < 4; ++i) {
+    const auto element = [&](u32 row) {
+      return emulator::read_shared<u16>(exchanged[8 * i + row][0] + lane / 4 * 2);
+    };
+    words[i] = element(lane % 4 * 2) | static_cast<u32>(element(lane % 4 * 2 + 1)) << 16;
+  }
+  emulator::sync_warp();
+  a = words[0], b = words[1], c = words[2], d = words[3];
+}
 inline void store_shared(u32 address, float a, float b) {
   emulator::write_shared(address, float2{a, b});
 }
@@ -133,6 +148,12 @@ struct Int8 {
   static constexpr int kBytes = 1;
   static int wide(u32 bits) { return static_cast<signed char>(bits); }
 };
+
+inline float exp2_approximate(float x) { return std::exp2(x); }
+inline float log2_approximate(float x) { return std::log2(x); }
+inline float reciprocal(float x) { return 1 / x; }
+inline float tanh_by_exp2(float x) { return std::tanh(x); }
+inline float max_nan(float a, float b) { return a != a || b != b ? a + b : std::max(a, b); }
 
 inline u32 uniform(u32 value) { return value; }
 inline bool elect_one() { return threadIdx.x % 32 == 0; }

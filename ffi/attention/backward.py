@@ -1,0 +1,311 @@
+"""Attention's backward pass on Hopper tensor cores, in one CUDA C++ kernel (backward.cu says how it works).
+
+XLA computes delta, clears padding, and converts dq, which the kernel sums in float32. The kernel adds up dq in the
+order in which blocks of keys come: dq may differ between runs by rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkernels.core.arguments import check_fields
+from jaxkernels.ffi import compiler, custom_call, wgmma
+from jaxkernels.ffi.attention import forward
+from jaxkernels.ffi.attention.forward import LOG2E, padded, rows_of_a_head, whole_units
+from jaxkernels.ops.attention.blind import mean_gradient
+from jaxkernels.ops.attention.planning import visible_pairs
+from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
+from jaxkernels.ops.attention.visibility import keys_inside, may_see_nothing, queries_inside, segment_query_blocks
+
+__all__ = [
+    "VERSION",
+    "Config",
+    "compile_backward",
+    "estimate",
+    "run",
+    "search_space",
+    "unpreferred",
+    "unsupported",
+]
+
+VERSION = 1
+
+_LABEL = "attention_backward[cuda]"
+
+# As in backward.cu.
+_BLOCK_KV = 128
+_CONSUMERS = 2
+_WARPGROUP = 128
+_ATOM = 64
+_STAGING_BYTES = 16 * 128
+
+# Rough figures of an H200 for the cost model, not fitted yet: FLOP/s of one SM, a launch with the first and the last
+# products of a CTA, and what a step takes beside its products.
+_FLOPS_PER_SM = 6.2e12
+_CTA_SECONDS = 3.0e-6
+_STEP_SECONDS = 0.2e-6
+#: Bytes/s of the passes that XLA makes over dq, out and dout.
+_COPY_BYTES = 3.5e12
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tiling and schedule.
+
+    Attributes:
+      block_q: queries of a step, 64 or 128.
+      num_stages: slots of the ring of queries and of the ring of dout.
+      group_parts: CTAs that share the query heads of a key head; XLA adds up what they have.
+    """
+
+    block_q: int = 64
+    num_stages: int = 2
+    group_parts: int = 1
+
+    def __post_init__(self) -> None:
+        check_fields(_LABEL, self)
+        rules = {
+            "block_q must be 64 or 128": self.block_q not in (64, 128),
+            "num_stages must be positive": self.num_stages < 1,
+            "group_parts must be positive": self.group_parts < 1,
+        }
+        for rule, is_broken in rules.items():
+            if is_broken:
+                raise ValueError(f"{_LABEL}: {rule}; got {self}.")
+
+
+def unsupported(spec: AttentionSpec) -> str | None:
+    if reason := forward.unsupported(spec):
+        return reason
+    if max(spec.q.shape[3], spec.v.shape[3]) > 128:
+        return f"handles head dimensions up to 128, got {spec.q.shape[3]} and {spec.v.shape[3]}"
+    if spec.deterministic:
+        return "adds up dq in any order, and deterministic=True asks for a fixed one"
+    return None
+
+
+def unpreferred(spec: AttentionSpec) -> str | None:
+    return forward.unpreferred(spec)
+
+
+def smem_bytes(spec: AttentionSpec, config: Config) -> int:
+    """Dynamic shared memory: keys, values, the rings, dS, staging buffers, lse, delta and barriers."""
+    boxes = [2 * _ATOM * -(-padded(x.shape[3]) // _ATOM) for x in (spec.q, spec.v)]
+    rows = _BLOCK_KV + config.num_stages * config.block_q
+    logits = 2 * 2 * _BLOCK_KV * config.block_q
+    staging = _CONSUMERS * 4 * 2 * _STAGING_BYTES
+    sums = 2 * 4 * config.num_stages * config.block_q
+    storage = rows * sum(boxes) + logits + staging + sums + 8 * (4 * config.num_stages + 1)
+    return storage + -storage % 1024
+
+
+def _fits(spec: AttentionSpec, config: Config) -> bool:
+    widest = max(padded(spec.q.shape[3]), padded(spec.v.shape[3]))
+    # With 128 queries, segment ids and a soft cap spill registers.
+    is_plain = widest <= 64 and not spec.segments and spec.soft_cap is None
+    return smem_bytes(spec, config) <= spec.target.smem_bytes and (config.block_q == 64 or is_plain)
+
+
+def search_space(spec: AttentionSpec) -> Iterator[Config]:
+    """Yields blocks of queries that fit, with one to three stages, and the parts of a group that fill the chip."""
+    parts = [n for n in range(1, spec.group_size + 1) if spec.group_size % n == 0]
+    ctas = -(-spec.k.shape[1] // _BLOCK_KV) * spec.k.shape[0] * spec.k.shape[2]
+    enough = next((n for n in parts if n * ctas >= spec.target.num_sms), parts[-1])
+    for block_q, num_stages, group_parts in itertools.product((128, 64), (2, 3, 1), sorted({1, enough})):
+        config = Config(block_q, num_stages, group_parts)
+        if _fits(spec, config):
+            yield config
+
+
+def estimate(spec: AttentionSpec, config: Config) -> float:
+    """Seconds: steps of all CTAs over the SMs, or of the longest CTA, and XLA's passes."""
+    batch, num_queries, num_heads, _ = spec.q.shape
+    share = visible_pairs(spec)
+    steps = -(-num_queries // config.block_q) * spec.group_size / config.group_parts
+    ctas = batch * spec.k.shape[2] * config.group_parts * -(-spec.k.shape[1] // _BLOCK_KV)
+    flops = 2 * config.block_q * _BLOCK_KV * (3 * padded(spec.q.shape[3]) + 2 * padded(spec.v.shape[3]))
+    seconds = flops / _FLOPS_PER_SM + _STEP_SECONDS * (1.5 if config.num_stages == 1 else 1.0)
+    waves = ctas / spec.target.num_sms if share < 1 else -(-ctas // spec.target.num_sms)
+    busiest = max(steps * min(1.0, 2 * share), steps * share * waves)
+    rows = batch * num_queries * num_heads
+    num_bytes = rows * (10 * spec.q.shape[3] + 4 * spec.v.shape[3])
+    num_bytes += (
+        8
+        * config.group_parts
+        * spec.k.shape[0]
+        * spec.k.shape[1]
+        * spec.k.shape[2]
+        * 2
+        * spec.q.shape[3]
+        * (config.group_parts > 1)
+    )
+    return _CTA_SECONDS * max(1.0, waves) + busiest * seconds + num_bytes / _COPY_BYTES
+
+
+def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
+    """Returns [dq, dk, dv], of the operands' shapes and dtypes."""
+    if spec.group_size % config.group_parts:
+        raise ValueError(
+            f"{_LABEL}: group_parts must divide the {spec.group_size} query heads of a key head; "
+            f"got {config.group_parts}."
+        )
+    if not _fits(spec, config):
+        raise ValueError(
+            f"{_LABEL}: a block has at most {spec.target.smem_bytes} bytes of shared memory on {spec.target.name}, and "
+            "block_q=128 needs head dimensions up to 64, without segment ids and soft cap; "
+            f"got {config}, which needs {smem_bytes(spec, config)} bytes. Use fewer stages or block_q=64."
+        )
+    named = spec.named("attention_backward", operands)
+    q, k, v, dout = (whole_units(x) for x in _without_padding(spec, named))
+    lse, delta, mean = _sums(spec, named)
+    arrays = [q, k, v, dout, _whole_rows(lse), _whole_rows(delta)]
+
+    def buffer(x: jax.Array | None) -> int:
+        """The number of an operand. For those that are not given stands lse, which is not read as such."""
+        if x is None:
+            return 4
+        arrays.append(x)
+        return len(arrays) - 1
+
+    extra_buffers = [
+        *(buffer(named.get(name)) for name in ("key_lengths", "query_segments", "key_segments")),
+        buffer(segment_query_blocks(spec, config.block_q, _BLOCK_KV, dict(named)) if spec.segments else None),
+        buffer(named["query_offset"].reshape(1) if spec.query_offset else None),
+    ]
+    arrays.append(jnp.zeros(q.shape, jnp.float32))
+    parts = config.group_parts
+    output = k.dtype if parts == 1 else jnp.dtype(jnp.float32)
+    apart = lambda x: jax.ShapeDtypeStruct((*x.shape[:2], x.shape[2] * parts, x.shape[3]), output)
+    results = [jax.ShapeDtypeStruct(q.shape, jnp.float32), apart(k), apart(v)]
+    first = len(arrays)
+    columns = 128 // output.itemsize
+    compiled = compile_backward(spec, config)
+    dq, dk, dv = custom_call.launch(
+        compiled.cubin,
+        compiled.name,
+        arrays,
+        results,
+        parameters=[
+            rows_of_a_head(0, q, config.block_q),
+            rows_of_a_head(1, k, _BLOCK_KV),
+            rows_of_a_head(2, v, _BLOCK_KV),
+            rows_of_a_head(3, dout, config.block_q),
+            custom_call.TensorMap(4, box=(1, 1, config.block_q)),
+            custom_call.TensorMap(5, box=(1, 1, config.block_q)),
+            rows_of_a_head(first, results[0], 16, columns=32),
+            rows_of_a_head(first + 1, results[1], 16, columns=columns),
+            rows_of_a_head(first + 2, results[2], 16, columns=columns),
+            *map(custom_call.Pointer, extra_buffers),
+            _problem(spec, config),
+        ],
+        grid=(-(-spec.k.shape[1] // _BLOCK_KV) * spec.k.shape[0] * spec.k.shape[2] * parts,),
+        block=((_CONSUMERS + 1) * _WARPGROUP,),
+        smem_bytes=smem_bytes(spec, config),
+        input_output_aliases={first - 1: 0},
+        target=spec.target,
+        label="attention_backward",
+    )
+    dq = (dq * spec.scale)[..., : spec.q.shape[3]]
+    dk, dv = dk[..., : spec.k.shape[3]], dv[..., : spec.v.shape[3]]
+    if parts > 1:
+        together = lambda x: x.reshape(*x.shape[:2], -1, parts, x.shape[3]).sum(axis=3)
+        dk, dv = together(dk), together(dv)
+    if mean is not None:
+        dv = dv.astype(jnp.float32) + mean
+    return [dq.astype(spec.q.dtype), dk.astype(spec.k.dtype), dv.astype(spec.v.dtype)]
+
+
+def _without_padding(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> list[jax.Array]:
+    """q, k, v and dout with zeros in place of padding, which may be NaN."""
+    q, k, v, dout = (named[name] for name in ("q", "k", "v", "dout"))
+    if spec.query_lengths:
+        is_query = queries_inside(spec, dict(named))[:, :, None, None]
+        q, dout = jnp.where(is_query, q, 0), jnp.where(is_query, dout, 0)
+    if spec.key_lengths:
+        is_key = keys_inside(spec, dict(named))[:, :, None, None]
+        k, v = jnp.where(is_key, k, 0), jnp.where(is_key, v, 0)
+    return [q, k, v, dout]
+
+
+def _sums(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """The logsumexp in base 2 and delta, (B, N, T) each; and what queries that see no key add to dv.
+
+    The logsumexp is infinite for queries that have no part in the gradients of their pairs: their weights are zero.
+    """
+    out, dout, lse = named["out"].astype(jnp.float32), named["dout"].astype(jnp.float32), named["lse"]
+    is_query = queries_inside(spec, dict(named)) if spec.query_lengths else None
+    if is_query is not None:
+        out, dout = (jnp.where(is_query[:, :, None, None], x, 0) for x in (out, dout))
+    delta = jnp.swapaxes(jnp.sum(out * dout, axis=-1), 1, 2) - named["dlse"]
+    if not (spec.query_lengths or may_see_nothing(spec)):
+        return lse * LOG2E, delta, None
+    is_blind = lse <= MASKED_LOGIT / 2
+    mean = mean_gradient(spec, dout, is_blind)
+    if is_query is not None:
+        is_blind |= ~is_query[:, None]
+    return jnp.where(is_blind, jnp.inf, lse * LOG2E), jnp.where(is_blind, 0, delta), mean
+
+
+def _whole_rows(x: jax.Array) -> jax.Array:
+    """Pads rows of float32 to whole units of 16 bytes."""
+    return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % 4))) if x.shape[2] % 4 else x
+
+
+def _problem(spec: AttentionSpec, config: Config) -> np.generic:
+    """The kernel's `Problem`."""
+    num_queries, num_keys = spec.q.shape[1], spec.k.shape[1]
+    side = lambda size: 0 if size is None else min(size, 2**29)
+    fields = [num_queries, num_keys, spec.k.shape[2], spec.group_size, config.group_parts]
+    fields += [-(-num_keys // _BLOCK_KV), side(spec.band.left), side(spec.band.right)]
+    factor, cap = forward.factors(spec)
+    fields += [np.float32(x).view(np.int32) for x in (factor, cap, spec.scale)]
+    return np.array(fields, np.int32).view(f"V{4 * len(fields)}")[0]
+
+
+def compile_backward(spec: AttentionSpec, config: Config) -> compiler.CompiledKernel:
+    """Compiles the kernel that serves the spec: lengths and numbers of heads are not part of it."""
+    element = forward.ELEMENTS[spec.q.dtype]
+    choices: dict[str, Any] = dict(
+        element=element,
+        output=element if config.group_parts == 1 else "Float32",
+        head_dim=padded(spec.q.shape[3]),
+        value_dim=padded(spec.v.shape[3]),
+        block_q=config.block_q,
+        num_stages=config.num_stages,
+        has_left=spec.band.left is not None,
+        has_right=spec.band.right is not None,
+        key_lengths=spec.key_lengths,
+        segments=spec.segments,
+        query_offset=spec.query_offset,
+        soft_cap=spec.soft_cap is not None,
+        smem_bytes=smem_bytes(spec, config),
+    )
+    try:
+        return _compile_cached(tuple(sorted(choices.items())))
+    except compiler.CompileError as e:
+        e.add_note(f"{_LABEL}: compiled for {spec} with {config}. Use block_q=64, or leave config out.")
+        raise
+
+
+@functools.lru_cache(maxsize=512)
+def _compile_cached(choices: tuple[tuple[str, Any], ...]) -> compiler.CompiledKernel:
+    defines = {f"JK_{name.upper()}": value for name, value in choices}
+    head_dim = defines["JK_HEAD_DIM"]
+    columns = {defines["JK_BLOCK_Q"], head_dim, defines["JK_VALUE_DIM"], min(head_dim, 64)}
+    return compiler.compile_kernel(
+        (importlib.resources.files("jaxkernels.ffi.attention") / "backward.cu").read_text(),
+        "jaxkernels::attention_backward",
+        filename="backward.cu",
+        headers={wgmma.NAME: wgmma.instructions(defines["JK_ELEMENT"], *sorted(columns))},
+        defines=defines,
+        strict=True,
+    )

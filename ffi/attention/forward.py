@@ -1,0 +1,446 @@
+"""Attention's forward pass on Hopper tensor cores, in CUDA C++ (forward.cu says how it works).
+
+The Tensor Memory Accelerator reads q, k and v as they are: any lengths, and head dimensions that are multiples of 8.
+Other head dimensions are padded first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxkernels.core.arguments import check_fields
+from jaxkernels.ffi import compiler, custom_call, handler, wgmma
+from jaxkernels.ops.attention.blind import mean_of_values
+from jaxkernels.ops.attention.planning import balanced_plan, planned_offset
+from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
+from jaxkernels.ops.attention.visibility import (
+    blocks_of,
+    keys_seen_by_any,
+    may_see_nothing,
+    queries_inside,
+    segment_key_blocks,
+)
+
+__all__ = [
+    "ELEMENTS",
+    "LOG2E",
+    "VERSION",
+    "Config",
+    "compile_forward",
+    "estimate",
+    "factors",
+    "padded",
+    "rows_of_a_head",
+    "run",
+    "search_space",
+    "shortlist",
+    "unpreferred",
+    "unsupported",
+    "whole_units",
+]
+
+VERSION = 1
+
+_LABEL = "attention_forward[cuda]"
+#: What the kernels call a dtype.
+ELEMENTS = {jnp.dtype(jnp.bfloat16): "BFloat16", jnp.dtype(jnp.float16): "Float16"}
+LOG2E = 1.4426950408889634
+
+# As in forward.cu.
+_WGMMA_M = 64
+_WARPGROUP = 128
+#: Elements across a swizzle span of 128 bytes.
+_ATOM = 64
+_STAGING_BYTES = 16 * 128
+#: Registers of a consumer's thread for logits, weights and outputs, by the number of consumers. With more it spills.
+_REGISTERS = {1: 208, 2: 208, 3: 130}
+#: What a soft cap or segment ids take of them. Three consumers have none for either.
+_REGISTERS_OF_TERMS = 32
+#: Rows that are TMA operands are whole units of so many elements.
+_UNIT = 8
+#: The error of a capped logit is 2^-22 of the cap.
+_LARGEST_CAP = 1000.0
+_MAX_LENGTH = 2**28
+#: Elements of an array that the kernel indexes in 32 bits.
+_MAXELEMENTS = 2**31
+
+# Rough figures of an H200 for the cost model, not fitted yet: FLOP/s of one SM, a launch, and what a step takes beside
+# its products.
+_FLOPS_PER_SM = 6.2e12
+_LAUNCH_SECONDS = 2.0e-6
+_STEP_SECONDS = 0.3e-6
+#: What an item costs beside its steps, in steps.
+_ITEM_STEPS = 0.7
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tiling and schedule.
+
+    Attributes:
+      block_kv: keys and values of one step, a multiple of 16 up to 256.
+      num_stages: slots of the ring of keys and of the ring of values.
+      num_consumers: warpgroups that multiply; each has 64 queries of an item.
+      takes_turns: whether consumers issue their products in turn, so that the softmax of one runs beside the products
+        of another.
+      lazy_rescale: whether the output is rescaled only if the maximum of some row of a warp has grown by more than 2^8.
+      num_polynomials: of each 8 exponentials of a thread, so many are computed on the FMA units.
+    """
+
+    block_kv: int = 128
+    num_stages: int = 2
+    num_consumers: int = 2
+    takes_turns: bool = True
+    lazy_rescale: bool = False
+    num_polynomials: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(_LABEL, self)
+        rules = {
+            "block_kv must be a multiple of 16 from 16 to 256": self.block_kv % 16 or not 16 <= self.block_kv <= 256,
+            "num_stages must be at least 2": self.num_stages < 2,
+            "num_consumers must be 1, 2 or 3": self.num_consumers not in _REGISTERS,
+            "num_polynomials must be from 0 to 7": not 0 <= self.num_polynomials < 8,
+        }
+        for rule, is_broken in rules.items():
+            if is_broken:
+                raise ValueError(f"{_LABEL}: {rule}; got {self}.")
+
+    @property
+    def rows(self) -> int:
+        """Queries of an item."""
+        return self.num_consumers * _WGMMA_M
+
+
+def unsupported(spec: AttentionSpec) -> str | None:
+    if not spec.target.is_hopper:
+        return f"needs a GPU of compute capability 9.0 (Hopper), the target is {spec.target}"
+    if spec.q.dtype not in ELEMENTS:
+        return f"takes bfloat16 or float16, not {spec.q.dtype}"
+    operands = {"a bias": spec.bias is not None, "a dense mask": spec.mask is not None}
+    operands |= {f"the term {term}": True for term in spec.terms}
+    if missing := [name for name, is_given in operands.items() if is_given]:
+        return f"does not handle {', '.join(missing)}"
+    if spec.scale <= 0:
+        return f"needs a positive scale, got {spec.scale}"
+    if spec.soft_cap is not None and spec.soft_cap > _LARGEST_CAP:
+        return (
+            f"soft_cap must be at most {_LARGEST_CAP:g}: the kernel's tanh resolves 2^-22 of the cap; "
+            f"got {spec.soft_cap:g}"
+        )
+    arrays = (spec.q, spec.k, spec.v)
+    if not all(isinstance(size, int) for x in arrays for size in x.shape):
+        return "needs static shapes"
+    if max(spec.q.shape[3], spec.v.shape[3]) > 256:
+        return f"handles head dimensions up to 256, got {spec.q.shape[3]} and {spec.v.shape[3]}"
+    if any(0 in x.shape for x in arrays):
+        return "has no work in an empty attention"
+    if (longest := max(spec.q.shape[1], spec.k.shape[1])) > _MAX_LENGTH:
+        return f"needs at most {_MAX_LENGTH} queries and keys, got {longest}"
+    batch, num_queries, num_heads, _ = spec.q.shape
+    if (count := batch * num_heads * num_queries) >= _MAXELEMENTS:
+        return f"counts rows of all heads in 32 bits, and there are {count}"
+    return _missing()
+
+
+@functools.cache
+def _missing() -> str | None:
+    """What this installation lacks to run CUDA kernels, or None."""
+    try:
+        compiler.nvrtc_version()
+    except ImportError as e:
+        return f"needs NVRTC: {e}"
+    if handler.has_cuda() and (status := handler.status()).library is None:
+        return f"needs the launcher of the CUDA kernels: {status}"
+    return None
+
+
+def unpreferred(spec: AttentionSpec) -> str | None:
+    """Not chosen unasked before it has been measured beside the Pallas kernel."""
+    return "is taken only where it was measured fastest: its speed on an H200 is not known yet"
+
+
+def padded(size: int) -> int:
+    """A head dimension as the kernel computes with it: whole steps of wgmma."""
+    return size + -size % 16
+
+
+def smem_bytes(spec: AttentionSpec, config: Config) -> int:
+    """Dynamic shared memory: queries, the rings, staging buffers and barriers."""
+    head_dim, value_dim = padded(spec.q.shape[3]), padded(spec.v.shape[3])
+    boxes = lambda size: -(-size // _ATOM)
+    row_bytes = 2 * _ATOM * boxes(head_dim)
+    queries = config.rows * row_bytes
+    slot = config.block_kv * (row_bytes + 2 * _ATOM * boxes(value_dim))
+    barriers = 8 * (4 * config.num_stages + 2 * config.num_consumers)
+    storage = queries + config.num_stages * slot + 4 * config.num_consumers * _STAGING_BYTES + barriers
+    return storage + -storage % 1024
+
+
+def _fits(spec: AttentionSpec, config: Config) -> bool:
+    registers = _WGMMA_M * (padded(spec.v.shape[3]) + config.block_kv * 3 // 2) // _WARPGROUP
+    most = _REGISTERS[config.num_consumers]
+    if spec.segments or spec.soft_cap is not None:
+        most = 0 if config.num_consumers == 3 else most - _REGISTERS_OF_TERMS
+    return (
+        smem_bytes(spec, config) <= spec.target.smem_bytes
+        and registers <= most
+        and (config.num_consumers == 1 or config.rows - _WGMMA_M < spec.q.shape[1])
+    )
+
+
+#: Keys of a step, with three consumers and with fewer.
+_BLOCK_KVS = {3: (128, 96, 160, 64, 192), 2: (128, 176, 160, 192, 96, 80, 64, 112, 48, 32), 1: (128, 64, 32)}
+
+
+def search_space(spec: AttentionSpec) -> Iterator[Config]:
+    """Yields blocks of keys that fit registers and shared memory, each with as many stages as fit, up to 4."""
+    for num_consumers in (2, 3, 1):
+        for block_kv, takes_turns in itertools.product(_BLOCK_KVS[num_consumers], (True, False)):
+            if takes_turns and num_consumers == 1:
+                continue
+            stages = [Config(block_kv, n, num_consumers, takes_turns) for n in (4, 3, 2)]
+            config = next((config for config in stages if _fits(spec, config)), None)
+            if config is None:
+                continue
+            for lazy_rescale in (False, True):
+                yield dataclasses.replace(config, lazy_rescale=lazy_rescale)
+            if spec.q.shape[3] <= 64:
+                for num_polynomials in (1, 2):
+                    yield dataclasses.replace(config, num_polynomials=num_polynomials)
+
+
+def shortlist(spec: AttentionSpec) -> Iterator[Config]:
+    """Yields, of each size of tiles, the usual schedule."""
+    seen = set()
+    for config in search_space(spec):
+        tile = (config.block_kv, config.num_consumers)
+        if tile not in seen:
+            seen.add(tile)
+            yield config
+
+
+def estimate(spec: AttentionSpec, config: Config) -> float:
+    """Seconds: steps of all CTAs over the SMs, or of the longest CTA."""
+    batch, _, num_heads, _ = spec.q.shape
+    steps = _steps(spec, config)
+    items = batch * num_heads * len(steps)
+    flops = 2 * config.rows * config.block_kv * (padded(spec.q.shape[3]) + padded(spec.v.shape[3]))
+    seconds = flops / _FLOPS_PER_SM + _STEP_SECONDS
+    if config.num_consumers < 2:
+        seconds *= 1.5  # Nothing runs beside the softmax of the only consumer.
+    if min(steps) == max(steps):
+        busiest = (steps[0] + _ITEM_STEPS) * -(-items // spec.target.num_sms)
+    else:
+        busiest = max(*steps, (sum(steps) / len(steps) + _ITEM_STEPS) * items / spec.target.num_sms)
+    return _LAUNCH_SECONDS + busiest * seconds
+
+
+def _steps(spec: AttentionSpec, config: Config) -> list[int]:
+    """For each block of queries: how many blocks of keys it visits, lengths and segments aside."""
+    num_queries, num_keys = spec.q.shape[1], spec.k.shape[1]
+    offset = planned_offset(spec)
+    steps = []
+    for start in range(offset, offset + num_queries, config.rows):
+        first, end = blocks_of(*keys_seen_by_any(spec, start, start + config.rows, num_keys), config.block_kv)
+        steps.append(max(end - first, 1))
+    return steps
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(spec: AttentionSpec, config: Config) -> np.ndarray:
+    """The items of each CTA. An item's number is head * num_q_blocks + q_block, heads of all batch elements counted.
+
+    Heads follow each other, so that CTAs share keys in L2, and each head's longest items come first. A third of the
+    blocks of queries, those that see least, come at the end: they even out what is left.
+    """
+    batch, _, num_heads, _ = spec.q.shape
+    heads, steps = batch * num_heads, _steps(spec, config)
+    num_q_blocks = len(steps)
+    num_last = num_q_blocks // 3 if spec.causal else 0
+    items = [(q, head) for head in range(heads) for q in reversed(range(num_last, num_q_blocks))]
+    items += [(q, head) for q in reversed(range(num_last)) for head in range(heads)]
+    numbered = [(head * num_q_blocks + q_block, steps[q_block] + _ITEM_STEPS) for q_block, head in items]
+    return balanced_plan(numbered, spec.target.num_sms)[0]
+
+
+def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
+    """Returns [out (B, T, N, D), lse (B, N, T) float32]."""
+    if (needed := smem_bytes(spec, config)) > spec.target.smem_bytes:
+        raise ValueError(
+            f"{_LABEL}: a block has at most {spec.target.smem_bytes} bytes of shared memory on {spec.target.name}; got "
+            f"{config}, which needs {needed}. Use fewer stages or a smaller block_kv."
+        )
+    named = spec.named("attention_forward", operands)
+    value_dim = spec.v.shape[3]
+    q, k, v = (whole_units(named[name]) for name in ("q", "k", "v"))
+    plan = jnp.asarray(_plan(spec, config))
+    arrays = [q, k, v, plan]
+
+    def buffer(x: jax.Array | None) -> int:
+        """The number of an operand. For those that are not given stands the plan, which is not read as such."""
+        if x is None:
+            return 3
+        arrays.append(x)
+        return len(arrays) - 1
+
+    edge = buffer(_edge_values(spec, config, v, named["key_lengths"])) if spec.key_lengths else 2
+    blocks = segment_key_blocks(spec, config.rows, config.block_kv, dict(named)) if spec.segments else None
+    extras = [
+        *(named.get(name) for name in ("query_lengths", "key_lengths", "query_segments", "key_segments")),
+        blocks,
+        named["query_offset"].reshape(1) if spec.query_offset else None,
+    ]
+    extra_buffers = [buffer(x) for x in extras]
+    batch, num_queries, num_heads, _ = q.shape
+    results = [
+        jax.ShapeDtypeStruct((batch, num_queries, num_heads, v.shape[3]), v.dtype),
+        jax.ShapeDtypeStruct((batch, num_heads, num_queries), jnp.float32),
+    ]
+    out_buffer, lse_buffer = len(arrays), len(arrays) + 1
+    compiled = compile_forward(spec, config)
+    out, lse = custom_call.launch(
+        compiled.cubin,
+        compiled.name,
+        arrays,
+        results,
+        parameters=[
+            rows_of_a_head(0, q, _WGMMA_M),
+            rows_of_a_head(1, k, config.block_kv),
+            rows_of_a_head(2, v, config.block_kv),
+            rows_of_a_head(edge, arrays[edge], config.block_kv),
+            rows_of_a_head(out_buffer, results[0], 16),
+            custom_call.Pointer(lse_buffer),
+            custom_call.Pointer(3),
+            *map(custom_call.Pointer, extra_buffers),
+            _problem(spec, config, plan.shape[1]),
+        ],
+        grid=(plan.shape[0],),
+        block=((config.num_consumers + 1) * _WARPGROUP,),
+        smem_bytes=smem_bytes(spec, config),
+        target=spec.target,
+        label="attention_forward",
+    )
+    if may_see_nothing(spec):
+        out = _fill_in_means(spec, named, out, lse)
+    return [out[..., :value_dim], lse]
+
+
+def whole_units(x: jax.Array) -> jax.Array:
+    """Pads the last dimension to whole units of 16 bytes; usually there is nothing to do."""
+    missing = -x.shape[3] % _UNIT
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x
+
+
+def rows_of_a_head(buffer: int, x: Any, rows: int, columns: int = _ATOM) -> custom_call.TensorMap:
+    """Copies `rows` neighbours along the sequence, of one head, one swizzle span of `columns` elements across."""
+    batch, length, num_heads, size = x.shape
+    itemsize = x.dtype.itemsize
+    return custom_call.TensorMap(
+        buffer,
+        box=(1, 1, rows, columns),
+        shape=(batch, num_heads, length, size),
+        strides=(
+            length * num_heads * size * itemsize,
+            size * itemsize,
+            num_heads * size * itemsize,
+        ),
+        swizzle="128B",
+    )
+
+
+def _edge_values(spec: AttentionSpec, config: Config, v: jax.Array, key_lengths: jax.Array) -> jax.Array:
+    """The values of the block in which the keys of each batch element end, zero from there on: padding may be NaN, and
+    a weight of zero does not hide it.
+    """
+    key_end = jnp.clip(key_lengths, 0, spec.k.shape[1])[:, None]
+    row = key_end // config.block_kv * config.block_kv + jnp.arange(config.block_kv)
+    edge = jnp.take_along_axis(v, row[:, :, None, None], axis=1, mode="clip")
+    return jnp.where((row < key_end)[:, :, None, None], edge, 0)
+
+
+def _fill_in_means(spec: AttentionSpec, named: Any, out: jax.Array, lse: jax.Array) -> jax.Array:
+    """Writes the mean of the values into the rows of queries that see no key, if there are any."""
+    is_blind = (lse <= MASKED_LOGIT / 2) & queries_inside(spec, dict(named))[:, None]
+
+    def fill(out: jax.Array) -> jax.Array:
+        mean = mean_of_values(spec, named["v"], named)
+        mean = jnp.pad(mean, ((0, 0), (0, 0), (0, 0), (0, out.shape[3] - mean.shape[3])))
+        return jnp.where(jnp.swapaxes(is_blind, 1, 2)[..., None], mean.astype(out.dtype), out)
+
+    return lax.cond(is_blind.any(), fill, lambda out: out, out)
+
+
+def _problem(spec: AttentionSpec, config: Config, plan_columns: int) -> np.generic:
+    """The kernel's `Problem`."""
+    num_queries, num_keys = spec.q.shape[1], spec.k.shape[1]
+    # A side that reaches beyond all keys is open.
+    side = lambda size: 0 if size is None else min(size, 2**29)
+    factor, cap = factors(spec)
+    fields = [num_queries, num_keys, spec.q.shape[2], spec.group_size, -(-num_queries // config.rows), plan_columns]
+    fields += [side(spec.band.left), side(spec.band.right)]
+    fields += [np.float32(x).view(np.int32) for x in (factor, cap)]
+    return np.array(fields, np.int32).view(f"V{4 * len(fields)}")[0]
+
+
+def factors(spec: AttentionSpec) -> tuple[float, float]:
+    """What kernels multiply a product q k by, and the soft cap in base 2. Without a soft cap, the first gives logits in
+    base 2; with one, logits over the cap.
+    """
+    if spec.soft_cap is None:
+        return spec.scale * LOG2E, 0.0
+    return spec.scale / spec.soft_cap, spec.soft_cap * LOG2E
+
+
+def compile_forward(spec: AttentionSpec, config: Config) -> compiler.CompiledKernel:
+    """Compiles the kernel that serves the spec: lengths and numbers of heads are not part of it."""
+    choices: dict[str, Any] = dict(
+        element=ELEMENTS[spec.q.dtype],
+        head_dim=padded(spec.q.shape[3]),
+        value_dim=padded(spec.v.shape[3]),
+        block_kv=config.block_kv,
+        num_stages=config.num_stages,
+        num_consumers=config.num_consumers,
+        takes_turns=config.takes_turns,
+        lazy_rescale=config.lazy_rescale,
+        num_polynomials=config.num_polynomials,
+        has_left=spec.band.left is not None,
+        has_right=spec.band.right is not None,
+        is_ragged=spec.k.shape[1] % config.block_kv != 0,
+        query_lengths=spec.query_lengths,
+        key_lengths=spec.key_lengths,
+        segments=spec.segments,
+        query_offset=spec.query_offset,
+        soft_cap=spec.soft_cap is not None,
+        masked_logit=f"{MASKED_LOGIT!r}f",
+        smem_bytes=smem_bytes(spec, config),
+    )
+    try:
+        return _compile_cached(tuple(sorted(choices.items())))
+    except compiler.CompileError as e:
+        e.add_note(f"{_LABEL}: compiled for {spec} with {config}. Use a smaller block_kv, or leave config out.")
+        raise
+
+
+@functools.lru_cache(maxsize=512)
+def _compile_cached(choices: tuple[tuple[str, Any], ...]) -> compiler.CompiledKernel:
+    defines = {f"JK_{name.upper()}": value for name, value in choices}
+    columns = sorted({defines["JK_BLOCK_KV"], defines["JK_VALUE_DIM"]})
+    return compiler.compile_kernel(
+        (importlib.resources.files("jaxkernels.ffi.attention") / "forward.cu").read_text(),
+        "jaxkernels::attention_forward",
+        filename="forward.cu",
+        headers={wgmma.NAME: wgmma.instructions(defines["JK_ELEMENT"], *columns)},
+        defines=defines,
+        strict=True,
+    )

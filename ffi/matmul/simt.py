@@ -1,0 +1,119 @@
+"""Products of float32 matrices on CUDA cores, without TF32: the best rungs of the SGEMM ladder (`ffi/sgemm`).
+
+It serves products of precision HIGHEST. The rungs take row-major matrices: XLA transposes others, and applies the
+epilogue.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkernels.core.arguments import check_fields
+from jaxkernels.ffi import compiler, handler
+from jaxkernels.ffi.sgemm import RUNGS, sgemm
+from jaxkernels.ops.matmul import tensor_cores
+from jaxkernels.ops.matmul.epilogue import apply_epilogue
+from jaxkernels.ops.matmul.spec import MatmulSpec
+
+__all__ = ["VERSION", "Config", "estimate", "run", "search_space", "unpreferred", "unsupported"]
+
+VERSION = 1
+
+_LABEL = "matmul[cuda]"
+_FLOAT32 = jnp.dtype(jnp.float32)
+_NUMBERS = [rung.number for rung in RUNGS]
+#: The first rung that is worth trying.
+_FIRST = 9
+_EXACT = (
+    lax.Precision.HIGHEST,
+    (lax.Precision.HIGHEST, lax.Precision.HIGHEST),
+    lax.DotAlgorithmPreset.F32_F32_F32,
+)
+# Rough figures for the cost model, not fitted: the share of the peak that a rung reaches, a launch, and bytes/s of the
+# transpositions.
+_SHARE = 0.75
+_LAUNCH_SECONDS = 3e-6
+_COPY_BYTES = 3e12
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The kernel.
+
+    Attributes:
+      rung: number of the rung of the SGEMM ladder.
+    """
+
+    rung: int = RUNGS[-1].number
+
+    def __post_init__(self) -> None:
+        check_fields(_LABEL, self)
+        if self.rung not in _NUMBERS:
+            raise ValueError(f"{_LABEL}: rung must be from 1 to {len(_NUMBERS)}; got {self}.")
+
+
+def unsupported(spec: MatmulSpec) -> str | None:
+    if not spec.lhs.dtype == spec.rhs.dtype == spec.out_dtype == _FLOAT32:
+        return f"on CUDA cores takes and returns float32, not {spec.lhs.dtype}, {spec.rhs.dtype} to {spec.out_dtype}"
+    if spec.precision not in _EXACT:
+        return (
+            f"on CUDA cores multiplies float32 exactly (precision HIGHEST), the precision asked for is {spec.precision}"
+        )
+    if spec.target.platform != "cuda" or (spec.target.compute_capability or (0, 0)) < (8, 0):
+        return f"needs a GPU of compute capability 8.0 or newer, the target is {spec.target}"
+    if reason := tensor_cores.unsupported_sizes(spec):
+        return reason
+    if (spec.gemm.batch or 1) > 1:
+        return f"on CUDA cores has no batches, got {spec.gemm.batch} products"
+    return _missing()
+
+
+def _missing() -> str | None:
+    """What this installation lacks to run CUDA kernels, or None."""
+    try:
+        compiler.nvrtc_version()
+    except ImportError as e:
+        return f"needs NVRTC: {e}"
+    if handler.has_cuda() and (status := handler.status()).library is None:
+        return f"needs the launcher of the CUDA kernels: {status}"
+    return None
+
+
+def unpreferred(spec: MatmulSpec) -> str | None:
+    """Not chosen unasked before it has been measured beside cuBLAS."""
+    return "is taken only where it was measured fastest: its speed on an H200 is not known yet"
+
+
+def search_space(spec: MatmulSpec) -> Iterator[Config]:
+    """Yields the rungs from the autotuned one on that run on the chip, the last one first."""
+    for rung in reversed(RUNGS):
+        if rung.number >= _FIRST and (spec.target.is_hopper or not rung.uses_tma):
+            yield Config(rung.number)
+
+
+def estimate(spec: MatmulSpec, config: Config) -> float:
+    """Seconds: FLOPs at a share of the chip's peak that grows along the ladder, and XLA's transpositions."""
+    g = spec.gemm
+    peak = spec.target.fp32_flops_per_s or 2e13
+    share = _SHARE * config.rung / RUNGS[-1].number
+    moved = [8 * g.m * g.k if g.lhs_layout == "km" else 0, 8 * g.k * g.n if g.rhs_layout == "nk" else 0]
+    return _LAUNCH_SECONDS + 2 * g.m * g.n * g.k / (share * peak) + sum(moved) / _COPY_BYTES
+
+
+def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
+    """Returns the product, or [out] / [out, preactivation] when the spec has an epilogue."""
+    operands = spec.named("matmul", arrays)
+    g = spec.gemm
+    lhs, rhs = spec.fold(operands["lhs"], operands["rhs"])
+    lhs, rhs = lhs.reshape(lhs.shape[-2:]), rhs.reshape(rhs.shape[-2:])
+    lhs = lhs.T if g.lhs_layout == "km" else lhs
+    rhs = rhs.T if g.rhs_layout == "nk" else rhs
+    out = sgemm(lhs, rhs, alpha=spec.alpha, rung=config.rung)
+    out = spec.unfold(out if g.batch is None else out[None])
+    return apply_epilogue(spec, out, operands) if spec.fused else out

@@ -1,0 +1,72 @@
+// Rung 6: 16-byte accesses. A tile of A is stored transposed, so that the TM values a thread needs
+// for one l are neighbours in shared memory.
+//
+//   global A           shared a
+//   row i: 0 1 2 3     0: row i, row i + 1, ...     One float4 of a row is written to four rows
+//          l -->       1: row i, row i + 1, ...     of the tile. TM values are read by TM / 4
+//                      2: ...                       instructions instead of TM.
+
+#include "rows4.cuh"
+
+using namespace jaxkernels;
+
+constexpr int kThreads = (BM / TM) * (BN / TN);
+
+struct Tiles {
+  float a[BK][BM];  // Transposed.
+  float b[BK][BN];
+};
+
+__global__ __launch_bounds__(kThreads) void sgemm_vectorised(const float* __restrict__ a,
+                                                             const float* __restrict__ b,
+                                                             float* __restrict__ c, int m, int n,
+                                                             int k, float alpha, float beta) {
+  static_assert(BM * BK % (4 * kThreads) == 0 && BK * BN % (4 * kThreads) == 0,
+                "each thread loads equally many groups of four");
+  __shared__ Tiles tiles;
+  const int tiles_n = (n + BN - 1) / BN;
+  const int row0 = blockIdx.x / tiles_n * BM, column0 = blockIdx.x % tiles_n * BN;
+  const int row = threadIdx.x / (BN / TN) * TM, column = threadIdx.x % (BN / TN) * TN;
+
+  float sums[TM][TN] = {};
+  for (int k0 = 0; k0 < k; k0 += BK) {
+#pragma unroll
+    for (int first = 0; first < BM * BK; first += 4 * kThreads) {
+      const int i = first + 4 * threadIdx.x;
+      const float4 v = load4<K_ALIGNED>(a, m, k, row0 + i / BK, k0 + i % BK);
+      tiles.a[i % BK + 0][i / BK] = v.x;
+      tiles.a[i % BK + 1][i / BK] = v.y;
+      tiles.a[i % BK + 2][i / BK] = v.z;
+      tiles.a[i % BK + 3][i / BK] = v.w;
+    }
+#pragma unroll
+    for (int first = 0; first < BK * BN; first += 4 * kThreads) {
+      const int i = first + 4 * threadIdx.x;
+      const float4 v = load4<N_ALIGNED>(b, k, n, k0 + i / BN, column0 + i % BN);
+      *reinterpret_cast<float4*>(&tiles.b[i / BN][i % BN]) = v;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int l = 0; l < BK; ++l) {
+      float a_values[TM], b_values[TN];
+#pragma unroll
+      for (int i = 0; i < TM; i += 4) copy4(&a_values[i], &tiles.a[l][row + i]);
+#pragma unroll
+      for (int j = 0; j < TN; j += 4) copy4(&b_values[j], &tiles.b[l][column + j]);
+#pragma unroll
+      for (int i = 0; i < TM; ++i) {
+#pragma unroll
+        for (int j = 0; j < TN; ++j) sums[i][j] += a_values[i] * b_values[j];
+      }
+    }
+    __syncthreads();
+  }
+
+#pragma unroll
+  for (int i = 0; i < TM; ++i) {
+#pragma unroll
+    for (int j = 0; j < TN; j += 4) {
+      update4<N_ALIGNED>(c, m, n, row0 + row + i, column0 + column + j, alpha, &sums[i][j], beta);
+    }
+  }
+}

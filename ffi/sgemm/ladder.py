@@ -1,0 +1,438 @@
+"""The rungs of the SGEMM ladder, and the function that calls them.
+
+A rung is one CUDA file in this folder, with one kernel. All have the same operands: A (m x k), B (k x n) and C (m x n),
+row major, float32, of any size. Rungs from 13 on load tiles by TMA (Hopper). TMA takes rows of multiples of 16 bytes:
+`sgemm` pads A and B for these rungs where needed.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxkernels.ffi.custom_call import Pointer, TensorMap
+from jaxkernels.ffi.kernel import CudaKernel, LaunchPlan
+
+__all__ = ["RUNGS", "Config", "Rung", "choose", "lookup", "search_space", "sgemm"]
+
+_FOLDER = pathlib.Path(__file__).parent
+_FLOAT_BYTES = 4
+_STATIC_SMEM_BYTES = 48 * 1024
+_MAX_REGISTERS, _SM_REGISTERS = 255, 65536
+_MAX_SIZE = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tile sizes of a rung; a kernel sees each field as a macro.
+
+    Attributes:
+      BM, BN, BK: the tile of a block along m, n and k.
+      TM, TN: the results of a thread along m and n.
+      LANES_M, LANES_N: the lanes of a warp along m and n; 0: threads are not grouped by warps.
+      STAGES: slots of the ring of tiles; 0: no ring.
+      UNROLL: steps along k between two branches of the inner loop; 0: all of the tile.
+      CLUSTER: blocks that share B by multicast.
+      SPLIT_K: blocks that share the k dimension of one tile.
+      BLOCKS: blocks per SM that the compiler leaves registers for; 0: no limit.
+    """
+
+    BM: int
+    BN: int
+    BK: int = 1
+    TM: int = 1
+    TN: int = 1
+    LANES_M: int = 0
+    LANES_N: int = 0
+    STAGES: int = 0
+    UNROLL: int = 0
+    CLUSTER: int = 1
+    SPLIT_K: int = 1
+    BLOCKS: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return (self.BM // self.TM) * (self.BN // self.TN)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Dynamic shared memory of the rungs with a ring."""
+        return self.STAGES * (self.BM + self.BN) * self.BK * _FLOAT_BYTES
+
+    @property
+    def partial_bytes(self) -> int:
+        """Shared memory of a block's partial sums, padded by four columns."""
+        return 0 if self.SPLIT_K == 1 else self.BM * (self.BN + 4) * _FLOAT_BYTES
+
+    def __str__(self) -> str:
+        return ", ".join(f"{f.name}={v}" for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rung:
+    """A step of the ladder.
+
+    Attributes:
+      number, name: its place and its name.
+      idea: what it adds, in one sentence.
+      prediction: what that should change, said before it was measured.
+      config: the default tiles.
+      uses_tma: whether tiles are loaded by TMA. It then needs Hopper and padded rows.
+      chooses: whether the tiles depend on the size of the product (`choose`).
+    """
+
+    number: int
+    name: str
+    idea: str
+    prediction: str
+    config: Config
+    uses_tma: bool = False
+    chooses: bool = False
+
+    @property
+    def path(self) -> pathlib.Path:
+        return _FOLDER / f"{self.number:02d}_{self.name}.cu"
+
+    @property
+    def kernel(self) -> CudaKernel:
+        return _kernel(self)
+
+
+RUNGS: tuple[Rung, ...] = (
+    Rung(
+        1, "naive",
+        "One thread computes one result; the lanes of a warp are rows.",
+        "Each load of A touches 32 sectors to use 4 bytes of each, so the L1 cache limits the speed to a few percent.",
+        Config(32, 32),
+    ),
+    Rung(
+        2, "coalesced",
+        "The lanes of a warp are columns.",
+        "A load of B touches 4 sectors instead of 1 and one of A 1 instead of 32: about 8 times as fast as rung 1.",
+        Config(32, 32),
+    ),
+    Rung(
+        3, "shared",
+        "The block stages 32 x 32 tiles of A and B in shared memory.",
+        "Each multiplication still reads shared memory twice, the new limit: less than twice as fast as rung 2.",
+        Config(32, 32, 32),
+    ),
+    Rung(
+        4, "block_1d",
+        "A thread computes 8 results in a column and keeps the value of B in a register.",
+        "9 reads of shared memory for 8 multiplications instead of 16: up to twice as fast as rung 3.",
+        Config(64, 64, 8, 8),
+    ),
+    Rung(
+        5, "block_2d",
+        "A thread computes 8 x 8 results as an outer product.",
+        "16 reads of shared memory for 64 multiplications instead of 72: up to twice as fast as rung 4.",
+        Config(128, 128, 8, 8, 8),
+    ),
+    Rung(
+        6, "vectorised",
+        "A is stored transposed, and all accesses are of 16 bytes.",
+        "4 read instructions for 64 multiplications instead of 16: about a fifth faster than rung 5.",
+        Config(128, 128, 8, 8, 8),
+    ),
+    Rung(
+        7, "linear_b",
+        "The tile of B is stored in the order in which neighbouring threads read it.",
+        "No bank conflicts, but 4-byte accesses of B: 10 read instructions instead of 4, slower than rung 6.",
+        Config(128, 128, 8, 8, 8),
+    ),
+    Rung(
+        8, "padded_b",
+        "The rows of the tile of B are padded by 5 columns.",
+        "4-byte accesses of B as in rung 7, and the conflicts within a row remain: slower than rung 6.",
+        Config(128, 128, 8, 8, 8),
+    ),
+    Rung(
+        9, "autotuned",
+        "Tile sizes are found by search, and a thread's results are spread over the tile.",
+        "A larger BK halves the barriers, and spread results read B without conflicts: a tenth faster than rung 6.",
+        Config(128, 128, 16, 8, 8),
+    ),
+    Rung(
+        10, "warp_tile",
+        "Each warp has a tile of 64 x 64 and each thread 8 x 16 results.",
+        "6 read instructions for 128 multiplications instead of 4 for 64, at twice the registers of rung 9.",
+        Config(128, 128, 16, 8, 16, 8, 4),
+    ),
+    Rung(
+        11, "half_loads",
+        "Two buffers: one half of the warps loads a tile while the other half multiplies the previous one.",
+        "The wait for global memory is hidden, but while one half loads, only half of the warps multiply.",
+        Config(128, 128, 16, 8, 8, 8, 4),
+    ),
+    Rung(
+        12, "cp_async",
+        "Two buffers: copies without registers fill one while all warps multiply the other.",
+        "The wait is hidden from all warps, but A takes one copy instruction for each 4 bytes.",
+        Config(128, 128, 16, 8, 8, 8, 4),
+    ),
+    Rung(
+        13, "tma",
+        "TMA fills a ring of slots at the request of one thread; A stays row major in a swizzled tile.",
+        "95 % of the instructions multiply, so about 95 % of the peak if nothing else waits: above cuBLAS.",
+        Config(128, 256, 32, 8, 16, 8, 4, STAGES=4, UNROLL=8, BLOCKS=1),
+        uses_tma=True,
+    ),
+    Rung(
+        14,
+        "multicast",
+        "Two blocks form a cluster, and each loads half of the tile of B for both.",
+        "A third less traffic from L2, which is no limit (6 bytes a clock and SM): the same speed at less power.",
+        Config(128, 256, 32, 8, 16, 8, 4, STAGES=4, UNROLL=8, CLUSTER=2, BLOCKS=1),
+        uses_tma=True,
+    ),
+    Rung(
+        15,
+        "split_k",
+        "Blocks of a cluster divide k among themselves and add their sums through distributed shared memory.",
+        "Nothing at 4096 and 8192, where all SMs have tiles; several times as fast as rung 13 at 512 and 1024.",
+        Config(128, 256, 32, 8, 16, 8, 4, STAGES=4, UNROLL=8, BLOCKS=1),
+        uses_tma=True,
+        chooses=True,
+    ),
+)  # fmt: skip
+
+_BY_NAME = {rung.name: rung for rung in RUNGS}
+_BY_NUMBER = {rung.number: rung for rung in RUNGS}
+
+
+def lookup(rung: int | str | Rung) -> Rung:
+    """Returns a rung by its number or name.
+
+    Raises:
+      ValueError: there is no such rung.
+    """
+    if isinstance(rung, Rung):
+        return rung
+    found = _BY_NAME.get(rung) if isinstance(rung, str) else _BY_NUMBER.get(rung)
+    if found is None:
+        known = ", ".join(f"{known.number} ({known.name})" for known in RUNGS)
+        raise ValueError(_message("rung must be a number or name of the ladder", repr(rung), f"Use one of {known}."))
+    return found
+
+
+def sgemm(
+    a: Float[Array, "m k"],
+    b: Float[Array, "k n"],
+    c: Float[Array, "m n"] | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    rung: int | str | Rung = RUNGS[-1],
+    config: Config | None = None,
+) -> Float[Array, "m n"]:
+    """Multiplies matrices on CUDA cores: alpha * a @ b + beta * c.
+
+    Products and sums are in float32: no tensor cores and no TF32.
+
+    Args:
+      a, b: float32 matrices of any size of at least 1.
+      c: added with the factor `beta`. It is overwritten in place if XLA can, as when it is donated. Not read if beta is
+        0, as in BLAS.
+      alpha, beta: constants of the program.
+      rung: the kernel, by number or name; by default the last one.
+      config: tile sizes. None: the rung's own.
+
+    Returns:
+      The float32 result.
+
+    Raises:
+      ValueError: another dtype or rank, sizes that do not fit each other, an unknown rung, beta without c.
+      NotImplementedError: lowered for another platform than CUDA, or a rung with TMA for a GPU before Hopper.
+
+    Differentiability: none. vmap launches once for each example.
+    """
+    step = lookup(rung)
+    operands = {"a": jnp.asarray(a), "b": jnp.asarray(b)} | ({} if c is None else {"c": jnp.asarray(c)})
+    _check(operands)
+    for name, value in (("alpha", alpha), ("beta", beta)):
+        if isinstance(value, jax.Array | np.ndarray) or not _is_finite(value):
+            got = type(value).__name__ if isinstance(value, jax.Array | np.ndarray) else repr(value)
+            raise ValueError(_message(f"{name} must be a finite Python number", got, "Scale the result for an array."))
+    if c is None and beta != 0:
+        raise ValueError(_message("beta must be 0 if c is not given", f"beta={beta!r}", "Give c."))
+    if step.uses_tma:
+        operands |= {name: _whole_rows(operands[name]) for name in ("a", "b")}
+    m, k, n = a.shape[0], a.shape[1], b.shape[1]
+    return step.kernel(
+        *operands.values(),
+        sizes=(m, n, k),
+        alpha=float(alpha),
+        beta=float(beta),
+        config=config or (choose(m, n, k) if step.chooses else step.config),
+    )
+
+
+#: BM, BN, blocks per SM, slots of the ring, and the speed of the main loop relative to the largest tile (an estimate:
+#: smaller tiles load more for each product).
+_TILES = ((128, 256, 1, 4, 1.0), (128, 128, 2, 3, 0.99), (64, 128, 4, 2, 0.95), (64, 64, 6, 2, 0.9))
+#: SPLIT_K -> the share of the SMs that clusters of so many blocks can fill. An H200 has room for 120 blocks in clusters
+#: of four (docs/pipeline.md); for eight it is an estimate.
+_SPLITS = {1: 1.0, 2: 1.0, 4: 120 / 132, 8: 112 / 132}
+#: In clocks of an SM: from the launch of a block to its first product and from its last product to its end; and for
+#: each 16 bytes of partial sums that a block of a cluster reads. Estimates, not fitted to measurements.
+_BLOCK_CLOCKS, _PARTIAL_CLOCKS = 4000, 0.5
+#: With tiles for more waves than these, k is not divided.
+_FEW_WAVES = 1
+_FFMA_PER_CLOCK, _FFMA_SHARE = 128, 0.93
+#: One warp on each of the four schedulers of an SM waits for shared memory in between. Two hide it.
+_FULL_WARPS = 8
+
+
+def choose(m: int, n: int, k: int, num_sms: int = 132) -> Config:
+    """Chooses the tile and SPLIT_K of a rung by a model of its time: waves of blocks times the clocks of a block."""
+    few = lambda config: -(-m // config.BM) * -(-n // config.BN) <= _FEW_WAVES * num_sms * config.BLOCKS
+    configs = {config: speed for config, speed in candidates(k).items() if config.SPLIT_K == 1 or few(config)}
+    return min(configs, key=lambda config: _clocks(config, m, n, k, num_sms, configs[config]))
+
+
+def candidates(k: int) -> dict[Config, float]:
+    """What `choose` chooses among, each with the relative speed of its main loop."""
+    return {
+        Config(bm, bn, 32, 8, 16, 8, 4, STAGES=stages, UNROLL=8, BLOCKS=blocks, SPLIT_K=split): speed
+        for bm, bn, blocks, stages, speed in _TILES
+        for split in _SPLITS
+        if split == 1 or k >= 64 * split
+    }
+
+
+def _clocks(config: Config, m: int, n: int, k: int, num_sms: int, speed: float) -> float:
+    tiles = -(-m // config.BM) * -(-n // config.BN)
+    blocks = tiles * config.SPLIT_K
+    # Blocks on the busiest SM: all at once up to BLOCKS, the rest in further waves.
+    on_one_sm = -(-blocks // int(num_sms * _SPLITS[config.SPLIT_K]))
+    at_once = min(on_one_sm, config.BLOCKS)
+    steps = -(-k // config.SPLIT_K)
+    share = speed * _FFMA_SHARE * min(1.0, 0.5 + 0.5 * at_once * config.threads / 32 / _FULL_WARPS)
+    products = on_one_sm * config.BM * config.BN * steps / (_FFMA_PER_CLOCK * share)
+    partial = 0.0 if config.SPLIT_K == 1 else config.BM * config.BN / 4 * _PARTIAL_CLOCKS * on_one_sm
+    return products + partial + _BLOCK_CLOCKS * -(-on_one_sm // config.BLOCKS)
+
+
+def _check(operands: Mapping[str, jax.Array]) -> None:
+    for name, x in operands.items():
+        if x.ndim != 2 or x.dtype != jnp.float32:
+            what = f"{name} must be a float32 matrix"
+            raise ValueError(_message(what, f"{x.dtype.name}{list(x.shape)}", "Convert it, or use jk.matmul."))
+        if not all(1 <= size <= _MAX_SIZE for size in x.shape):
+            raise ValueError(_message(f"sizes of {name} must be 1 to 2^31 - 1", f"{x.shape}", "Use jnp.matmul."))
+    a, b = operands["a"].shape, operands["b"].shape
+    if a[1] != b[0]:
+        raise ValueError(_message("a must have as many columns as b has rows", f"{a} and {b}", "Transpose one."))
+    if "c" in operands and operands["c"].shape != (a[0], b[1]):
+        got = f"{operands['c'].shape}"
+        raise ValueError(_message(f"c must have the shape of the product, {(a[0], b[1])}", got, "Broadcast it first."))
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and math.isfinite(value)
+
+
+def _whole_rows(x: jax.Array) -> jax.Array:
+    """Pads rows with zeros to a multiple of 16 bytes."""
+    missing = -x.shape[1] % (16 // _FLOAT_BYTES)
+    return jnp.pad(x, ((0, 0), (0, missing))) if missing else x
+
+
+def _message(rule: str, got: str, way_out: str) -> str:
+    return f"sgemm[cuda]: {rule}; got {got}. {way_out}"
+
+
+@functools.cache
+def _kernel(rung: Rung) -> CudaKernel:
+    return CudaKernel(rung.path, f"sgemm_{rung.name}", functools.partial(_plan, rung), strict=True)
+
+
+def _plan(
+    rung: Rung,
+    *x: jax.ShapeDtypeStruct,
+    sizes: tuple[int, int, int],
+    alpha: float,
+    beta: float,
+    config: Config,
+) -> LaunchPlan:
+    """Operands: x0 = A, x1 = B and, if given, x2 = C, which the result replaces."""
+    m, n, k = sizes
+    # Blocks of a cluster are neighbours along m. Some may have no rows.
+    tiles = -(-m // (config.BM * config.CLUSTER)) * config.CLUSTER * -(-n // config.BN)
+    defines = dataclasses.asdict(config)
+    scalars = [np.int32(m), np.int32(n), np.int32(k), np.float32(alpha), np.float32(beta)]
+    common: dict[str, Any] = dict(
+        results={"out": jax.ShapeDtypeStruct((m, n), jnp.float32)},
+        block=(config.threads,),
+        aliases={"x2": "out"} if len(x) == 3 else {},
+        grid=(tiles * config.SPLIT_K,),
+    )
+    defines |= {"K_ALIGNED": k % 4 == 0, "N_ALIGNED": n % 4 == 0}
+    if rung.uses_tma:
+        return _tma_plan(config, common, defines, scalars)
+    return LaunchPlan(
+        parameters=[Pointer("x0"), Pointer("x1"), Pointer("out"), *scalars],
+        defines=defines,
+        **common,
+    )
+
+
+def _tma_plan(config: Config, common: Mapping[str, Any], defines: Mapping[str, Any], scalars: Any) -> LaunchPlan:
+    maps = [
+        TensorMap("x0", box=(config.BM, config.BK), swizzle="128B"),
+        TensorMap("x1", box=(config.BK // config.CLUSTER, config.BN)),
+    ]
+    return LaunchPlan(
+        parameters=[*maps, Pointer("out"), *scalars],
+        smem_bytes=max(config.ring_bytes, config.partial_bytes) + 16 * config.STAGES,
+        cluster=(config.SPLIT_K * config.CLUSTER,),
+        defines=defines,
+        **common,
+    )
+
+
+def search_space() -> tuple[list[Config], collections.Counter[str]]:
+    """Lists the configurations of rung 9.
+
+    Returns:
+      The legal ones, and the number of combinations that each rule excluded. A combination that breaks several rules
+      counts for the first.
+    """
+    legal, refused = [], collections.Counter[str]()
+    for bm, bn, bk, tm, tn in itertools.product((64, 128, 256), (64, 128, 256), (8, 16, 32), (4, 8, 16), (4, 8, 16)):
+        config = Config(bm, bn, bk, tm, tn)
+        if reason := _illegal(config):
+            refused[reason] += 1
+        else:
+            legal.append(config)
+    return legal, refused
+
+
+def _illegal(config: Config) -> str | None:
+    """Why rung 9 cannot have this configuration, or would be slow with it."""
+    threads = config.threads
+    tiles = (config.BM * config.BK, config.BK * config.BN)
+    # Results, two sets of values of A and B, elements on their way to shared memory, the rest (tried with ptxas).
+    registers = config.TM * config.TN + 2 * (config.TM + config.TN) + sum(tiles) // threads + 30
+    if not 64 <= threads <= 1024:
+        return "threads of a block: 64 to 1024"
+    if sum(tiles) * _FLOAT_BYTES > _STATIC_SMEM_BYTES:
+        return "static shared memory of a block: 48 KB"
+    if registers > min(_MAX_REGISTERS, _SM_REGISTERS // threads):
+        return "registers do not fit: the results would spill"
+    if any(tile % (4 * threads) for tile in tiles):
+        return "threads must load equally many float4"
+    return None

@@ -1,0 +1,204 @@
+"""The CUDA attention kernels: what they refuse, and their configurations compiled for Hopper without spilled registers.
+
+How they compute is tested on an emulator (test_cuda_attention_emulated.py) and, on a GPU, in test_attention.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attentions import H200, draw, make_spec
+
+import jaxkernels as jk
+from jaxkernels.core import dispatch, hardware
+from jaxkernels.ffi.attention import backward, forward
+from jaxkernels.ops.attention import reference
+from jaxkernels.ops.attention.spec import AttentionSpec
+
+DESIGNS = {"attention_forward": forward, "attention_backward": backward}
+TERMS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": dict(causal=True),
+    "window": dict(window=(100, 20)),
+    "lengths": dict(query_lengths=True, key_lengths=True, causal=True),
+    "segments": dict(segments=True, causal=True),
+    "soft-cap": dict(soft_cap=30.0),
+    "all": dict(
+        window=(100, 0), segments=True, query_lengths=True, key_lengths=True, soft_cap=30.0, query_offset=True
+    ),
+}  # fmt: skip
+HEADS = [(32, 32), (64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256)]
+
+
+def spec_of(head_dim: int = 128, value_dim: int | None = None, length: int = 4000, **options: Any) -> AttentionSpec:
+    return make_spec(2, length, length, 8, 2, head_dim, value_dim, dtype="bfloat16", **options)
+
+
+def compile_kernel(design: ModuleType, spec: AttentionSpec, config: Any) -> Any:
+    compile_one = forward.compile_forward if design is forward else backward.compile_backward
+    return compile_one(spec, config)
+
+
+@pytest.mark.sampled(one_in=6)
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize(("head_dim", "value_dim"), HEADS, ids=str)
+@pytest.mark.parametrize("kernel", DESIGNS)
+def test_defaults_compile_without_spills(kernel, head_dim, value_dim, terms):
+    """The compiler refuses spills and serialised products."""
+    design, spec = DESIGNS[kernel], spec_of(head_dim, value_dim, **TERMS[terms])
+    if reason := design.unsupported(spec):
+        assert kernel == "attention_backward", reason
+        assert reason.startswith("handles head dimensions up to 128")
+        return
+    compile_kernel(design, spec, dispatch.default_config(kernel, "cuda", spec))
+
+
+@pytest.mark.sampled(one_in=40)
+@pytest.mark.parametrize("index", range(40))
+@pytest.mark.parametrize("terms", ["full", "causal", "all"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("kernel", DESIGNS)
+def test_search_space_compiles_without_spills(kernel, head_dim, terms, index):
+    design, spec = DESIGNS[kernel], spec_of(head_dim, **TERMS[terms])
+    configs = [] if design.unsupported(spec) else list(design.search_space(spec))
+    for config in configs[index::40]:
+        compile_kernel(design, spec, config)
+
+
+@pytest.mark.parametrize("kernel", DESIGNS)
+def test_search_space_fits_shared_memory_and_is_never_empty(kernel):
+    design = DESIGNS[kernel]
+    for head_dim, value_dim in HEADS:
+        for options in TERMS.values():
+            for length in (1, 100, 5000):
+                spec = spec_of(head_dim, value_dim, length, **options)
+                if design.unsupported(spec) is None:
+                    configs = list(design.search_space(spec))
+                    assert configs
+                    assert all(design.smem_bytes(spec, config) <= H200.smem_bytes for config in configs)
+                    assert all(0 < design.estimate(spec, config) < 10 for config in configs)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options", "reason"),
+    [
+        ("attention_forward", dict(dtype="float32"), "takes bfloat16 or float16, not float32"),
+        ("attention_forward", dict(bias=(1, 1, 24, 40)), "does not handle a bias"),
+        ("attention_forward", dict(mask=(1, 1, 24, 40)), "does not handle a dense mask"),
+        ("attention_forward", dict(head_dim=264), "handles head dimensions up to 256, got 264 and 264"),
+        ("attention_forward", dict(scale=-1.0), "needs a positive scale, got -1.0"),
+        (
+            "attention_forward", dict(soft_cap=5000.0),
+            "soft_cap must be at most 1000: the kernel's tanh resolves 2^-22 of the cap; got 5000",
+        ),
+        (
+            "attention_forward", dict(target=hardware.lookup("NVIDIA A100-SXM4-80GB")),
+            "needs a GPU of compute capability 9.0 (Hopper), the target is NVIDIA A100-SXM4-80GB "
+            "(compute capability 8.0)",
+        ),
+        ("attention_backward", dict(head_dim=192), "handles head dimensions up to 128, got 192 and 192"),
+        (
+            "attention_backward", dict(deterministic=True),
+            "adds up dq in any order, and deterministic=True asks for a fixed one",
+        ),
+    ],
+)  # fmt: skip
+def test_refusals(kernel, options, reason):
+    spec = make_spec(**dict(dtype="bfloat16") | options)
+    assert DESIGNS[kernel].unsupported(spec) == reason
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: forward.Config(block_kv=72), "forward[cuda]: block_kv must be a multiple of 16 from 16 to 256"),
+        (lambda: forward.Config(num_stages=1), "forward[cuda]: num_stages must be at least 2"),
+        (lambda: forward.Config(num_consumers=4), "forward[cuda]: num_consumers must be 1, 2 or 3"),
+        (lambda: forward.Config(num_polynomials=8), "forward[cuda]: num_polynomials must be from 0 to 7"),
+        (lambda: backward.Config(block_q=96), "backward[cuda]: block_q must be 64 or 128"),
+        (lambda: backward.Config(group_parts=0), "backward[cuda]: group_parts must be positive"),
+    ],
+)  # fmt: skip
+def test_configurations_that_are_refused(make, message):
+    with pytest.raises(ValueError, match=re.escape(f"attention_{message}; got Config(")):
+        make()
+
+
+def test_rings_that_do_not_fit_are_refused():
+    spec = spec_of()
+    operands = [jnp.zeros(x.shape, x.dtype) for x in (spec.q, spec.k, spec.v)]
+    with pytest.raises(ValueError, match=r"^attention_forward\[cuda\]: a block has at most 232448 bytes"):
+        forward.run(spec, forward.Config(128, 5), *operands)
+    with pytest.raises(ValueError, match=r"^attention_backward\[cuda\]: group_parts must divide the 4 query heads"):
+        backward.run(spec, backward.Config(group_parts=3))
+
+
+def test_calls_lower_for_cuda():
+    """On a machine without a GPU, also under transforms."""
+    attention = lambda q, k, v: jk.dot_product_attention(q, k, v, is_causal=True, backend="cuda")
+    loss = lambda *xs: attention(*xs).astype(jnp.float32).sum()
+    one = [jax.ShapeDtypeStruct((2, 300, 4, 96), jnp.bfloat16)] * 3
+    many = [jax.ShapeDtypeStruct((3, 2, 300, 4, 96), jnp.bfloat16)] * 3
+    for f, operands, count in (
+        (attention, one, 1),
+        (jax.grad(loss, (0, 1, 2)), one, 2),
+        (jax.vmap(attention), many, 1),
+    ):
+        text = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count(f"@{jk.ffi.TARGET}(") == count
+
+
+def test_none_does_not_take_what_is_not_measured():
+    x = jax.ShapeDtypeStruct((2, 300, 4, 96), jnp.bfloat16)
+    assert "-> pallas" in str(jk.explain(lambda q, k, v: jk.dot_product_attention(q, k, v), x, x, x, platform="cuda"))
+
+
+def test_plan_gives_each_item_to_one_block():
+    spec = dataclasses.replace(spec_of(causal=True), target=dataclasses.replace(H200, num_sms=7))
+    config = forward.Config(128, 2)
+    plan = forward._plan(spec, config)
+    items = np.concatenate([row[1 : 1 + row[0]] for row in plan])
+    assert sorted(items) == list(range(2 * 8 * -(-4000 // config.rows)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "options"),
+    [
+        (256, 256, dict(causal=True)),
+        (256, 256, {}),
+        (192, 128, dict(causal=True)),
+        (160, 160, dict(window=(100, 20), key_lengths=True)),
+    ],
+    ids=str,
+)
+def test_forward_of_wide_heads(head_dim, value_dim, options):
+    """The backward pass takes none of these, so the table of cases refuses them."""
+    spec = spec_of(head_dim, value_dim, 1000, **options)
+    check_forward(spec, dispatch.default_config("attention_forward", "cuda", spec))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_configurations_agree_with_the_reference(head_dim, causal, index):
+    spec = spec_of(head_dim, length=1000, causal=causal)
+    configs = list(forward.search_space(spec))
+    for config in configs[index :: len(configs) // 3]:
+        check_forward(spec, config)
+
+
+def check_forward(spec: AttentionSpec, config: forward.Config) -> None:
+    operands = spec.pack("attention_forward", draw(spec))
+    out, lse = jax.jit(lambda *xs: forward.run(spec, config, *xs))(*operands)
+    exact, exact_lse = dispatch.load("attention_forward", "xla").run(spec, reference.Config(), *operands)
+    np.testing.assert_allclose(np.asarray(lse), np.asarray(exact_lse), rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(exact, np.float32), rtol=2e-2, atol=2e-2)

@@ -1,0 +1,243 @@
+"""The CUDA attention kernels on an emulator of warps and asynchronous copies (tests/cuda/emulated): they neither wait
+for ever nor read, overwrite or leave too early, and their indices are right."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attentions import draw, make_spec
+from emulated import NEEDS_COMPILER, Emulator
+
+from jaxkernels.core import dispatch
+from jaxkernels.ffi.attention import backward, forward
+from jaxkernels.ops.attention import reference
+from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
+
+Config = forward.Config
+
+#: Text of the kernels that a C++ compiler refuses, and its replacement.
+_SHARED_MEMORY = {
+    "extern __shared__ __align__(1024) unsigned char dynamic_smem[];":
+    "unsigned char* dynamic_smem = emulator::shared_memory();",
+}  # fmt: skip
+TRANSLATED = {f"jaxkernels::attention_{name}": _SHARED_MEMORY for name in ("forward", "backward")}
+
+pytestmark = NEEDS_COMPILER
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture
+def emulator(libraries: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "_compile_cached", module._compile_cached.__wrapped__)
+    with Emulator(libraries, TRANSLATED).installed() as emulator:
+        yield emulator
+
+
+def check(spec: AttentionSpec, config: Config, seed: int = 0) -> None:
+    """Runs the kernel on a chip of few SMs, so that blocks work on several items each, and checks the results."""
+    spec = dataclasses.replace(spec, target=dataclasses.replace(spec.target, num_sms=2))
+    operands = spec.pack("attention_forward", draw(spec, seed))
+    out, lse = forward.run(spec, config, *operands)
+    exact, exact_lse = dispatch.load("attention_forward", "xla").run(spec, reference.Config(), *operands)
+    assert (out.shape, out.dtype) == (exact.shape, exact.dtype)
+    lse, exact_lse = np.asarray(lse), np.asarray(exact_lse)
+    is_masked = exact_lse <= MASKED_LOGIT / 2
+    np.testing.assert_array_equal(lse <= MASKED_LOGIT / 2, is_masked)
+    np.testing.assert_allclose(lse[~is_masked], exact_lse[~is_masked], rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(exact, np.float32), rtol=2e-2, atol=2e-2)
+
+
+def spec_of(**options: Any) -> AttentionSpec:
+    """An attention of lengths that are no multiples of blocks."""
+    defaults: dict[str, Any] = dict(batch=1, queries=150, keys=200, heads=2, kv_heads=1, head_dim=64, dtype="bfloat16")
+    return make_spec(**defaults | options)
+
+
+SMALL = Config(64, 2, 2)
+CASES = {
+    "plain": (spec_of(), SMALL),
+    "causal": (spec_of(causal=True), SMALL),
+    "more-queries-than-keys": (spec_of(causal=True, queries=200, keys=90), SMALL),
+    "window": (spec_of(window=(40, 20)), SMALL),
+    "window-behind-all-keys": (spec_of(window=(30, 0), queries=260, keys=100), SMALL),
+    "key-lengths": (spec_of(batch=4, key_lengths=True, causal=True), SMALL),
+    "query-lengths": (spec_of(batch=3, query_lengths=True), SMALL),
+    "both-lengths": (spec_of(batch=4, query_lengths=True, key_lengths=True, window=(50, None)), SMALL),
+    "segments": (spec_of(segments=True, causal=True), SMALL),
+    "soft-cap": (spec_of(soft_cap=1.5, causal=True), SMALL),
+    "offset": (spec_of(query_offset=True, causal=True), SMALL),
+    "one-query": (spec_of(batch=3, queries=1, key_lengths=True), Config(64, 2, 1, takes_turns=False)),
+    "one-key": (spec_of(keys=1), SMALL),
+    "whole-blocks": (spec_of(queries=128, keys=192), SMALL),
+    "float16": (spec_of(dtype="float16"), SMALL),
+    "wide": (spec_of(head_dim=96, value_dim=128, causal=True), Config(80, 2, 2)),
+    "values-wider": (spec_of(head_dim=40, value_dim=72), Config(48, 3, 2)),
+    "odd-head-dims": (spec_of(head_dim=36, value_dim=20), SMALL),
+    "three-consumers": (spec_of(queries=300), Config(64, 2, 3)),
+    "three-without-turns": (spec_of(queries=300, causal=True), Config(96, 3, 3, takes_turns=False)),
+    "lazy": (spec_of(scale=3.0), Config(32, 2, 2, lazy_rescale=True)),
+    "polynomials": (spec_of(causal=True), Config(64, 2, 2, num_polynomials=2)),
+}
+
+
+@pytest.mark.sampled(one_in=4)
+@pytest.mark.parametrize("name", CASES)
+def test_right(name: str, emulator: Emulator) -> None:
+    check(*CASES[name])
+
+
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_in_any_order(seed: int, emulator: Emulator) -> None:
+    """Threads, copies and products run in another order."""
+    emulator.seed = seed
+    check(spec_of(batch=2, key_lengths=True, causal=True), Config(64, 2, 2))
+    check(spec_of(queries=300), Config(64, 2, 3))
+
+
+@pytest.mark.parametrize("num_polynomials", [0, 3])
+def test_numbers_that_are_none_stay_so(num_polynomials: int, emulator: Emulator) -> None:
+    """A query of NaN has a NaN as its result, and no other query has."""
+    spec = spec_of(queries=70, keys=80)
+    values = draw(spec)
+    q = values["q"].at[0, 3, 1, 5].set(jnp.nan)
+    config = Config(64, 2, 2, num_polynomials=num_polynomials)
+    out, lse = forward.run(spec, config, q, values["k"], values["v"])
+    is_nan = np.zeros((1, 70, 2), bool)
+    is_nan[0, 3, 1] = True
+    np.testing.assert_array_equal(np.isnan(np.asarray(out, np.float32)).any(axis=3), is_nan)
+    np.testing.assert_array_equal(np.isnan(np.asarray(lse)), is_nan.transpose(0, 2, 1))
+
+
+@pytest.mark.sampled(one_in=4)
+@pytest.mark.parametrize(
+    ("right", "wrong", "name"),
+    [
+        ("void step(const Item& item, int block) {\n    shared_.key_ring.consumer_wait(keys_);\n",
+         "void step(const Item& item, int block) {\n", "plain"),
+        ("void end(const Item& item) {\n    shared_.value_ring.consumer_wait(values_);\n",
+         "void end(const Item& item) {\n", "plain"),
+        ("    wgmma_wait<0>();\n    pin(o_);\n", "    pin(o_);\n", "plain"),
+        ("block * kBlockKv, 0,\n                            kv_head_", "block * kBlockKv, 0,\n"
+         "                            item.head", "plain"),
+        ("position + problem_.right + 1);\n      end -=", "position + problem_.right);\n      end -=", "causal"),
+        ("position - problem_.left - first_key", "position - problem_.left + 1 - first_key", "window"),
+        ("maximum[h] - next) : 1.0f", "maximum[h] - next) * 0.5f : 1.0f", "plain"),
+        ("    if (block == item.first_block && threadIdx.x % kWarp == 0) {", "    if (threadIdx.x % kWarp == 0) {",
+         "plain"),
+        ("rows_ = Statistics();", "", "plain"),
+        ("    adds_ = false;\n    const u32 warp", "    const u32 warp", "plain"),
+        ("const bool is_edge = Config::kKeyLengths &&", "const bool is_edge = false &&", "key-lengths"),
+        ("if (id != segments_[1])", "if (id != segments_[0])", "segments"),
+        ("Config::kQueryLengths && factor == 0.0f ?", "false ?", "query-lengths"),
+        ("tanh_by_exp2(s_[i] * problem_.factor)", "tanh_by_exp2(s_[i])", "soft-cap"),
+    ],
+)  # fmt: skip
+def test_planted_mistake_is_noticed(right: str, wrong: str, name: str, emulator: Emulator) -> None:
+    def check_in_several_orders() -> None:
+        for seed in range(4):
+            emulator.seed = seed
+            check(*CASES[name])
+
+    emulator.edits = {right: wrong}
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_in_several_orders()
+
+
+# The backward pass.
+
+
+def check_backward(spec: AttentionSpec, config: backward.Config, seed: int = 0) -> None:
+    operands = spec.pack("attention_backward", draw(spec, seed))
+    actual = backward.run(spec, config, *operands)
+    expected = dispatch.load("attention_backward", "xla").run(spec, reference.Config(), *operands)
+    for name, x, y in zip(spec.outputs("attention_backward"), actual, expected, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), name
+        x, y = (np.asarray(z, np.float32) for z in (x, y))
+        np.testing.assert_allclose(x, y, rtol=3e-2, atol=1e-2 * max(1.0, np.abs(y).max()), err_msg=name)
+
+
+WIDE, NARROW = backward.Config(64, 2), backward.Config(128, 2)
+BACKWARD_CASES = {
+    "plain": (spec_of(), NARROW),
+    "plain-64": (spec_of(), WIDE),
+    "causal": (spec_of(causal=True), NARROW),
+    "wide": (spec_of(head_dim=128, causal=True), WIDE),
+    "wide-and-narrow": (spec_of(head_dim=80, value_dim=112), WIDE),
+    "narrow-and-wide": (spec_of(head_dim=40, value_dim=72, causal=True), WIDE),
+    "odd-head-dims": (spec_of(head_dim=36, value_dim=20), NARROW),
+    "more-queries-than-keys": (spec_of(causal=True, queries=260, keys=90), NARROW),
+    "window": (spec_of(window=(40, 20)), NARROW),
+    "window-behind-all-keys": (spec_of(window=(30, 0), queries=260, keys=100), WIDE),
+    "key-lengths": (spec_of(batch=4, key_lengths=True, causal=True), NARROW),
+    "query-lengths": (spec_of(batch=3, query_lengths=True), WIDE),
+    "both-lengths": (spec_of(batch=4, query_lengths=True, key_lengths=True, window=(50, None)), NARROW),
+    "segments": (spec_of(segments=True, causal=True), WIDE),
+    "segments-full": (spec_of(segments=True, head_dim=128, batch=2), WIDE),
+    "soft-cap": (spec_of(soft_cap=1.5, causal=True), WIDE),
+    "soft-cap-and-lengths": (spec_of(soft_cap=1.5, batch=3, key_lengths=True, query_lengths=True), WIDE),
+    "offset": (spec_of(query_offset=True, causal=True), NARROW),
+    "one-query": (spec_of(batch=2, queries=1), WIDE),
+    "one-key": (spec_of(keys=1), NARROW),
+    "groups-apart": (spec_of(heads=4, kv_heads=2, causal=True), backward.Config(64, 2, 2)),
+    "one-stage": (spec_of(dtype="float16"), backward.Config(128, 1)),
+    "three-stages": (spec_of(queries=300), backward.Config(64, 3)),
+}
+
+
+@pytest.mark.sampled(one_in=4)
+@pytest.mark.parametrize("name", BACKWARD_CASES)
+def test_gradients_are_right(name: str, emulator: Emulator) -> None:
+    check_backward(*BACKWARD_CASES[name])
+
+
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_gradients_in_any_order(seed: int, emulator: Emulator) -> None:
+    emulator.seed = seed
+    check_backward(spec_of(batch=2, key_lengths=True, causal=True), WIDE)
+    check_backward(spec_of(queries=300), NARROW)
+
+
+@pytest.mark.sampled(one_in=4)
+@pytest.mark.parametrize(
+    ("right", "wrong", "name"),
+    [
+        ("    shared_.output_ring.consumer_wait(place_);\n", "", "plain"),
+        ("    mbarrier_wait_parity(&shared_.keys_full, 0);\n", "", "plain"),
+        ("    named_barrier_sync<kConsumers * kWarpgroup>(kLogitsWritten);\n", "", "plain"),
+        ("    buffer_ ^= 1;\n", "", "three-stages"),
+        ("    fence_proxy_async();\n  }\n\n  // ---- Results", "  }\n\n  // ---- Results", "plain"),
+        ("    wgmma_wait<0>();\n    pin(dp_);\n", "    pin(dp_);\n", "plain"),
+        ("cp_async_bulk_wait_group_read<0>();\n    __syncwarp();\n    const int first_row",
+         ";\n    __syncwarp();\n    const int first_row", "three-stages"),
+        ("if (id != segments_[1])", "if (id != segments_[0])", "segments"),
+        ("(1.0f - s_[at] * s_[at])", "(1.0f - s_[at])", "soft-cap"),
+        ("key - problem_.right - position", "key - problem_.right - position + 1", "causal"),
+        ("key + problem_.left + 1 - position", "key + problem_.left - position", "window"),
+        ("if (key >= work_.key_end) begin", "if (false) begin", "key-lengths"),
+        ("store(dk, dk_, problem_.scale)", "store(dk, dk_, 1.0f)", "plain"),
+        ("max(work.first_key - problem.right - work.offset, 0)",
+         "max(work.first_key - problem.right - work.offset + kBlockQ, 0)", "causal"),
+    ],
+)  # fmt: skip
+def test_planted_mistake_in_gradients_is_noticed(right: str, wrong: str, name: str, emulator: Emulator) -> None:
+    def check_in_several_orders() -> None:
+        for seed in range(4):
+            emulator.seed = seed
+            check_backward(*BACKWARD_CASES[name])
+
+    emulator.edits = {right: wrong}
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_in_several_orders()
