@@ -8,11 +8,10 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxkernels.bench import report, sgemm, study, timeline
+from jaxkernels.bench import report, sgemm, study
 from jaxkernels.bench.suites import parse_shape
 from jaxkernels.cli.app import app
 from jaxkernels.core.errors import InputError
@@ -23,6 +22,12 @@ POINTS = [
     for backend in ("cuda", "pallas")
     for knob, value in (("num_stages", "1"), ("num_stages", "2"), ("cluster", "1 x 1"))
     for share in (0.25,)
+]
+MMA_POINTS = [
+    dataclasses.replace(POINTS[0], backend=backend, tile=tile, value=value)
+    for backend in ("mma single_stage", "mma multi_stage", "mma multi_stage prefetch")
+    for tile in ("128 x 256", "128 x 128")
+    for value in ("1", "2")
 ]
 
 
@@ -43,28 +48,12 @@ def test_variants_differ_in_one_knob_and_lower(of: str) -> None:
     assert fits == {"128 x 256": [1, 2, 3, 4], "128 x 128": [1, 2, 3, 4, 5, 6]}
 
 
-@pytest.mark.sampled(one_in=2)
-@pytest.mark.parametrize("prefetches", [False, True])
-def test_schedules_of_mma_sync_lower(prefetches: bool) -> None:
+@pytest.mark.sampled(one_in=6)
+@pytest.mark.parametrize("variant", list(study._mma_variants()), ids=lambda v: f"{v.backend}-{v.tile}-{v.value}")
+def test_schedules_lower(variant: study.Variant) -> None:
+    """All fit into the shared memory of a Hopper GPU, and none spills."""
     x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
-    found = []
-    for variant in study.variants():
-        if variant.backend.startswith("mma.sync") and variant.config.prefetches == prefetches:
-            assert study.lower([x, x], variant, platforms=("cuda",)) is not None
-            found.append((variant.backend.removesuffix(", look ahead"), variant.value))
-    assert found == [
-        ("mma.sync one buffer", "1"), ("mma.sync registers", "2"), *(("mma.sync cp.async", str(n)) for n in range(2, 7))
-    ]  # fmt: skip
-
-
-def test_a_timeline_is_drawn_and_saved(tmp_path: pathlib.Path) -> None:
-    stamps = np.cumsum(np.arange(12 * 4)).reshape(12, 4)
-    timelines = dict.fromkeys(timeline.schedules(), stamps)
-    assert len(timelines) == 6
-    timeline.draw(timelines, tmp_path / "new" / "timeline.png")
-    assert (tmp_path / "new" / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    study.save(POINTS, dict(device="a chip"), tmp_path / "study.json", timelines)
-    assert study.load(tmp_path / "study.json") == POINTS
+    assert study.lower([x, x], variant, platforms=("cuda",)) is not None
 
 
 @pytest.mark.parametrize("shape", ["512x512x512:nt", "2x512x512x512", "512x512x512:float16"])
@@ -83,9 +72,19 @@ def test_files_hold_every_point(tmp_path: pathlib.Path) -> None:
         study.load(tmp_path / "missing.json")
 
 
+def test_a_table_has_a_line_for_each_ring() -> None:
+    lines = study.table([*POINTS, *MMA_POINTS], POINTS[0].shape).splitlines()
+    assert lines[0] == "| kernel | slots | 128 x 256 | 128 x 256, prefetch | 128 x 128 | 128 x 128, prefetch |"
+    assert lines[2] == "| `cuda` | 1 | 1 (25) |  |  |  |"
+    assert "| `mma single_stage` | 1 | 1 (25) |  | 1 (25) |  |" in lines
+    assert "| `mma multi_stage` | 2 | 1 (25) | 1 (25) | 1 (25) | 1 (25) |" in lines
+    assert len(lines) == 2 + 2 * 4
+
+
 @pytest.mark.parametrize("share", [0.25, None])
-def test_a_picture_is_drawn(share: float | None, tmp_path: pathlib.Path) -> None:
-    points = [dataclasses.replace(point, share_of_peak=share) for point in POINTS]
+@pytest.mark.parametrize("schedules", [[], MMA_POINTS], ids=["tma", "tma-and-mma"])
+def test_a_picture_is_drawn(schedules: list[study.Point], share: float | None, tmp_path: pathlib.Path) -> None:
+    points = [dataclasses.replace(point, share_of_peak=share) for point in [*POINTS, *schedules]]
     study.plot(points, tmp_path / "new" / "study.png")
     assert (tmp_path / "new" / "study.png").read_bytes().startswith(b"\x89PNG")
 
@@ -143,8 +142,9 @@ def test_the_ladder_is_measured() -> None:
 
 
 @pytest.mark.gpu
-def test_both_backends_are_measured(tmp_path: pathlib.Path) -> None:
+def test_all_kernels_are_measured(tmp_path: pathlib.Path) -> None:
     points = list(study.study(parse_shape("gemm", "512x512x512"), jax.devices()[0]))
-    assert {point.backend.partition(" ")[0] for point in points} == {"cuda", "pallas", "mma.sync"}
-    assert len(points) == 28 + 14
+    schedules = [f"mma {schedule}{prefetch}" for schedule in study.gemm_mma.SCHEDULES for prefetch in ("", " prefetch")]
+    assert {point.backend for point in points} == {"cuda", "pallas", *schedules}
+    assert len(points) == 28 + 28
     assert all(point.p10 <= point.seconds <= point.p90 and 0 < point.share_of_peak < 1 for point in points)

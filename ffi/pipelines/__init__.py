@@ -1,5 +1,5 @@
-"""One tensor-core product with several schedules of its loads, to measure what each hides."""
+"""One tensor core GEMM with several schedules of its pipeline, to measure what each of them hides."""
 
-from jaxkernels.ffi.pipelines.gemm import STAMPS, Config, configs, matmul, timeline
+from jaxkernels.ffi.pipelines.gemm_mma import EVENTS, SCHEDULES, Config, Timeline, matmul, timeline
 
-__all__ = ["STAMPS", "Config", "configs", "matmul", "timeline"]
+__all__ = ["EVENTS", "SCHEDULES", "Config", "Timeline", "matmul", "timeline"]

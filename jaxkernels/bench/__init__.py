@@ -6,6 +6,7 @@
 - `accuracy`: the error rule; a result that breaks it is not timed;
 - `results`: rows, their JSON, and the comparison of two runs; `report` and `plots` make tables and pictures of them;
 - `telemetry`: clock rate, power and temperature of the GPU;
+- `timeline`: when the warps of one thread block load, wait and multiply, in each schedule of a GEMM;
 - `study`: the effect of the pipeline's slots and clusters on a GEMM.
 - `sgemm`: the rungs of the SGEMM ladder beside cuBLAS.
 

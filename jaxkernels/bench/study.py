@@ -1,5 +1,7 @@
-"""How the pipeline of a GEMM changes its speed: slots of the ring and clusters for the kernels of both backends, and
-the schedules of the mma.sync kernel (`jaxkernels.ffi.pipelines`).
+"""How the pipeline of a GEMM changes its speed.
+
+The kernels of both backends load by TMA and multiply by wgmma: their slots and clusters are varied. A third kernel uses
+Ampere's instructions (`jaxkernels.ffi.pipelines`): its schedule, its slots and its prefetched fragments are varied.
 
     for point in study(parse_shape("gemm", "8192x8192x8192"), device):
         print(point)
@@ -12,6 +14,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -24,18 +27,18 @@ import numpy as np
 import jaxkernels as jk
 from jaxkernels.bench import results
 from jaxkernels.bench.suites import peak_flops_per_s
-from jaxkernels.bench.timeline import Timelines
+from jaxkernels.bench.timeline import Timeline, encoded
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.errors import InputError
 from jaxkernels.core.measure import Call, Clock, clock_for, measure
 from jaxkernels.core.problems import Problem
-from jaxkernels.ffi import pipelines
+from jaxkernels.ffi.pipelines import gemm_mma
 from jaxkernels.ops.matmul.cases import MatmulCase
 
-__all__ = ["Point", "Variant", "load", "lower", "plot", "save", "study", "variants"]
+__all__ = ["Point", "Variant", "load", "lower", "plot", "save", "study", "table", "variants"]
 
 _SCHEMA = 1
-_SECONDS = 8.0
+_SECONDS = 16.0
 #: Allowed error, as a share of the reference's largest value. Correct 16-bit results differ by up to 2^-8.
 _TOLERANCE = 0.01
 
@@ -45,7 +48,7 @@ class Variant:
     """One configuration of a kernel.
 
     Attributes:
-      backend: the backend of the kernel, or the schedule of the mma.sync kernel.
+      backend: the backend of the kernel; for the third kernel "mma" and its schedule, as "mma multi_stage prefetch".
       tile: the tile of a block, e.g. "128 x 256".
       knob: the knob that is varied.
       value: the value of the knob, e.g. "4" slots, "2 x 1" blocks along m and n.
@@ -77,6 +80,9 @@ class Point:
 
 _TILES = ((128, 256), (128, 128))
 _STAGES = range(1, 9)
+#: The first word of `backend` for the kernel of Ampere's instructions, and its slots by schedule.
+_MMA, _PREFETCH = "mma", "prefetch"
+_MMA_STAGES = {"single_stage": (1,), "double_buffered": (2,), "multi_stage": (2, 3, 4, 5, 6)}
 _CLUSTERS = {
     "cuda": {
         "1 x 1": {},
@@ -89,13 +95,10 @@ _CLUSTERS = {
 }
 
 
-#: What points call the schedules of the mma.sync kernel.
-_SCHEDULES = {"single": "one buffer", "registers": "registers", "async": "cp.async"}
-
-
 def variants() -> Iterator[Variant]:
-    """Rings of 1 to 8 slots for two tiles, clusters for the larger tile, and the schedules of the mma.sync kernel. Some
-    rings do not fit into shared memory.
+    """Rings of 1 to 8 slots for two tiles, and clusters for the larger tile. Some do not fit into shared memory.
+
+    Of the kernel of Ampere's instructions: every schedule and number of slots, with and without prefetched fragments.
     """
     for backend, clusters in _CLUSTERS.items():
         config = dispatch.load("matmul", backend).designs[0].Config
@@ -108,10 +111,17 @@ def variants() -> Iterator[Variant]:
         block_m, block_n = _TILES[0]
         for value, knobs in clusters.items():
             yield Variant(backend, f"{block_m} x {block_n}", "cluster", value, config(block_m, block_n, **knobs))
-    for config in pipelines.configs():
-        schedule = f"mma.sync {_SCHEDULES[config.schedule]}{', look ahead' * config.prefetches}"
-        tile = f"{config.block_m} x {config.block_n}"
-        yield Variant(schedule, tile, "num_stages", str(config.num_slots), config)
+    yield from _mma_variants()
+
+
+def _mma_variants() -> Iterator[Variant]:
+    for (block_m, block_n), schedule, prefetch in itertools.product(_TILES, gemm_mma.SCHEDULES, (False, True)):
+        backend = " ".join([_MMA, schedule, *([_PREFETCH] if prefetch else [])])
+        for n in _MMA_STAGES[schedule]:
+            config = gemm_mma.Config(
+                block_m, block_n, schedule=schedule, num_stages=n, prefetch_fragments=prefetch, warps_m=2, warps_n=4
+            )
+            yield Variant(backend, f"{block_m} x {block_n}", "num_stages", str(n), config)
 
 
 def study(problem: Problem, device: Any, *, clock: Clock | None = None) -> Iterator[Point]:
@@ -158,8 +168,8 @@ def lower(operands: Sequence[Any], variant: Variant, platforms: tuple[str, ...] 
 
     Returns None if its ring does not fit into shared memory.
     """
-    if isinstance(variant.config, pipelines.Config):
-        multiply: Any = functools.partial(pipelines.matmul, config=variant.config)
+    if isinstance(variant.config, gemm_mma.Config):
+        multiply: Any = functools.partial(gemm_mma.matmul, config=variant.config)
     else:
         multiply = functools.partial(jk.matmul, backend=variant.backend, config=variant.config)
     try:
@@ -171,12 +181,11 @@ def lower(operands: Sequence[Any], variant: Variant, platforms: tuple[str, ...] 
 
 
 def save(
-    points: Sequence[Point], environment: dict[str, Any], path: pathlib.Path, timelines: Timelines | None = None
+    points: Sequence[Point], environment: dict[str, Any], path: pathlib.Path, timelines: Sequence[Timeline] = ()
 ) -> None:
     """Writes JSON; times in seconds, timelines in clock cycles."""
     values = [dataclasses.asdict(point) for point in points]
-    stamps = {name: stamps.tolist() for name, stamps in (timelines or {}).items()}
-    results.write(dict(study=_SCHEMA, environment=environment, points=values, timelines=stamps), path)
+    results.write(dict(study=_SCHEMA, environment=environment, points=values, timelines=encoded(timelines)), path)
 
 
 def load(path: pathlib.Path) -> list[Point]:
@@ -191,20 +200,57 @@ def load(path: pathlib.Path) -> list[Point]:
     return [Point(**point) for point in values["points"]]
 
 
+def table(points: Sequence[Point], shape: str) -> str:
+    """Returns a Markdown table of the speed over slots: a line for each schedule and number of slots, a column for each
+    tile, without and with prefetched fragments. The kernels by TMA and wgmma have no choice of fragments.
+
+    Args:
+      points: as `load` returns them.
+      shape: the shape of the points to show.
+    """
+    points = [point for point in points if point.shape == shape and point.knob == "num_stages"]
+    tiles = list(dict.fromkeys(point.tile for point in points))
+    columns = [(tile, suffix) for tile in tiles for suffix in ("", f" {_PREFETCH}")]
+    names = [f"{tile},{suffix}" if suffix else tile for tile, suffix in columns]
+    lines = [["kernel", "slots", *names], ["---"] * (2 + len(columns))]
+    cells = {(point.backend, point.value, point.tile): _cell(point) for point in points}
+    plain = [(point.backend.removesuffix(f" {_PREFETCH}"), point.value) for point in points]
+    for backend, value in dict.fromkeys(plain):
+        row = [cells.get((backend + suffix, value, tile), "") for tile, suffix in columns]
+        lines.append([f"`{backend}`", value, *row])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cell(point: Point) -> str:
+    share = "" if point.share_of_peak is None else f" ({100 * point.share_of_peak:.0f})"
+    return f"{point.flops_per_s / 1e12:.0f}{share}"
+
+
 def plot(points: Sequence[Point], path: pathlib.Path) -> None:
-    """Draws a row for each shape: speed over the ring's slots, and by cluster."""
+    """Draws a row for each shape: speed over the ring's slots, the same for the schedules of mma, and by cluster."""
     from matplotlib.figure import Figure
 
     shapes = list(dict.fromkeys(point.shape for point in points))
-    figure = Figure(figsize=(10, 3.4 * len(shapes)), layout="constrained")
-    grid = figure.subplots(len(shapes), 2, squeeze=False)
-    for shape, (left, right) in zip(shapes, grid):
+    has_mma = any(map(_is_mma, points))
+    columns = 3 if has_mma else 2
+    figure = Figure(figsize=(5 * columns, 3.4 * len(shapes)), layout="constrained")
+    grid = figure.subplots(len(shapes), columns, squeeze=False)
+    for shape, row in zip(shapes, grid):
         here = [point for point in points if point.shape == shape]
-        _draw_slots(left, [point for point in here if point.knob == "num_stages"])
-        _draw_clusters(right, [point for point in here if point.knob == "cluster"])
-        left.set_title(shape, fontsize=9)
+        slots = [point for point in here if point.knob == "num_stages"]
+        _draw_slots(row[0], [point for point in slots if not _is_mma(point)])
+        row[0].set_title(f"{shape}, TMA and wgmma" if has_mma else shape, fontsize=9)
+        if has_mma:
+            _draw_schedules(row[1], [point for point in slots if _is_mma(point)])
+            row[1].set_title(f"{shape}, mma.sync", fontsize=9)
+            row[1].sharey(row[0])
+        _draw_clusters(row[-1], [point for point in here if point.knob == "cluster"])
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+
+
+def _is_mma(point: Point) -> bool:
+    return point.backend.split()[0] == _MMA
 
 
 def _height(point: Point) -> float:
@@ -225,6 +271,22 @@ def _draw_slots(axes: Any, points: Sequence[Point]) -> None:
     axes.set(xlabel="slots of the ring", ylabel=_unit(points), ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
+
+
+def _draw_schedules(axes: Any, points: Sequence[Point]) -> None:
+    """Colours are schedules, dashes the smaller tile, filled markers prefetched fragments."""
+    colours = {schedule: f"C{i}" for i, schedule in enumerate(gemm_mma.SCHEDULES)}
+    for backend, tile in dict.fromkeys((point.backend, point.tile) for point in points):
+        line = [point for point in points if (point.backend, point.tile) == (backend, tile)]
+        _, schedule, *prefetch = backend.split()
+        x, y = [int(point.value) for point in line], [_height(point) for point in line]
+        style, colour = "-" if tile == points[0].tile else "--", colours[schedule]
+        fill = colour if prefetch else "white"
+        label = ", ".join([schedule.replace("_", " "), *prefetch, tile])
+        axes.plot(x, y, style, marker="o", color=colour, markerfacecolor=fill, label=label)
+    axes.set(xlabel="slots", ylabel=_unit(points), ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=6, ncols=2)
 
 
 def _draw_clusters(axes: Any, points: Sequence[Point]) -> None:

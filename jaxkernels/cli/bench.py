@@ -455,7 +455,7 @@ def study(
     if timeline is not None:
         from jaxkernels.bench import timeline as timeline_lib
 
-        timelines = timeline_lib.measure((4096, 4096, 4096))
+        timelines = timeline_lib.record()
         timeline_lib.draw(timelines, timeline)
         console.print(f"drawn {timeline}")
         save = functools.partial(save, timelines=timelines)

@@ -81,7 +81,7 @@ struct Mbarrier {
 
 struct Warp {
   Barrier barrier;
-  uint32_t exchanged[32][6];
+  uint32_t exchanged[32][8];
 };
 
 constexpr size_t kSmemBytes = 256 * 1024;
