@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import pathlib
 import sys
 import threading
@@ -16,8 +17,9 @@ import threading
 import jax
 
 from jaxkernels.core import _jax
+from jaxkernels.ffi import compiler
 
-__all__ = ["TARGET", "Status", "launch_count", "register", "status"]
+__all__ = ["TARGET", "Status", "has_cuda", "launch_count", "missing", "register", "status"]
 
 #: The handler's name in compiled and exported programs. Those outlive a release: a change of the
 #: attributes (see launcher.cc) that an old program would not survive takes a new name.
@@ -87,6 +89,18 @@ def has_cuda() -> bool:
         return bool(jax.devices("cuda"))
     except RuntimeError:  # What JAX raises for a platform it has no backend for.
         return _jax.has_plugin("CUDA")
+
+
+@functools.cache
+def missing() -> str | None:
+    """What this installation lacks to run the package's CUDA kernels, or None."""
+    try:
+        compiler.nvrtc_version()
+    except ImportError as e:
+        return f"needs NVRTC: {e}"
+    if has_cuda() and (found := status()).library is None:
+        return f"needs the launcher of the CUDA kernels: {found}"
+    return None
 
 
 def _devices() -> str:

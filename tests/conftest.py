@@ -116,6 +116,12 @@ def _untuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the kernels that are compiled for the emulator: suites share its precompiled headers."""
+    return tmp_path_factory.mktemp("emulated")
+
+
 @pytest.fixture(autouse=True)
 def _device(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tests not marked gpu run on the CPU also where there is a GPU."""

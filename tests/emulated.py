@@ -20,9 +20,15 @@ import pytest
 
 from jaxkernels.ffi import compiler, custom_call
 
-__all__ = ["NEEDS_COMPILER", "Emulator"]
+__all__ = ["DYNAMIC_SMEM", "NEEDS_COMPILER", "Emulator"]
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+#: How kernels declare dynamic shared memory, which a C++ compiler refuses, and the replacement.
+DYNAMIC_SMEM = {
+    "extern __shared__ __align__(1024) unsigned char dynamic_smem[];":
+    "unsigned char* dynamic_smem = emulator::shared_memory();",
+}  # fmt: skip
 
 _EMULATED = pathlib.Path(__file__).parent / "cuda" / "emulated"
 #: Each library has an emulator of its own.

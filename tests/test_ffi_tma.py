@@ -257,11 +257,6 @@ _TRANSLATED = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return tmp_path_factory.mktemp("emulated")
-
-
 @pytest.fixture
 def emulator(libraries: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
     names = ("load_tiles", "multicast_tiles", "store_tiles", "reduce_tiles")

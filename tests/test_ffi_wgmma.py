@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulated import NEEDS_COMPILER, Emulator
+from emulated import DYNAMIC_SMEM, NEEDS_COMPILER, Emulator
 
 from jaxkernels import ffi
 from jaxkernels.core import hardware
@@ -159,11 +159,6 @@ _product = ffi.CudaKernel(
 )
 
 
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return tmp_path_factory.mktemp("emulated")
-
-
 @pytest.fixture(
     params=[
         pytest.param("gpu", marks=pytest.mark.gpu),
@@ -175,9 +170,7 @@ def product(request: pytest.FixtureRequest, libraries: pathlib.Path) -> Iterator
     if request.param == "gpu":
         yield _product
         return
-    declaration = "extern __shared__ __align__(1024) unsigned char dynamic_smem[];"
-    translated = {declaration: "unsigned char* dynamic_smem = emulator::shared_memory();"}
-    with Emulator(libraries, {"jaxkernels::product": translated}).installed():
+    with Emulator(libraries, {"jaxkernels::product": DYNAMIC_SMEM}).installed():
         yield lambda *xs, **constants: _product._run(constants, hardware.lookup("NVIDIA H200"), *xs)[0]
 
 

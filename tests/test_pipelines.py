@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulated import NEEDS_COMPILER, Emulator
+from emulated import DYNAMIC_SMEM, NEEDS_COMPILER, Emulator
 
 import jaxkernels as jk
 from jaxkernels.core import hardware
@@ -112,18 +112,9 @@ def test_it_lowers_without_a_gpu() -> None:
 # Values, on the emulator.
 
 
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return tmp_path_factory.mktemp("emulated")
-
-
 @pytest.fixture
 def emulator(libraries: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
-    translated = {
-        "extern __shared__ __align__(1024) unsigned char dynamic_smem[];":
-        "unsigned char* dynamic_smem = emulator::shared_memory();",
-    }  # fmt: skip
-    emulator = Emulator(libraries, {"jaxkernels::gemm_mma": translated})
+    emulator = Emulator(libraries, {"jaxkernels::gemm_mma": DYNAMIC_SMEM})
 
     def call(kernel: jk.ffi.CudaKernel, *operands: Any, **constants: Any) -> Any:
         results = kernel._run(constants, hardware.lookup("NVIDIA H200"), *map(jnp.asarray, operands))

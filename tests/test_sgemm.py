@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulated import NEEDS_COMPILER, Emulator
+from emulated import DYNAMIC_SMEM, NEEDS_COMPILER, Emulator
 
 from jaxkernels.core import hardware
 from jaxkernels.ffi import CudaKernel
@@ -27,19 +27,13 @@ _STATIC = {kind: f"{kind}& {name} = emulator::static_shared<{kind}>();" for kind
 _DECLARED = {
     "__shared__ Tiles tiles;": _STATIC["Tiles"],
     "__shared__ Buffers buffers;": _STATIC["Buffers"],
-    "extern __shared__ __align__(1024) unsigned char dynamic_smem[];":
-    "unsigned char* dynamic_smem = emulator::shared_memory();",
+    **DYNAMIC_SMEM,
 }  # fmt: skip
 
 
 def translated(rung: Rung) -> dict[str, str]:
     text = rung.path.read_text()
     return {old: new for old, new in _DECLARED.items() if old in text}
-
-
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return tmp_path_factory.mktemp("emulated")
 
 
 @pytest.fixture
@@ -268,7 +262,8 @@ def test_tiles_of_split_k_compile(config: Config) -> None:
     constants = dict(sizes=(1024, 1024, 1024), alpha=1.0, beta=0.0, config=config)
     call = rung.kernel._call([x, x], constants, target)
     report = rung.kernel._compiled(call, target).report
-    # As many blocks as the model assumes fit into an SM: 64 K registers, given out by 8 a thread, and shared memory.
+    # The model assumes config.BLOCKS blocks on an SM. Its 64 K registers, of which threads get multiples of 8, and its
+    # shared memory suffice for them.
     assert config.BLOCKS * config.threads * -(-report.registers // 8) * 8 <= 65536
     assert config.BLOCKS * (call.arguments["smem_bytes"] + 1024) <= 228 * 1024
 

@@ -30,6 +30,7 @@
 // backward.py compiles this file with the macros that `Config` reads. Source: FlashAttention-3
 // (arXiv:2407.08608).
 
+#include "masks.cuh"
 #include "ring.cuh"
 #include "staging.cuh"
 #include "tiles.cuh"
@@ -143,7 +144,7 @@ using Place = RingPlace<Config::kStages>;
 
 struct Work {
   int batch, kv_head;
-  int part;  // Of the group.
+  int part;  // The number of this part of the group.
   int first_key;
   int first_head, num_heads;
   int first_block, end_block;  // Blocks of queries that see some of the keys.
@@ -456,29 +457,14 @@ class Consumer {
       int begin = Config::kHasRight ? key - problem_.right - position : 0;
       if (key >= work_.key_end) begin = 2 * kBlockQ;
       const int end = Config::kHasLeft ? key + problem_.left + 1 - position : 0;
-#pragma unroll
-      for (int i = 0; i < kLogits; i += 4) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int column = i * 2 + e;
-          if (column < begin || (Config::kHasLeft && column >= end)) s_[i + 2 * h + e] = masked;
-        }
-      }
+      hide_outside<true, Config::kHasLeft>(s_, h, begin, end, masked);
     }
   }
 
   __device__ __forceinline__ void mask_segments(int block, float masked) {
     const int first_query = block * kBlockQ + threadIdx.x % 4 * 2;
     const int* ids = arrays_.query_segments + work_.batch * problem_.num_queries;
-#pragma unroll
-    for (int i = 0; i < kLogits; i += 4) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int id = ids[min(first_query + i * 2 + e, problem_.num_queries - 1)];
-        if (id != segments_[0]) s_[i + e] = masked;
-        if (id != segments_[1]) s_[i + 2 + e] = masked;
-      }
-    }
+    hide_other_segments(s_, segments_, ids, first_query, problem_.num_queries, masked);
   }
 
   // dS, from P and dP: in registers, and in shared memory for dQ.

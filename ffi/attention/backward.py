@@ -7,9 +7,8 @@ order in which blocks of keys come: dq may differ between runs by rounding.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.resources
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkernels.core.arguments import check_fields
-from jaxkernels.ffi import compiler, custom_call, wgmma
-from jaxkernels.ffi.attention import forward
-from jaxkernels.ffi.attention.forward import LOG2E, padded, rows_of_a_head, whole_units
-from jaxkernels.ops.attention.blind import mean_gradient
+from jaxkernels.ffi import compiler, custom_call
+from jaxkernels.ffi.attention import forward, launching
+from jaxkernels.ffi.attention.launching import ATOM, LOG2E, STAGING_BYTES, WARPGROUP, padded, rows_of_a_head
+from jaxkernels.ops.attention.blind import row_sums
 from jaxkernels.ops.attention.planning import visible_pairs
-from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
-from jaxkernels.ops.attention.visibility import keys_inside, may_see_nothing, queries_inside, segment_query_blocks
+from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.ops.attention.visibility import keys_inside, queries_inside, segment_query_blocks
 
 __all__ = [
     "VERSION",
@@ -44,9 +43,6 @@ _LABEL = "attention_backward[cuda]"
 # As in backward.cu.
 _BLOCK_KV = 128
 _CONSUMERS = 2
-_WARPGROUP = 128
-_ATOM = 64
-_STAGING_BYTES = 16 * 128
 
 # Rough figures of an H200 for the cost model, not fitted yet: FLOP/s of one SM, a launch with the first and the last
 # products of a CTA, and what a step takes beside its products.
@@ -99,10 +95,10 @@ def unpreferred(spec: AttentionSpec) -> str | None:
 
 def smem_bytes(spec: AttentionSpec, config: Config) -> int:
     """Dynamic shared memory: keys, values, the rings, dS, staging buffers, lse, delta and barriers."""
-    boxes = [2 * _ATOM * -(-padded(x.shape[3]) // _ATOM) for x in (spec.q, spec.v)]
+    boxes = [2 * ATOM * -(-padded(x.shape[3]) // ATOM) for x in (spec.q, spec.v)]
     rows = _BLOCK_KV + config.num_stages * config.block_q
     logits = 2 * 2 * _BLOCK_KV * config.block_q
-    staging = _CONSUMERS * 4 * 2 * _STAGING_BYTES
+    staging = _CONSUMERS * 4 * 2 * STAGING_BYTES
     sums = 2 * 4 * config.num_stages * config.block_q
     storage = rows * sum(boxes) + logits + staging + sums + 8 * (4 * config.num_stages + 1)
     return storage + -storage % 1024
@@ -138,16 +134,8 @@ def estimate(spec: AttentionSpec, config: Config) -> float:
     busiest = max(steps * min(1.0, 2 * share), steps * share * waves)
     rows = batch * num_queries * num_heads
     num_bytes = rows * (10 * spec.q.shape[3] + 4 * spec.v.shape[3])
-    num_bytes += (
-        8
-        * config.group_parts
-        * spec.k.shape[0]
-        * spec.k.shape[1]
-        * spec.k.shape[2]
-        * 2
-        * spec.q.shape[3]
-        * (config.group_parts > 1)
-    )
+    if config.group_parts > 1:
+        num_bytes += 16 * config.group_parts * math.prod(spec.k.shape)
     return _CTA_SECONDS * max(1.0, waves) + busiest * seconds + num_bytes / _COPY_BYTES
 
 
@@ -165,34 +153,31 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
             f"got {config}, which needs {smem_bytes(spec, config)} bytes. Use fewer stages or block_q=64."
         )
     named = spec.named("attention_backward", operands)
-    q, k, v, dout = (whole_units(x) for x in _without_padding(spec, named))
-    lse, delta, mean = _sums(spec, named)
-    arrays = [q, k, v, dout, _whole_rows(lse), _whole_rows(delta)]
-
-    def buffer(x: jax.Array | None) -> int:
-        """The number of an operand. For those that are not given stands lse, which is not read as such."""
-        if x is None:
-            return 4
-        arrays.append(x)
-        return len(arrays) - 1
-
-    extra_buffers = [
-        *(buffer(named.get(name)) for name in ("key_lengths", "query_segments", "key_segments")),
-        buffer(segment_query_blocks(spec, config.block_q, _BLOCK_KV, dict(named)) if spec.segments else None),
-        buffer(named["query_offset"].reshape(1) if spec.query_offset else None),
+    q, k, v, dout = (launching.whole_units(x) for x in _without_padding(spec, named))
+    lse, delta, mean = row_sums(spec, named)
+    if spec.query_lengths:  # Padding has no part in gradients.
+        is_query = queries_inside(spec, dict(named))[:, None]
+        lse, delta = jnp.where(is_query, lse, jnp.inf), jnp.where(is_query, delta, 0)
+    lse = lse * LOG2E
+    arrays = launching.Arrays(q, k, v, dout, _whole_rows(lse), _whole_rows(delta), absent=4)
+    extras = [
+        *(named.get(name) for name in ("key_lengths", "query_segments", "key_segments")),
+        segment_query_blocks(spec, config.block_q, _BLOCK_KV, dict(named)) if spec.segments else None,
+        named["query_offset"].reshape(1) if spec.query_offset else None,
     ]
-    arrays.append(jnp.zeros(q.shape, jnp.float32))
+    extra_buffers = [arrays.add(x) for x in extras]
+    dq_operand = arrays.add(jnp.zeros(q.shape, jnp.float32))
     parts = config.group_parts
     output = k.dtype if parts == 1 else jnp.dtype(jnp.float32)
     apart = lambda x: jax.ShapeDtypeStruct((*x.shape[:2], x.shape[2] * parts, x.shape[3]), output)
     results = [jax.ShapeDtypeStruct(q.shape, jnp.float32), apart(k), apart(v)]
-    first = len(arrays)
+    first = len(arrays.operands)
     columns = 128 // output.itemsize
     compiled = compile_backward(spec, config)
     dq, dk, dv = custom_call.launch(
         compiled.cubin,
         compiled.name,
-        arrays,
+        arrays.operands,
         results,
         parameters=[
             rows_of_a_head(0, q, config.block_q),
@@ -208,9 +193,9 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
             _problem(spec, config),
         ],
         grid=(-(-spec.k.shape[1] // _BLOCK_KV) * spec.k.shape[0] * spec.k.shape[2] * parts,),
-        block=((_CONSUMERS + 1) * _WARPGROUP,),
+        block=((_CONSUMERS + 1) * WARPGROUP,),
         smem_bytes=smem_bytes(spec, config),
-        input_output_aliases={first - 1: 0},
+        input_output_aliases={dq_operand: 0},
         target=spec.target,
         label="attention_backward",
     )
@@ -236,25 +221,6 @@ def _without_padding(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> lis
     return [q, k, v, dout]
 
 
-def _sums(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """The logsumexp in base 2 and delta, (B, N, T) each; and what queries that see no key add to dv.
-
-    The logsumexp is infinite for queries that have no part in the gradients of their pairs: their weights are zero.
-    """
-    out, dout, lse = named["out"].astype(jnp.float32), named["dout"].astype(jnp.float32), named["lse"]
-    is_query = queries_inside(spec, dict(named)) if spec.query_lengths else None
-    if is_query is not None:
-        out, dout = (jnp.where(is_query[:, :, None, None], x, 0) for x in (out, dout))
-    delta = jnp.swapaxes(jnp.sum(out * dout, axis=-1), 1, 2) - named["dlse"]
-    if not (spec.query_lengths or may_see_nothing(spec)):
-        return lse * LOG2E, delta, None
-    is_blind = lse <= MASKED_LOGIT / 2
-    mean = mean_gradient(spec, dout, is_blind)
-    if is_query is not None:
-        is_blind |= ~is_query[:, None]
-    return jnp.where(is_blind, jnp.inf, lse * LOG2E), jnp.where(is_blind, 0, delta), mean
-
-
 def _whole_rows(x: jax.Array) -> jax.Array:
     """Pads rows of float32 to whole units of 16 bytes."""
     return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % 4))) if x.shape[2] % 4 else x
@@ -263,17 +229,23 @@ def _whole_rows(x: jax.Array) -> jax.Array:
 def _problem(spec: AttentionSpec, config: Config) -> np.generic:
     """The kernel's `Problem`."""
     num_queries, num_keys = spec.q.shape[1], spec.k.shape[1]
-    side = lambda size: 0 if size is None else min(size, 2**29)
-    fields = [num_queries, num_keys, spec.k.shape[2], spec.group_size, config.group_parts]
-    fields += [-(-num_keys // _BLOCK_KV), side(spec.band.left), side(spec.band.right)]
-    factor, cap = forward.factors(spec)
-    fields += [np.float32(x).view(np.int32) for x in (factor, cap, spec.scale)]
-    return np.array(fields, np.int32).view(f"V{4 * len(fields)}")[0]
+    return launching.struct(
+        num_queries,
+        num_keys,
+        spec.k.shape[2],
+        spec.group_size,
+        config.group_parts,
+        -(-num_keys // _BLOCK_KV),
+        launching.reach(spec.band.left),
+        launching.reach(spec.band.right),
+        *launching.factors(spec),
+        float(spec.scale),
+    )
 
 
 def compile_backward(spec: AttentionSpec, config: Config) -> compiler.CompiledKernel:
     """Compiles the kernel that serves the spec: lengths and numbers of heads are not part of it."""
-    element = forward.ELEMENTS[spec.q.dtype]
+    element = launching.ELEMENTS[spec.q.dtype]
     choices: dict[str, Any] = dict(
         element=element,
         output=element if config.group_parts == 1 else "Float32",
@@ -290,22 +262,9 @@ def compile_backward(spec: AttentionSpec, config: Config) -> compiler.CompiledKe
         smem_bytes=smem_bytes(spec, config),
     )
     try:
-        return _compile_cached(tuple(sorted(choices.items())))
+        head_dim = choices["head_dim"]
+        columns = frozenset({choices["block_q"], head_dim, choices["value_dim"], min(head_dim, 64)})
+        return launching.compile_kernel("backward", columns, **choices)
     except compiler.CompileError as e:
         e.add_note(f"{_LABEL}: compiled for {spec} with {config}. Use block_q=64, or leave config out.")
         raise
-
-
-@functools.lru_cache(maxsize=512)
-def _compile_cached(choices: tuple[tuple[str, Any], ...]) -> compiler.CompiledKernel:
-    defines = {f"JK_{name.upper()}": value for name, value in choices}
-    head_dim = defines["JK_HEAD_DIM"]
-    columns = {defines["JK_BLOCK_Q"], head_dim, defines["JK_VALUE_DIM"], min(head_dim, 64)}
-    return compiler.compile_kernel(
-        (importlib.resources.files("jaxkernels.ffi.attention") / "backward.cu").read_text(),
-        "jaxkernels::attention_backward",
-        filename="backward.cu",
-        headers={wgmma.NAME: wgmma.instructions(defines["JK_ELEMENT"], *sorted(columns))},
-        defines=defines,
-        strict=True,
-    )

@@ -27,6 +27,7 @@
 // forward.py compiles this file with the macros that `Config` reads. Source: FlashAttention-3
 // (arXiv:2407.08608), with the step across items of our Pallas kernel (docs/pallas-kernels.md).
 
+#include "masks.cuh"
 #include "ring.cuh"
 #include "staging.cuh"
 #include "tiles.cuh"
@@ -589,29 +590,14 @@ class Consumer {
       if constexpr (Config::kHasRight) end = min(end, position + problem_.right + 1);
       end -= first_key;
       const int begin = Config::kHasLeft ? position - problem_.left - first_key : 0;
-#pragma unroll
-      for (int i = 0; i < kLogits; i += 4) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int column = i * 2 + e;
-          if (column >= end || (Config::kHasLeft && column < begin)) s_[i + 2 * h + e] = hidden();
-        }
-      }
+      hide_outside<Config::kHasLeft, true>(s_, h, begin, end, hidden());
     }
   }
 
   __device__ __forceinline__ void mask_segments(const Item& item, int block) {
     const int first_key = block * kBlockKv + threadIdx.x % 4 * 2;
     const int* ids = arrays_.key_segments + item.batch * problem_.num_keys;
-#pragma unroll
-    for (int i = 0; i < kLogits; i += 4) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int id = ids[min(first_key + i * 2 + e, problem_.num_keys - 1)];
-        if (id != segments_[0]) s_[i + e] = hidden();
-        if (id != segments_[1]) s_[i + 2 + e] = hidden();
-      }
-    }
+    hide_other_segments(s_, segments_, ids, first_key, problem_.num_keys, hidden());
   }
 
   // ---- Results ----

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.resources
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -19,60 +18,39 @@ import numpy as np
 from jax import lax
 
 from jaxkernels.core.arguments import check_fields
-from jaxkernels.ffi import compiler, custom_call, handler, wgmma
+from jaxkernels.ffi import compiler, custom_call, handler
+from jaxkernels.ffi.attention import launching
+from jaxkernels.ffi.attention.launching import ATOM, STAGING_BYTES, WARPGROUP, padded
+from jaxkernels.ops.attention import tensor_cores
 from jaxkernels.ops.attention.blind import mean_of_values
-from jaxkernels.ops.attention.planning import balanced_plan, planned_offset
+from jaxkernels.ops.attention.planning import forward_plan, forward_steps
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
-from jaxkernels.ops.attention.visibility import (
-    blocks_of,
-    keys_seen_by_any,
-    may_see_nothing,
-    queries_inside,
-    segment_key_blocks,
-)
+from jaxkernels.ops.attention.visibility import may_see_nothing, queries_inside, segment_key_blocks
 
 __all__ = [
-    "ELEMENTS",
-    "LOG2E",
     "VERSION",
     "Config",
     "compile_forward",
     "estimate",
-    "factors",
-    "padded",
-    "rows_of_a_head",
     "run",
     "search_space",
     "shortlist",
     "unpreferred",
     "unsupported",
-    "whole_units",
 ]
 
 VERSION = 1
 
 _LABEL = "attention_forward[cuda]"
-#: What the kernels call a dtype.
-ELEMENTS = {jnp.dtype(jnp.bfloat16): "BFloat16", jnp.dtype(jnp.float16): "Float16"}
-LOG2E = 1.4426950408889634
 
-# As in forward.cu.
+#: Queries of a consumer, as in forward.cu.
 _WGMMA_M = 64
-_WARPGROUP = 128
-#: Elements across a swizzle span of 128 bytes.
-_ATOM = 64
-_STAGING_BYTES = 16 * 128
 #: Registers of a consumer's thread for logits, weights and outputs, by the number of consumers. With more it spills.
 _REGISTERS = {1: 208, 2: 208, 3: 130}
 #: What a soft cap or segment ids take of them. Three consumers have none for either.
 _REGISTERS_OF_TERMS = 32
-#: Rows that are TMA operands are whole units of so many elements.
-_UNIT = 8
-#: The error of a capped logit is 2^-22 of the cap.
-_LARGEST_CAP = 1000.0
-_MAX_LENGTH = 2**28
-#: Elements of an array that the kernel indexes in 32 bits.
-_MAXELEMENTS = 2**31
+#: Rows of all heads, which the kernel counts in 32 bits.
+_MAX_ROWS = 2**31
 
 # Rough figures of an H200 for the cost model, not fitted yet: FLOP/s of one SM, a launch, and what a step takes beside
 # its products.
@@ -123,46 +101,16 @@ class Config:
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
-    if not spec.target.is_hopper:
-        return f"needs a GPU of compute capability 9.0 (Hopper), the target is {spec.target}"
-    if spec.q.dtype not in ELEMENTS:
-        return f"takes bfloat16 or float16, not {spec.q.dtype}"
     operands = {"a bias": spec.bias is not None, "a dense mask": spec.mask is not None}
     operands |= {f"the term {term}": True for term in spec.terms}
-    if missing := [name for name, is_given in operands.items() if is_given]:
-        return f"does not handle {', '.join(missing)}"
-    if spec.scale <= 0:
-        return f"needs a positive scale, got {spec.scale}"
-    if spec.soft_cap is not None and spec.soft_cap > _LARGEST_CAP:
-        return (
-            f"soft_cap must be at most {_LARGEST_CAP:g}: the kernel's tanh resolves 2^-22 of the cap; "
-            f"got {spec.soft_cap:g}"
-        )
-    arrays = (spec.q, spec.k, spec.v)
-    if not all(isinstance(size, int) for x in arrays for size in x.shape):
-        return "needs static shapes"
-    if max(spec.q.shape[3], spec.v.shape[3]) > 256:
-        return f"handles head dimensions up to 256, got {spec.q.shape[3]} and {spec.v.shape[3]}"
-    if any(0 in x.shape for x in arrays):
-        return "has no work in an empty attention"
-    if (longest := max(spec.q.shape[1], spec.k.shape[1])) > _MAX_LENGTH:
-        return f"needs at most {_MAX_LENGTH} queries and keys, got {longest}"
+    missing = [name for name, is_given in operands.items() if is_given]
+    refusal = f"does not handle {', '.join(missing)}" if missing else None
+    if reason := tensor_cores.unsupported(spec, operands=refusal, cap_bits=22):
+        return reason
     batch, num_queries, num_heads, _ = spec.q.shape
-    if (count := batch * num_heads * num_queries) >= _MAXELEMENTS:
+    if (count := batch * num_heads * num_queries) >= _MAX_ROWS:
         return f"counts rows of all heads in 32 bits, and there are {count}"
-    return _missing()
-
-
-@functools.cache
-def _missing() -> str | None:
-    """What this installation lacks to run CUDA kernels, or None."""
-    try:
-        compiler.nvrtc_version()
-    except ImportError as e:
-        return f"needs NVRTC: {e}"
-    if handler.has_cuda() and (status := handler.status()).library is None:
-        return f"needs the launcher of the CUDA kernels: {status}"
-    return None
+    return handler.missing()
 
 
 def unpreferred(spec: AttentionSpec) -> str | None:
@@ -170,25 +118,20 @@ def unpreferred(spec: AttentionSpec) -> str | None:
     return "is taken only where it was measured fastest: its speed on an H200 is not known yet"
 
 
-def padded(size: int) -> int:
-    """A head dimension as the kernel computes with it: whole steps of wgmma."""
-    return size + -size % 16
-
-
 def smem_bytes(spec: AttentionSpec, config: Config) -> int:
     """Dynamic shared memory: queries, the rings, staging buffers and barriers."""
     head_dim, value_dim = padded(spec.q.shape[3]), padded(spec.v.shape[3])
-    boxes = lambda size: -(-size // _ATOM)
-    row_bytes = 2 * _ATOM * boxes(head_dim)
+    boxes = lambda size: -(-size // ATOM)
+    row_bytes = 2 * ATOM * boxes(head_dim)
     queries = config.rows * row_bytes
-    slot = config.block_kv * (row_bytes + 2 * _ATOM * boxes(value_dim))
+    slot = config.block_kv * (row_bytes + 2 * ATOM * boxes(value_dim))
     barriers = 8 * (4 * config.num_stages + 2 * config.num_consumers)
-    storage = queries + config.num_stages * slot + 4 * config.num_consumers * _STAGING_BYTES + barriers
+    storage = queries + config.num_stages * slot + 4 * config.num_consumers * STAGING_BYTES + barriers
     return storage + -storage % 1024
 
 
 def _fits(spec: AttentionSpec, config: Config) -> bool:
-    registers = _WGMMA_M * (padded(spec.v.shape[3]) + config.block_kv * 3 // 2) // _WARPGROUP
+    registers = _WGMMA_M * (padded(spec.v.shape[3]) + config.block_kv * 3 // 2) // WARPGROUP
     most = _REGISTERS[config.num_consumers]
     if spec.segments or spec.soft_cap is not None:
         most = 0 if config.num_consumers == 3 else most - _REGISTERS_OF_TERMS
@@ -247,31 +190,13 @@ def estimate(spec: AttentionSpec, config: Config) -> float:
 
 
 def _steps(spec: AttentionSpec, config: Config) -> list[int]:
-    """For each block of queries: how many blocks of keys it visits, lengths and segments aside."""
-    num_queries, num_keys = spec.q.shape[1], spec.k.shape[1]
-    offset = planned_offset(spec)
-    steps = []
-    for start in range(offset, offset + num_queries, config.rows):
-        first, end = blocks_of(*keys_seen_by_any(spec, start, start + config.rows, num_keys), config.block_kv)
-        steps.append(max(end - first, 1))
-    return steps
+    return forward_steps(spec, config.rows, config.block_kv)
 
 
 @functools.lru_cache(maxsize=256)
 def _plan(spec: AttentionSpec, config: Config) -> np.ndarray:
-    """The items of each CTA. An item's number is head * num_q_blocks + q_block, heads of all batch elements counted.
-
-    Heads follow each other, so that CTAs share keys in L2, and each head's longest items come first. A third of the
-    blocks of queries, those that see least, come at the end: they even out what is left.
-    """
-    batch, _, num_heads, _ = spec.q.shape
-    heads, steps = batch * num_heads, _steps(spec, config)
-    num_q_blocks = len(steps)
-    num_last = num_q_blocks // 3 if spec.causal else 0
-    items = [(q, head) for head in range(heads) for q in reversed(range(num_last, num_q_blocks))]
-    items += [(q, head) for q in reversed(range(num_last)) for head in range(heads)]
-    numbered = [(head * num_q_blocks + q_block, steps[q_block] + _ITEM_STEPS) for q_block, head in items]
-    return balanced_plan(numbered, spec.target.num_sms)[0]
+    """The items of each CTA."""
+    return forward_plan(spec, _steps(spec, config), spec.target.num_sms, _ITEM_STEPS)
 
 
 def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
@@ -283,50 +208,42 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
         )
     named = spec.named("attention_forward", operands)
     value_dim = spec.v.shape[3]
-    q, k, v = (whole_units(named[name]) for name in ("q", "k", "v"))
+    q, k, v = (launching.whole_units(named[name]) for name in ("q", "k", "v"))
     plan = jnp.asarray(_plan(spec, config))
-    arrays = [q, k, v, plan]
-
-    def buffer(x: jax.Array | None) -> int:
-        """The number of an operand. For those that are not given stands the plan, which is not read as such."""
-        if x is None:
-            return 3
-        arrays.append(x)
-        return len(arrays) - 1
-
-    edge = buffer(_edge_values(spec, config, v, named["key_lengths"])) if spec.key_lengths else 2
+    arrays = launching.Arrays(q, k, v, plan, absent=3)
+    edge = arrays.add(_edge_values(spec, config, v, named["key_lengths"])) if spec.key_lengths else 2
     blocks = segment_key_blocks(spec, config.rows, config.block_kv, dict(named)) if spec.segments else None
     extras = [
         *(named.get(name) for name in ("query_lengths", "key_lengths", "query_segments", "key_segments")),
         blocks,
         named["query_offset"].reshape(1) if spec.query_offset else None,
     ]
-    extra_buffers = [buffer(x) for x in extras]
+    extra_buffers = [arrays.add(x) for x in extras]
     batch, num_queries, num_heads, _ = q.shape
     results = [
         jax.ShapeDtypeStruct((batch, num_queries, num_heads, v.shape[3]), v.dtype),
         jax.ShapeDtypeStruct((batch, num_heads, num_queries), jnp.float32),
     ]
-    out_buffer, lse_buffer = len(arrays), len(arrays) + 1
+    out_buffer, lse_buffer = len(arrays.operands), len(arrays.operands) + 1
     compiled = compile_forward(spec, config)
     out, lse = custom_call.launch(
         compiled.cubin,
         compiled.name,
-        arrays,
+        arrays.operands,
         results,
         parameters=[
-            rows_of_a_head(0, q, _WGMMA_M),
-            rows_of_a_head(1, k, config.block_kv),
-            rows_of_a_head(2, v, config.block_kv),
-            rows_of_a_head(edge, arrays[edge], config.block_kv),
-            rows_of_a_head(out_buffer, results[0], 16),
+            launching.rows_of_a_head(0, q, _WGMMA_M),
+            launching.rows_of_a_head(1, k, config.block_kv),
+            launching.rows_of_a_head(2, v, config.block_kv),
+            launching.rows_of_a_head(edge, arrays.operands[edge], config.block_kv),
+            launching.rows_of_a_head(out_buffer, results[0], 16),
             custom_call.Pointer(lse_buffer),
             custom_call.Pointer(3),
             *map(custom_call.Pointer, extra_buffers),
             _problem(spec, config, plan.shape[1]),
         ],
         grid=(plan.shape[0],),
-        block=((config.num_consumers + 1) * _WARPGROUP,),
+        block=((config.num_consumers + 1) * WARPGROUP,),
         smem_bytes=smem_bytes(spec, config),
         target=spec.target,
         label="attention_forward",
@@ -334,29 +251,6 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
     if may_see_nothing(spec):
         out = _fill_in_means(spec, named, out, lse)
     return [out[..., :value_dim], lse]
-
-
-def whole_units(x: jax.Array) -> jax.Array:
-    """Pads the last dimension to whole units of 16 bytes; usually there is nothing to do."""
-    missing = -x.shape[3] % _UNIT
-    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x
-
-
-def rows_of_a_head(buffer: int, x: Any, rows: int, columns: int = _ATOM) -> custom_call.TensorMap:
-    """Copies `rows` neighbours along the sequence, of one head, one swizzle span of `columns` elements across."""
-    batch, length, num_heads, size = x.shape
-    itemsize = x.dtype.itemsize
-    return custom_call.TensorMap(
-        buffer,
-        box=(1, 1, rows, columns),
-        shape=(batch, num_heads, length, size),
-        strides=(
-            length * num_heads * size * itemsize,
-            size * itemsize,
-            num_heads * size * itemsize,
-        ),
-        swizzle="128B",
-    )
 
 
 def _edge_values(spec: AttentionSpec, config: Config, v: jax.Array, key_lengths: jax.Array) -> jax.Array:
@@ -384,28 +278,23 @@ def _fill_in_means(spec: AttentionSpec, named: Any, out: jax.Array, lse: jax.Arr
 def _problem(spec: AttentionSpec, config: Config, plan_columns: int) -> np.generic:
     """The kernel's `Problem`."""
     num_queries, num_keys = spec.q.shape[1], spec.k.shape[1]
-    # A side that reaches beyond all keys is open.
-    side = lambda size: 0 if size is None else min(size, 2**29)
-    factor, cap = factors(spec)
-    fields = [num_queries, num_keys, spec.q.shape[2], spec.group_size, -(-num_queries // config.rows), plan_columns]
-    fields += [side(spec.band.left), side(spec.band.right)]
-    fields += [np.float32(x).view(np.int32) for x in (factor, cap)]
-    return np.array(fields, np.int32).view(f"V{4 * len(fields)}")[0]
-
-
-def factors(spec: AttentionSpec) -> tuple[float, float]:
-    """What kernels multiply a product q k by, and the soft cap in base 2. Without a soft cap, the first gives logits in
-    base 2; with one, logits over the cap.
-    """
-    if spec.soft_cap is None:
-        return spec.scale * LOG2E, 0.0
-    return spec.scale / spec.soft_cap, spec.soft_cap * LOG2E
+    return launching.struct(
+        num_queries,
+        num_keys,
+        spec.q.shape[2],
+        spec.group_size,
+        -(-num_queries // config.rows),
+        plan_columns,
+        launching.reach(spec.band.left),
+        launching.reach(spec.band.right),
+        *launching.factors(spec),
+    )
 
 
 def compile_forward(spec: AttentionSpec, config: Config) -> compiler.CompiledKernel:
     """Compiles the kernel that serves the spec: lengths and numbers of heads are not part of it."""
     choices: dict[str, Any] = dict(
-        element=ELEMENTS[spec.q.dtype],
+        element=launching.ELEMENTS[spec.q.dtype],
         head_dim=padded(spec.q.shape[3]),
         value_dim=padded(spec.v.shape[3]),
         block_kv=config.block_kv,
@@ -426,21 +315,8 @@ def compile_forward(spec: AttentionSpec, config: Config) -> compiler.CompiledKer
         smem_bytes=smem_bytes(spec, config),
     )
     try:
-        return _compile_cached(tuple(sorted(choices.items())))
+        columns = frozenset({choices["block_kv"], choices["value_dim"]})
+        return launching.compile_kernel("forward", columns, **choices)
     except compiler.CompileError as e:
         e.add_note(f"{_LABEL}: compiled for {spec} with {config}. Use a smaller block_kv, or leave config out.")
         raise
-
-
-@functools.lru_cache(maxsize=512)
-def _compile_cached(choices: tuple[tuple[str, Any], ...]) -> compiler.CompiledKernel:
-    defines = {f"JK_{name.upper()}": value for name, value in choices}
-    columns = sorted({defines["JK_BLOCK_KV"], defines["JK_VALUE_DIM"]})
-    return compiler.compile_kernel(
-        (importlib.resources.files("jaxkernels.ffi.attention") / "forward.cu").read_text(),
-        "jaxkernels::attention_forward",
-        filename="forward.cu",
-        headers={wgmma.NAME: wgmma.instructions(defines["JK_ELEMENT"], *columns)},
-        defines=defines,
-        strict=True,
-    )

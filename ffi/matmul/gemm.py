@@ -262,7 +262,7 @@ _MAX_EPILOGUE_ACCUMULATORS = 128
 
 
 def unsupported(spec: MatmulSpec) -> str | None:
-    return tensor_cores.unsupported(spec) or _too_many(spec) or _missing()
+    return tensor_cores.unsupported(spec) or _too_many(spec) or handler.missing()
 
 
 def _too_many(spec: MatmulSpec) -> str | None:
@@ -274,18 +274,6 @@ def _too_many(spec: MatmulSpec) -> str | None:
     for outer, inner in (g.lhs_layout, g.rhs_layout):
         if sizes[inner] % _UNIT and (rows := (g.batch or 1) * sizes[outer]) > _MAX_COUNT:
             return f"counts rows that it pads in 32 bits, and an operand has {rows}"
-    return None
-
-
-@functools.cache
-def _missing() -> str | None:
-    """What this installation lacks to run CUDA kernels, or None."""
-    try:
-        compiler.nvrtc_version()
-    except ImportError as e:
-        return f"needs NVRTC: {e}"
-    if handler.has_cuda() and (status := handler.status()).library is None:
-        return f"needs the launcher of the CUDA kernels: {status}"
     return None
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkernels.core.arguments import check_fields
-from jaxkernels.ffi import compiler, handler
+from jaxkernels.ffi import handler
 from jaxkernels.ffi.sgemm import RUNGS, sgemm
 from jaxkernels.ops.matmul import tensor_cores
 from jaxkernels.ops.matmul.epilogue import apply_epilogue
@@ -72,18 +72,7 @@ def unsupported(spec: MatmulSpec) -> str | None:
         return reason
     if (spec.gemm.batch or 1) > 1:
         return f"on CUDA cores has no batches, got {spec.gemm.batch} products"
-    return _missing()
-
-
-def _missing() -> str | None:
-    """What this installation lacks to run CUDA kernels, or None."""
-    try:
-        compiler.nvrtc_version()
-    except ImportError as e:
-        return f"needs NVRTC: {e}"
-    if handler.has_cuda() and (status := handler.status()).library is None:
-        return f"needs the launcher of the CUDA kernels: {status}"
-    return None
+    return handler.missing()
 
 
 def unpreferred(spec: MatmulSpec) -> str | None:

@@ -107,10 +107,10 @@ struct TileLoader {
   static_assert(kRowStep * kUnitsInRow == kThreads, "a thread's units lie in one column");
 
   const unsigned char* from;  // The thread's first unit in the next tile.
-  long long row_bytes;        // Of the operand.
-  int rows_left, bytes_left;  // Of the operand from there on; negative outside.
-  u32 row, byte;              // Of that unit in the tile.
-  uint4 units[kUnits];        // Between `fetch` and `put`.
+  long long row_bytes;        // A row of the operand.
+  int rows_left, bytes_left;  // How much of the operand follows that unit; negative outside.
+  u32 row, byte;              // Where that unit lies in the tile.
+  uint4 units[kUnits];        // They hold a tile between `fetch` and `put`.
 
   // `first_row` and `first_byte`: where the first tile begins in the operand.
   __device__ __forceinline__ TileLoader(const unsigned char* operand, int rows, int row_bytes,
@@ -163,7 +163,8 @@ struct TileLoader {
     }
   }
 
-  // Without registers in between. What is loaded by elements arrives before this returns.
+  // Copies a tile without registers in between. Units that are loaded by elements have arrived when
+  // this returns.
   __device__ __forceinline__ void copy(u32 tile) const {
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
@@ -215,7 +216,7 @@ struct Fragment {
 
 // One warp's part of the CTA's tile.
 struct WarpTile {
-  int row, column;             // Of its first element in the CTA's tile.
+  int row, column;             // Where its first element lies in the CTA's tile.
   u32 lhs_offset, rhs_offset;  // In a slot, where this lane begins to read.
   float acc[kMmasM][kMmasN][4];
 
@@ -319,7 +320,7 @@ struct WarpTile {
 
 // ---- The timeline ------------------------------------------------------------------------------
 
-// What is recorded for each tile, in the order of gemm_mma.py.
+// The events of a tile that are recorded. gemm_mma.py names them in the same order.
 enum Event { kLoadBegin, kLoadEnd, kWaitBegin, kWaitEnd, kComputeBegin, kComputeEnd, kEvents };
 
 #ifdef JK_TIMELINE

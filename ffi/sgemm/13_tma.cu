@@ -1,8 +1,8 @@
 // Rung 13: the Tensor Memory Accelerator (TMA) fills a ring of STAGES slots, and no thread spends
 // instructions on copies. One thread requests a tile as soon as all warps have released its slot.
 //
-// TMA cannot transpose 4-byte elements. A stays row major: a thread reads 4 neighbours along k of
-// each of its TM rows at once. That is as many instructions as with a transposed tile:
+// TMA cannot transpose 4-byte elements, so A stays row major. One instruction of a thread reads 4
+// neighbours along k of one of its TM rows. A transposed tile would need as many instructions:
 //
 //   for 4 steps of k:   TM reads of A + 4 TN / 4 reads of B for 4 TM TN multiplications
 //   8 x 16:             24 reads for 512 multiplications: 95.5 % of the instructions multiply

@@ -98,7 +98,8 @@ _CLUSTERS = {
 def variants() -> Iterator[Variant]:
     """Rings of 1 to 8 slots for two tiles, and clusters for the larger tile. Some do not fit into shared memory.
 
-    Of the kernel of Ampere's instructions: every schedule and number of slots, with and without prefetched fragments.
+    The kernel that uses Ampere's instructions has every schedule and every number of slots, each with and without
+    prefetched fragments.
     """
     for backend, clusters in _CLUSTERS.items():
         config = dispatch.load("matmul", backend).designs[0].Config

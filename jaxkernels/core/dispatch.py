@@ -4,7 +4,8 @@ A backend has one or more designs of an operation. A design is a module with six
 
 - `Config`: a frozen dataclass, the knobs of this kernel;
 - `VERSION`: an int. It is raised when a Config's kernel, its speed or the search space changes. Winners that were
-  measured with another version do not count;
+  measured with another version do not count. The version of a backend is the sum over its designs: a design that
+  joins a backend begins at 0, so that the winners of the others stay;
 - `unsupported(spec) -> str | None`: the one statement of its limits, a reason for each;
 - `search_space(spec) -> Iterable[Config]`: the configurations worth measuring. All are legal (shared memory,
   registers). Rules that the module states prune them. Usual settings come first;

@@ -56,7 +56,7 @@ import numpy as np
 from jax import lax
 
 from jaxkernels.core.arguments import check_fields
-from jaxkernels.ops.attention.planning import balanced_plan, planned_offset
+from jaxkernels.ops.attention.planning import forward_plan, forward_steps
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.visibility import (
     blocks_of,
@@ -238,14 +238,7 @@ def estimate(spec: AttentionSpec, config: Config) -> float:
 
 
 def _steps(spec: AttentionSpec, config: Config) -> list[int]:
-    """For each block of queries: how many blocks of keys it visits, lengths and segments aside."""
-    num_queries, num_keys, rows = spec.q.shape[1], spec.k.shape[1], _rows(config)
-    offset = planned_offset(spec)
-    steps = []
-    for start in range(offset, offset + num_queries, rows):
-        first, end = blocks_of(*keys_seen_by_any(spec, start, start + rows, num_keys), config.block_kv)
-        steps.append(max(end - first, 1))
-    return steps
+    return forward_steps(spec, _rows(config), config.block_kv)
 
 
 def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
@@ -308,20 +301,8 @@ def _inputs(spec: AttentionSpec, config: Config, v: jax.Array, extras: dict[str,
 
 @functools.lru_cache(maxsize=256)
 def _plan(spec: AttentionSpec, config: Config) -> np.ndarray:
-    """The items of each worker, a CTA or a pair of them (`balanced_plan`); an item's number is head * num_q_blocks +
-    q_block, heads of all batch elements counted.
-
-    They come head by head, the longest first; but a third of the blocks of queries, those that see least, are kept for
-    the end and even out what is left.
-    """
-    batch, _, num_heads, _ = spec.q.shape
-    heads, steps = batch * num_heads, _steps(spec, config)
-    num_q_blocks = len(steps)
-    num_last = num_q_blocks // 3 if spec.causal else 0
-    items = [(q, head) for head in range(heads) for q in reversed(range(num_last, num_q_blocks))]
-    items += [(q, head) for q in reversed(range(num_last)) for head in range(heads)]
-    numbered = [(head * num_q_blocks + q_block, steps[q_block] + _ITEM_STEPS) for q_block, head in items]
-    return balanced_plan(numbered, spec.target.num_sms // _num_ctas(config))[0]
+    """The items of each worker, a CTA or a pair of them."""
+    return forward_plan(spec, _steps(spec, config), spec.target.num_sms // _num_ctas(config), _ITEM_STEPS)
 
 
 def _num_items(spec: AttentionSpec, config: Config) -> int:

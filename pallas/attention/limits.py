@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxkernels.ops.attention import tensor_cores
 from jaxkernels.ops.attention.spec import AttentionSpec
 
 __all__ = [
@@ -14,12 +15,6 @@ __all__ = [
     "padded_head_dims",
     "unsupported",
 ]
-
-_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-#: The error of capped logits is 2^-21 of the cap (`logits._cap`): 5e-4 for this cap.
-_LARGEST_CAP = 1000.0
-#: The largest number of queries or keys. Planning a longer sequence takes minutes, and its items overflow 32 bits.
-_MAX_LENGTH = 2**28
 
 
 def features(spec: AttentionSpec) -> list[str]:
@@ -35,30 +30,12 @@ def features(spec: AttentionSpec) -> list[str]:
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
-    if not spec.target.is_hopper:
-        return f"needs a GPU of compute capability 9.0 (Hopper), the target is {spec.target}"
-    if spec.q.dtype not in _DTYPES:
-        return f"takes bfloat16 or float16, not {spec.q.dtype}"
     operands = {"a bias": spec.bias is not None, "a dense mask": spec.mask is not None}
+    refusal = None
     if missing := [name for name, is_given in operands.items() if is_given]:
         way_out = "; is_causal, a window, lengths or segments are fast in its place" if spec.mask is not None else ""
-        return f"does not handle {', '.join(missing)} yet{way_out}"
-    if spec.scale <= 0:
-        return f"needs a positive scale, got {spec.scale}"
-    if spec.soft_cap is not None and spec.soft_cap > _LARGEST_CAP:
-        return (
-            f"soft_cap must be at most {_LARGEST_CAP:g}: the kernel's tanh resolves 2^-21 of the cap; "
-            f"got {spec.soft_cap:g}"
-        )
-    if max(spec.q.shape[3], spec.v.shape[3]) > 256:
-        return f"handles head dimensions up to 256, got {spec.q.shape[3]} and {spec.v.shape[3]}"
-    if not all(isinstance(size, int) for size in (*spec.q.shape, *spec.k.shape, *spec.v.shape)):
-        return "needs static shapes"
-    if 0 in (*spec.q.shape, *spec.k.shape, *spec.v.shape):
-        return "has no work in an empty attention"
-    if (longest := max(spec.q.shape[1], spec.k.shape[1])) > _MAX_LENGTH:
-        return f"needs at most {_MAX_LENGTH} queries and keys, got {longest}"
-    return None
+        refusal = f"does not handle {', '.join(missing)} yet{way_out}"
+    return tensor_cores.unsupported(spec, operands=refusal, cap_bits=21)  # `logits._cap`
 
 
 def pad_heads(x: jax.Array, head_dim: int) -> jax.Array:

@@ -12,34 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attentions import draw, make_spec
-from emulated import NEEDS_COMPILER, Emulator
+from emulated import DYNAMIC_SMEM, NEEDS_COMPILER, Emulator
 
 from jaxkernels.core import dispatch
-from jaxkernels.ffi.attention import backward, forward
+from jaxkernels.ffi.attention import backward, forward, launching
 from jaxkernels.ops.attention import reference
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 
 Config = forward.Config
 
-#: Text of the kernels that a C++ compiler refuses, and its replacement.
-_SHARED_MEMORY = {
-    "extern __shared__ __align__(1024) unsigned char dynamic_smem[];":
-    "unsigned char* dynamic_smem = emulator::shared_memory();",
-}  # fmt: skip
-TRANSLATED = {f"jaxkernels::attention_{name}": _SHARED_MEMORY for name in ("forward", "backward")}
+TRANSLATED = {f"jaxkernels::attention_{name}": DYNAMIC_SMEM for name in ("forward", "backward")}
 
 pytestmark = NEEDS_COMPILER
 
 
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return tmp_path_factory.mktemp("emulated")
-
-
 @pytest.fixture
 def emulator(libraries: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
-    for module in (forward, backward):
-        monkeypatch.setattr(module, "_compile_cached", module._compile_cached.__wrapped__)
+    monkeypatch.setattr(launching, "compile_kernel", launching.compile_kernel.__wrapped__)
     with Emulator(libraries, TRANSLATED).installed() as emulator:
         yield emulator
 
@@ -139,7 +128,7 @@ def test_numbers_that_are_none_stay_so(num_polynomials: int, emulator: Emulator)
         ("rows_ = Statistics();", "", "plain"),
         ("    adds_ = false;\n    const u32 warp", "    const u32 warp", "plain"),
         ("const bool is_edge = Config::kKeyLengths &&", "const bool is_edge = false &&", "key-lengths"),
-        ("if (id != segments_[1])", "if (id != segments_[0])", "segments"),
+        ("if (id != rows[1])", "if (id != rows[0])", "segments"),
         ("Config::kQueryLengths && factor == 0.0f ?", "false ?", "query-lengths"),
         ("tanh_by_exp2(s_[i] * problem_.factor)", "tanh_by_exp2(s_[i])", "soft-cap"),
     ],
@@ -222,7 +211,7 @@ def test_gradients_in_any_order(seed: int, emulator: Emulator) -> None:
         ("    wgmma_wait<0>();\n    pin(dp_);\n", "    pin(dp_);\n", "plain"),
         ("cp_async_bulk_wait_group_read<0>();\n    __syncwarp();\n    const int first_row",
          ";\n    __syncwarp();\n    const int first_row", "three-stages"),
-        ("if (id != segments_[1])", "if (id != segments_[0])", "segments"),
+        ("if (id != rows[1])", "if (id != rows[0])", "segments"),
         ("(1.0f - s_[at] * s_[at])", "(1.0f - s_[at])", "soft-cap"),
         ("key - problem_.right - position", "key - problem_.right - position + 1", "causal"),
         ("key + problem_.left + 1 - position", "key + problem_.left - position", "window"),

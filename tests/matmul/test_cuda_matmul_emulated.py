@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulated import NEEDS_COMPILER, Emulator
+from emulated import DYNAMIC_SMEM, NEEDS_COMPILER, Emulator
 from products import LAYOUTS, assert_right, make_spec, random_operands
 from test_cuda_matmul import SCHEDULES
 
@@ -24,19 +24,13 @@ Config = matmul.Config
 #: Text of the kernels that a C++ compiler refuses, and its replacement. The replacement of tanh is exact.
 TRANSLATED = {
     "jaxkernels::gemm": {
-        "extern __shared__ __align__(1024) unsigned char dynamic_smem[];":
-        "unsigned char* dynamic_smem = emulator::shared_memory();",
+        **DYNAMIC_SMEM,
         'asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = tanhf(x);",
     },
     "jaxkernels::pad_rows": {},
 }  # fmt: skip
 
 pytestmark = NEEDS_COMPILER
-
-
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return tmp_path_factory.mktemp("emulated")
 
 
 @pytest.fixture

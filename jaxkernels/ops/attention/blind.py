@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
-from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
+from jaxkernels.ops.attention.visibility import may_see_nothing, queries_inside
 
-__all__ = ["mean_gradient", "mean_of_values"]
+__all__ = ["mean_gradient", "mean_of_values", "row_sums"]
 
 
 def mean_gradient(spec: AttentionSpec, dout: jax.Array, is_blind: jax.Array) -> Float[Array, "B 1 K D"]:
@@ -37,3 +38,27 @@ def mean_of_values(spec: AttentionSpec, v: jax.Array, extras: Mapping[str, jax.A
         is_key = (jnp.arange(v.shape[1]) < extras["key_lengths"][:, None])[:, :, None, None]
         v = jnp.where(is_key | jnp.isfinite(v), v, 0)
     return jnp.repeat(v.mean(axis=1, keepdims=True), spec.group_size, axis=2)
+
+
+def row_sums(
+    spec: AttentionSpec, named: Mapping[str, jax.Array]
+) -> tuple[Float32[Array, "B N T"], Float32[Array, "B N T"], Float32[Array, "B 1 K D"] | None]:
+    """What a backward pass needs of each query, and what queries that see no key add to dV (None if none may).
+
+    Args:
+      named: the operands of `attention_backward` by name.
+
+    Returns:
+      The logsumexp, infinite for queries that see no key: their weights are zero. Delta, the sum of out * dout less the
+      logsumexp's cotangent; zero for these queries. Padding counts as zeros in delta.
+    """
+    out, dout, lse = named["out"].astype(jnp.float32), named["dout"].astype(jnp.float32), named["lse"]
+    if spec.query_lengths:
+        is_query = queries_inside(spec, dict(named))[:, :, None, None]
+        out, dout = jnp.where(is_query, out, 0), jnp.where(is_query, dout, 0)
+    delta = jnp.swapaxes(jnp.sum(out * dout, axis=-1), 1, 2) - named["dlse"]
+    if not (spec.query_lengths or spec.bias is not None or may_see_nothing(spec)):
+        return lse, delta, None
+    is_blind = lse <= MASKED_LOGIT / 2
+    mean = mean_gradient(spec, dout, is_blind)
+    return jnp.where(is_blind, jnp.inf, lse), jnp.where(is_blind, 0, delta), mean

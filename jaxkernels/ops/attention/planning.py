@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.ops.attention.visibility import blocks_of, keys_seen_by_any
 
-__all__ = ["balanced_plan", "num_even_ctas", "planned_offset", "visible_pairs"]
+__all__ = ["balanced_plan", "forward_plan", "forward_steps", "num_even_ctas", "planned_offset", "visible_pairs"]
 
 
 def visible_pairs(spec: AttentionSpec) -> float:
@@ -69,3 +70,33 @@ def balanced_plan(
 def planned_offset(spec: AttentionSpec) -> int:
     """The first query's position for plans and models. If queries are a part of the sequence, one in its middle."""
     return max(0, spec.k.shape[1] - spec.q.shape[1]) // 2 if spec.query_offset else 0
+
+
+def forward_steps(spec: AttentionSpec, rows: int, block_kv: int) -> list[int]:
+    """For each block of `rows` queries: how many blocks of keys it visits, lengths and segments aside."""
+    num_queries, num_keys = spec.q.shape[1], spec.k.shape[1]
+    offset = planned_offset(spec)
+    steps = []
+    for start in range(offset, offset + num_queries, rows):
+        first, end = blocks_of(*keys_seen_by_any(spec, start, start + rows, num_keys), block_kv)
+        steps.append(max(end - first, 1))
+    return steps
+
+
+def forward_plan(spec: AttentionSpec, steps: Sequence[int], num_workers: int, item_steps: float) -> np.ndarray:
+    """The items of each worker (`balanced_plan`). An item's number is head * num_q_blocks + q_block, heads of all batch
+    elements counted.
+
+    Heads follow each other, so that workers share keys in L2. Each head's longest items come first. A third of the
+    blocks of queries, those that see least, come at the end: they even out what is left.
+
+    Args:
+      steps: of each block of queries (`forward_steps`).
+      item_steps: what an item costs beside its steps, in steps.
+    """
+    heads, num_q_blocks = spec.q.shape[0] * spec.q.shape[2], len(steps)
+    num_last = num_q_blocks // 3 if spec.causal else 0
+    items = [(q, head) for head in range(heads) for q in reversed(range(num_last, num_q_blocks))]
+    items += [(q, head) for q in reversed(range(num_last)) for head in range(heads)]
+    numbered = [(head * num_q_blocks + q_block, steps[q_block] + item_steps) for q_block, head in items]
+    return balanced_plan(numbered, num_workers)[0]

@@ -27,9 +27,8 @@ import numpy as np
 
 from jaxkernels.core.arguments import check_fields
 from jaxkernels.core.types import ArrayType
-from jaxkernels.ops.attention.blind import mean_gradient
-from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
-from jaxkernels.ops.attention.visibility import may_see_nothing, queries_inside
+from jaxkernels.ops.attention.blind import row_sums
+from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.triton import calls, chips
 from jaxkernels.triton.attention import costs
 from jaxkernels.triton.attention.problem import (
@@ -175,26 +174,12 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
             f"got {config.group_parts}."
         )
     named = spec.named("attention_backward", operands)
-    lse, delta, mean = _sums(spec, named)
+    lse, delta, mean = row_sums(spec, named)
     dk, dv = _keys_and_values(spec, config, named, lse, delta)
     if mean is not None:
         dv = dv.astype(jnp.float32) + mean
     gradients = [_queries(spec, config, named, lse, delta), dk.astype(spec.k.dtype), dv.astype(spec.v.dtype)]
     return [*gradients, _bias(spec, named, lse, delta)] if spec.bias_gradient else gradients
-
-
-def _sums(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """The logsumexp and delta, (B, N, T) each, as kernels take them; and what queries that see no key add to dv."""
-    out, dout, lse = named["out"].astype(jnp.float32), named["dout"].astype(jnp.float32), named["lse"]
-    is_query = queries_inside(spec, dict(named))[:, :, None, None] if spec.query_lengths else None
-    if is_query is not None:
-        out, dout = jnp.where(is_query, out, 0), jnp.where(is_query, dout, 0)
-    delta = jnp.swapaxes(jnp.sum(out * dout, axis=-1), 1, 2) - named["dlse"]
-    if not (spec.query_lengths or spec.bias is not None or may_see_nothing(spec)):
-        return lse, delta, None
-    is_blind = lse <= MASKED_LOGIT / 2
-    mean = mean_gradient(spec, dout, is_blind)
-    return jnp.where(is_blind, jnp.inf, lse), jnp.where(is_blind, 0, delta), mean
 
 
 def _keys_and_values(
