@@ -47,8 +47,10 @@ _LABEL = "attention_forward[cuda]"
 _WGMMA_M = 64
 #: Registers of a consumer's thread for logits, weights and outputs, by the number of consumers. With more it spills.
 _REGISTERS = {1: 208, 2: 208, 3: 130}
-#: What a soft cap or segment ids take of them. Three consumers have none for either.
-_REGISTERS_OF_TERMS = 32
+#: Registers of a logit with its weight, and of a soft cap and segment ids, by the number of these terms. Fitted to the
+#: configurations that spill. Three consumers have no registers for either term.
+_REGISTERS_PER_LOGIT = {0: 1.5, 1: 1.5, 2: 1.75}
+_REGISTERS_OF_TERMS = {0: 0, 1: 32, 2: 20}
 #: Rows of all heads, which the kernel counts in 32 bits.
 _MAX_ROWS = 2**31
 
@@ -131,13 +133,13 @@ def smem_bytes(spec: AttentionSpec, config: Config) -> int:
 
 
 def _fits(spec: AttentionSpec, config: Config) -> bool:
-    registers = _WGMMA_M * (padded(spec.v.shape[3]) + config.block_kv * 3 // 2) // WARPGROUP
-    most = _REGISTERS[config.num_consumers]
-    if spec.segments or spec.soft_cap is not None:
-        most = 0 if config.num_consumers == 3 else most - _REGISTERS_OF_TERMS
+    num_terms = spec.segments + (spec.soft_cap is not None)
+    # A thread has half of a row of outputs, and of logits.
+    registers = padded(spec.v.shape[3]) / 2 + config.block_kv / 2 * _REGISTERS_PER_LOGIT[num_terms]
+    most = 0 if num_terms and config.num_consumers == 3 else _REGISTERS[config.num_consumers]
     return (
         smem_bytes(spec, config) <= spec.target.smem_bytes
-        and registers <= most
+        and registers + _REGISTERS_OF_TERMS[num_terms] <= most
         and (config.num_consumers == 1 or config.rows - _WGMMA_M < spec.q.shape[1])
     )
 
