@@ -1,34 +1,34 @@
 // dq, dk and dv of attention on Hopper tensor cores, in one kernel.
 //
-// A CTA has a block of 128 keys of one key head, and walks the blocks of queries that see them, of
-// every query head of its part of the group. Two consumer warpgroups have 64 keys each. Tiles of
-// logits have keys in rows and queries in columns:
+// A persistent grid works on items. An item is a block of 128 keys of one key head, and the blocks
+// of queries that see them, of every query head of its part of the group. Four warpgroups:
 //
-//   S  = K Q^T             both from shared memory, kBlockQ columns
-//   dP = V dO^T            likewise
-//   P  = exp2(S - lse), dS = P (dP - delta)      in registers, rounded to 16 bits
-//   dV = dV + P dO         P from registers
-//   dK = dK + dS Q         dS from registers
-//   dQ = dS^T K            dS from shared memory, of both consumers
+//   producer      one thread copies keys, values, queries, dO, lse and delta by TMA
+//   consumers     two, of 64 keys each. Tiles of logits have keys in rows, queries in columns:
+//                   S  = K Q^T             both from shared memory, kBlockQ columns
+//                   dP = V dO^T            likewise
+//                   P  = exp2(S - lse), dS = P (dP - delta)      in registers, rounded to 16 bits
+//                   dV = dV + P dO         P from registers
+//                   dK = dK + dS Q         dS from registers
+//   dQ            dQ = dS^T K              dS of both consumers, from a ring in shared memory
 //
-// dK and dV stay in registers until the CTA ends. dQ of a block of queries is added to memory in
-// float32 by TMA, in the order in which CTAs come. Both consumers' dS go into dQ: they meet at a
-// barrier in each step. There are two buffers of dS, so that one barrier a step is enough: the
-// buffer that a step writes was last read two steps before.
+// dK and dV stay in registers until the item ends. The last warpgroup adds dQ of a block of queries
+// to memory, in float32 by TMA, in the order in which CTAs come.
 //
-// The consumers share the work of dQ. With 128 queries in a step each has 64 of them; with 64
-// queries one has the first 64 columns, the other one the rest:
+// A consumer issues S of the next step behind dV and dK of the present one, so that the tensor
+// cores have work while it waits for its turn:
 //
-//   kBlockQ = 128   | columns |              kBlockQ = 64    columns 0 ... 63 | 64 ...
-//     queries 0...  |consumer0|                queries 0...    consumer 0     | consumer 1
-//     queries 64... |consumer1|
+//   tensor cores    S1 | dP1 | dV1 dK1 S2 | dP2 | dV2 dK2 S3 | ...
+//   other units          P1   dS1           P2   dS2
 //
-// One producer thread copies keys and values once, and queries, dO, lse and delta for each step.
+// The two consumers and the warpgroup of dQ are not in step: the gaps of one are filled by others.
+//
 // The copy engine fills with zeros what lies beyond the last query: with dO and delta of zero, such
 // a query adds nothing. Padding must be zero in all operands.
 //
 // backward.py compiles this file with the macros that `Config` reads. Source: FlashAttention-3
-// (arXiv:2407.08608).
+// (arXiv:2407.08608); a warpgroup of its own for dQ as in our Pallas kernel
+// (docs/pallas-kernels.md).
 
 #include "masks.cuh"
 #include "ring.cuh"
@@ -48,6 +48,8 @@ struct Config {
   static constexpr int kValueDim = JK_VALUE_DIM;
   static constexpr int kBlockQ = JK_BLOCK_Q;
   static constexpr int kStages = JK_NUM_STAGES;
+  // Whether dP is multiplied beside the exponentials of P, not after them. It takes more registers.
+  static constexpr bool kEarlyGradients = JK_EARLY_GRADIENTS;
   // A query sees keys from `left` before it to `right` behind it.
   static constexpr bool kHasLeft = JK_HAS_LEFT;
   static constexpr bool kHasRight = JK_HAS_RIGHT;
@@ -60,8 +62,10 @@ struct Config {
 // The sizes of a launch.
 struct Problem {
   int num_queries, num_keys, num_kv_heads, group_size;
-  int group_parts;  // CTAs that share the query heads of a key head.
+  int group_parts;  // Items that share the query heads of a key head.
   int num_kv_blocks;
+  int plan_columns;
+  int heads_inside;  // Whether steps visit a block of queries of all heads, then the next block.
   int left, right;
   float factor;  // What a product is multiplied by: to logits in base 2, or to those over the cap.
   float cap;     // The soft cap in base 2.
@@ -70,6 +74,9 @@ struct Problem {
 
 // Arrays that are read by ordinary instructions. Those that Config leaves out are not touched.
 struct Arrays {
+  // For each CTA: how many items it has, and their numbers: twice that of the block of keys, among
+  // all heads, plus one if blocks of queries are visited from the first one.
+  const int* plan;
   const int* key_lengths;
   const int* query_segments;
   const int* key_segments;
@@ -85,7 +92,7 @@ using Element = Config::Element;
 constexpr int kWarp = 32;
 constexpr int kWarpgroup = 128;
 constexpr int kConsumers = 2;
-constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
+constexpr int kThreads = (kConsumers + 2) * kWarpgroup;
 constexpr int kBlockQ = Config::kBlockQ;
 constexpr int kBlockKv = kConsumers * kWgmmaM;
 
@@ -105,22 +112,21 @@ static_assert(OutputTile::kBytes == OutputTileByRows::kBytes, "one tile, read in
 
 constexpr int kLogits = kBlockQ / 2;  // A thread has so many in a step.
 constexpr int kSteps = kBlockQ / kWgmmaK<Element>;
-constexpr bool kSplitsQueries = kBlockQ == 2 * kWgmmaM;
-// Columns of dQ that a consumer has. Those of the second one may end behind the last column, where
-// the copy engine has filled the keys with zeros.
-constexpr int kColumns = Config::kHeadDim < 64 ? Config::kHeadDim : 64;
-// Whether the second consumer has a part of dQ.
-constexpr bool kBothHaveDq = kSplitsQueries || Config::kHeadDim > kColumns;
-static_assert(kBlockQ == 64 || kBlockQ == 128, "one or two wgmmas of dQ");
-static_assert(!kSplitsQueries || Config::kHeadDim <= 64, "registers for two tiles of logits");
+constexpr int kParts = 2;  // Of a step's weights and of their gradients.
+static_assert(kBlockQ % kWgmmaM == 0, "whole wgmmas of dQ");
 static_assert(Config::kHeadDim <= 128 && Config::kValueDim <= 128, "registers for dK and dV");
 static_assert(Config::kHeadDim % 16 == 0 && Config::kValueDim % 16 == 0, "whole steps of wgmma");
 
-constexpr int kProducerRegisters = 24;
-constexpr int kConsumerRegisters = 240;
+// Registers of a thread by role. Together they are those that the CTA has at launch.
+constexpr int kProducerRegisters = 32;
+constexpr int kConsumerRegisters = 208;
+constexpr int kQueryRegisters = 64;
 
+// Slots of the ring of dS.
+constexpr int kLogitSlots = 2;
+// A warp of the warpgroup of dQ has so many staging buffers, of 32 columns each.
+constexpr int kQueryPieces = 4;
 using QueryBuffer = StagingBuffer<Float32, 128>;  // Of dQ.
-constexpr int kQueryPieces = 2;                   // A warp's columns of dQ.
 using ResultBuffer = StagingBuffer<Config::Output, 128>;
 
 struct SharedStorage {
@@ -128,69 +134,138 @@ struct SharedStorage {
   alignas(1024) unsigned char values[ValueTile::kBytes];
   alignas(1024) unsigned char queries[Config::kStages][QueryTile::kBytes];
   alignas(1024) unsigned char outputs[Config::kStages][OutputTile::kBytes];
-  alignas(1024) unsigned char logits[2][LogitTile::kBytes];
-  alignas(1024) unsigned char staging[kConsumers * 4][kQueryPieces][kStagingBytes];
+  alignas(1024) unsigned char logits[kLogitSlots][LogitTile::kBytes];
+  alignas(1024) unsigned char query_staging[4][kQueryPieces][kStagingBytes];
+  alignas(1024) unsigned char staging[kConsumers * 4][kStagingBytes];
   // Of each query: its logsumexp in base 2, and delta.
   alignas(128) float lse[Config::kStages][kBlockQ];
   alignas(128) float delta[Config::kStages][kBlockQ];
+  int blocks[Config::kStages];  // The number of the block of queries in a slot.
+  Ring<1> key_ring, value_ring;
   Ring<Config::kStages> query_ring, output_ring;
-  u64 keys_full;
+  // Consumer warps fill a slot of dS; the warps of dQ empty it.
+  u64 logits_full[kLogitSlots], logits_empty[kLogitSlots];
 };
 static_assert(sizeof(SharedStorage) <= JK_SMEM_BYTES, "what the host gives is enough");
 
 using Place = RingPlace<Config::kStages>;
 
-// ---- Work of a CTA -----------------------------------------------------------------------------
+using LogitPlace = RingPlace<kLogitSlots>;
 
-struct Work {
+// ---- Items -------------------------------------------------------------------------------------
+
+struct Item {
   int batch, kv_head;
   int part;  // The number of this part of the group.
   int first_key;
   int first_head, num_heads;
   int first_block, end_block;  // Blocks of queries that see some of the keys.
   int same_first, same_end;    // Blocks that no mask of segments touches.
-  int key_end;
-  int offset;  // The position of the first query.
+  int key_end;                 // Keys from here on are padding.
+  bool is_upward;              // Whether blocks are visited from the first one to the last one.
+
+  __device__ __forceinline__ int num_steps() const {
+    return num_heads * max(end_block - first_block, 0);
+  }
 };
 
-__device__ __forceinline__ Work work_of(const Problem& problem, const Arrays& arrays) {
-  Work work;
-  // Blocks of keys change slowest: with a causal mask the first ones have most work, and come
-  // first.
-  const int heads = problem.num_kv_heads * problem.group_parts;
-  const int num_in_block = gridDim.x / problem.num_kv_blocks;
-  const int kv_block = blockIdx.x / num_in_block;
-  const int index = blockIdx.x - kv_block * num_in_block;
-  work.batch = index / heads;
-  const int head_part = index - work.batch * heads;
-  work.kv_head = head_part / problem.group_parts;
-  work.part = head_part - work.kv_head * problem.group_parts;
-  work.num_heads = problem.group_size / problem.group_parts;
-  work.first_head = work.kv_head * problem.group_size + work.part * work.num_heads;
-  work.first_key = kv_block * kBlockKv;
-  work.offset = Config::kQueryOffset ? *arrays.query_offset : 0;
-  work.key_end = problem.num_keys;
-  if constexpr (Config::kKeyLengths) {
-    work.key_end = min(max(arrays.key_lengths[work.batch], 0), problem.num_keys);
+// The steps of an item, one after the other.
+class Steps {
+ public:
+  __device__ __forceinline__ Steps(const Item& item, const Problem& problem)
+      : heads_inside_(problem.heads_inside != 0),
+        head_(item.first_head),
+        first_head_(item.first_head),
+        end_head_(item.first_head + item.num_heads),
+        block_(item.is_upward ? item.first_block : item.end_block - 1),
+        first_(block_),
+        end_(item.is_upward ? item.end_block : item.first_block - 1),
+        stride_(item.is_upward ? 1 : -1) {}
+
+  __device__ __forceinline__ int head() const { return head_; }
+  __device__ __forceinline__ int block() const { return block_; }
+  __device__ __forceinline__ void next() {
+    if (heads_inside_) {
+      if (++head_ == end_head_) head_ = first_head_, block_ += stride_;
+    } else {
+      block_ += stride_;
+      if (block_ == end_) block_ = first_, ++head_;
+    }
   }
-  const int last_key = min(work.first_key + kBlockKv, work.key_end) - 1;
-  int first = 0, end = problem.num_queries;
-  if constexpr (Config::kHasRight) first = max(work.first_key - problem.right - work.offset, 0);
-  if constexpr (Config::kHasLeft) {
-    end = min(max(last_key + problem.left + 1 - work.offset, 0), problem.num_queries);
+
+ private:
+  bool heads_inside_;
+  int head_, first_head_, end_head_;
+  int block_, first_, end_, stride_;
+};
+
+// The items of this CTA, in the order of the plan.
+class Schedule {
+ public:
+  __device__ __forceinline__ Schedule(const Problem& problem, const Arrays& arrays)
+      : problem_(problem),
+        arrays_(arrays),
+        plan_(arrays.plan + blockIdx.x * problem.plan_columns),
+        count_(plan_[0]) {
+    if constexpr (Config::kQueryOffset) offset_ = *arrays.query_offset;
   }
-  if (last_key < work.first_key) end = 0;
-  work.first_block = first / kBlockQ;
-  work.end_block = (end + kBlockQ - 1) / kBlockQ;
-  work.same_first = 0, work.same_end = 0;
-  if constexpr (Config::kSegments) {
-    const int* blocks = arrays.segment_blocks + (work.batch * problem.num_kv_blocks + kv_block) * 4;
-    work.first_block = max(work.first_block, blocks[0]);
-    work.end_block = min(work.end_block, blocks[1]);
-    work.same_first = blocks[2], work.same_end = blocks[3];
+
+  __device__ __forceinline__ bool has_item() const { return nth_ < count_; }
+  __device__ __forceinline__ void advance() { ++nth_; }
+  // The position of the first query in the sequence.
+  __device__ __forceinline__ int offset() const { return offset_; }
+
+  __device__ __forceinline__ Item item() const {
+    const int entry = plan_[1 + nth_];
+    Item item;
+    item.is_upward = entry % 2 != 0;
+    const int stream = entry / 2 / problem_.num_kv_blocks;
+    const int kv_block = entry / 2 - stream * problem_.num_kv_blocks;
+    const int heads = problem_.num_kv_heads * problem_.group_parts;
+    item.batch = stream / heads;
+    const int head_part = stream - item.batch * heads;
+    item.kv_head = head_part / problem_.group_parts;
+    item.part = head_part - item.kv_head * problem_.group_parts;
+    item.num_heads = problem_.group_size / problem_.group_parts;
+    item.first_head = item.kv_head * problem_.group_size + item.part * item.num_heads;
+    item.first_key = kv_block * kBlockKv;
+    item.key_end = problem_.num_keys;
+    if constexpr (Config::kKeyLengths) {
+      item.key_end = min(max(arrays_.key_lengths[item.batch], 0), problem_.num_keys);
+    }
+    find_blocks(item, kv_block);
+    return item;
   }
-  return work;
-}
+
+ private:
+  // Which blocks of queries see the keys.
+  __device__ __forceinline__ void find_blocks(Item& item, int kv_block) const {
+    const int last_key = min(item.first_key + kBlockKv, item.key_end) - 1;
+    int first = 0, end = problem_.num_queries;
+    if constexpr (Config::kHasRight) first = max(item.first_key - problem_.right - offset_, 0);
+    if constexpr (Config::kHasLeft) {
+      end = min(max(last_key + problem_.left + 1 - offset_, 0), problem_.num_queries);
+    }
+    if (last_key < item.first_key) end = 0;
+    item.first_block = first / kBlockQ;
+    item.end_block = (end + kBlockQ - 1) / kBlockQ;
+    item.same_first = 0, item.same_end = 0;
+    if constexpr (Config::kSegments) {
+      const int* blocks =
+          arrays_.segment_blocks + (item.batch * problem_.num_kv_blocks + kv_block) * 4;
+      item.first_block = max(item.first_block, blocks[0]);
+      item.end_block = min(item.end_block, blocks[1]);
+      item.same_first = blocks[2], item.same_end = blocks[3];
+    }
+  }
+
+  const Problem& problem_;
+  const Arrays& arrays_;
+  const int* plan_;
+  int count_;
+  int nth_ = 0;
+  int offset_ = 0;
+};
 
 // ---- Producer: one thread ----------------------------------------------------------------------
 
@@ -199,101 +274,173 @@ struct Loads {
   const TensorMap& keys;
   const TensorMap& values;
   const TensorMap& outputs;  // dO.
-  const TensorMap& lse;
-  const TensorMap& delta;
+  const TensorMap& sums;     // lse in base 2, then delta.
 };
 
-__device__ __forceinline__ void produce(SharedStorage& shared, const Loads& loads,
-                                        const Work& work) {
-  mbarrier_arrive_expect_tx(&shared.keys_full, KeyTile::kBytes + ValueTile::kBytes);
-  TileLoad<KeyTile>::load(shared.keys, &loads.keys, &shared.keys_full, work.first_key, 0,
-                          work.kv_head, work.batch);
-  TileLoad<ValueTile>::load(shared.values, &loads.values, &shared.keys_full, work.first_key, 0,
-                            work.kv_head, work.batch);
-  Place place;
-  for (int head = work.first_head; head < work.first_head + work.num_heads; ++head) {
-    for (int block = work.first_block; block < work.end_block; ++block) {
-      const int slot = place.slot(), query = block * kBlockQ;
-      u64* full =
-          shared.query_ring.producer_acquire(place, QueryTile::kBytes + kBlockQ * sizeof(float));
-      TileLoad<QueryTile>::load(shared.queries[slot], &loads.queries, full, query, 0, head,
-                                work.batch);
-      cp_async_bulk_tensor_load(shared.lse[slot], &loads.lse, full, {query, head, work.batch});
-      full =
-          shared.output_ring.producer_acquire(place, OutputTile::kBytes + kBlockQ * sizeof(float));
-      TileLoad<OutputTile>::load(shared.outputs[slot], &loads.outputs, full, query, 0, head,
-                                 work.batch);
-      cp_async_bulk_tensor_load(shared.delta[slot], &loads.delta, full, {query, head, work.batch});
-      place.next();
+class Producer {
+ public:
+  __device__ __forceinline__ Producer(SharedStorage& shared, const Loads& loads)
+      : shared_(shared), loads_(loads) {}
+
+  __device__ __forceinline__ void run(Schedule schedule, const Problem& problem) {
+#pragma unroll 1
+    for (; schedule.has_item(); schedule.advance()) {
+      const Item item = schedule.item();
+      u64* full = shared_.key_ring.producer_acquire(kv_, KeyTile::kBytes);
+      TileLoad<KeyTile>::load(shared_.keys, &loads_.keys, full, item.first_key, 0, item.kv_head,
+                              item.batch);
+      Steps steps(item, problem);
+      const int count = item.num_steps();
+      if (count > 0) load_queries(item, steps);
+      full = shared_.value_ring.producer_acquire(kv_, ValueTile::kBytes);
+      TileLoad<ValueTile>::load(shared_.values, &loads_.values, full, item.first_key, 0,
+                                item.kv_head, item.batch);
+      kv_.next();
+      if (count > 0) load_outputs(item, steps);
+#pragma unroll 1
+      for (int n = 1; n < count; ++n) {
+        steps.next();
+        load_queries(item, steps);
+        load_outputs(item, steps);
+      }
     }
   }
-}
+
+ private:
+  __device__ __forceinline__ void load_queries(const Item& item, const Steps& steps) {
+    const int slot = place_.slot(), query = steps.block() * kBlockQ;
+    u64* full =
+        shared_.query_ring.producer_acquire(place_, QueryTile::kBytes + kBlockQ * sizeof(float));
+    // Consumers read it behind the wait for dO.
+    shared_.blocks[slot] = steps.block();
+    TileLoad<QueryTile>::load(shared_.queries[slot], &loads_.queries, full, query, 0, steps.head(),
+                              item.batch);
+    cp_async_bulk_tensor_load(shared_.lse[slot], &loads_.sums, full,
+                              {query, steps.head(), item.batch, 0});
+  }
+
+  __device__ __forceinline__ void load_outputs(const Item& item, const Steps& steps) {
+    const int slot = place_.slot(), query = steps.block() * kBlockQ;
+    u64* full =
+        shared_.output_ring.producer_acquire(place_, OutputTile::kBytes + kBlockQ * sizeof(float));
+    TileLoad<OutputTile>::load(shared_.outputs[slot], &loads_.outputs, full, query, 0, steps.head(),
+                               item.batch);
+    cp_async_bulk_tensor_load(shared_.delta[slot], &loads_.sums, full,
+                              {query, steps.head(), item.batch, 1});
+    place_.next();
+  }
+
+  SharedStorage& shared_;
+  const Loads& loads_;
+  RingPlace<1> kv_;
+  Place place_;
+};
 
 // ---- Consumers ---------------------------------------------------------------------------------
 
-// The named barrier at which both consumers' dS are complete.
-constexpr u32 kLogitsWritten = 1;
+// What masks need to know of an item.
+struct Edges {
+  int first_key, key_end;
+  int same_first, same_end;
+  int first_of_batch;  // The number of the batch element's first query among all queries.
+};
 
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(SharedStorage& shared, const Problem& problem,
-                                      const Arrays& arrays, const Work& work, const TensorMap& dq)
+                                      const Arrays& arrays)
       : shared_(shared),
         problem_(problem),
         arrays_(arrays),
-        work_(work),
-        dq_map_(dq),
         index_(uniform(threadIdx.x / kWarpgroup) - 1),
         warp_(threadIdx.x % kWarpgroup / kWarp) {}
 
-  __device__ __forceinline__ void run(const TensorMap& dk, const TensorMap& dv) {
-#pragma unroll
-    for (int i = 0; i < Config::kHeadDim / 2; ++i) dk_[i] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < Config::kValueDim / 2; ++i) dv_[i] = 0.0f;
-    if constexpr (Config::kSegments) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int key = min(key_of(h), problem_.num_keys - 1);
-        segments_[h] = arrays_.key_segments[work_.batch * problem_.num_keys + key];
-      }
+  __device__ __forceinline__ void run(Schedule schedule, const TensorMap& dk, const TensorMap& dv) {
+    offset_ = schedule.offset();
+#pragma unroll 1
+    for (; schedule.has_item(); schedule.advance()) {
+      const int count = begin(schedule.item());
+      if (count > 0) add_up(count);
+      __syncwarp();  // Without steps, all threads have seen that the keys are there.
+      shared_.key_ring.consumer_release(0, 0);
+      shared_.value_ring.consumer_release(0, 0);
+      kv_.next();
+      // The item is read again, so that it takes no registers meanwhile.
+      const Item item = schedule.item();
+      store(dv, item, dv_, 1.0f);
+      store(dk, item, dk_, problem_.scale);
     }
-    mbarrier_wait_parity(&shared_.keys_full, 0);
-    for (int head = work_.first_head; head < work_.first_head + work_.num_heads; ++head) {
-      for (int block = work_.first_block; block < work_.end_block; ++block) step(head, block);
-    }
-    store(dv, dv_, 1.0f);
-    store(dk, dk_, problem_.scale);
     if (threadIdx.x % kWarp == 0) cp_async_bulk_wait_group_read<0>();
   }
 
  private:
-  __device__ __forceinline__ void step(int head, int block) {
-    const int slot = place_.slot();
-    shared_.query_ring.consumer_wait(place_);
-    issue_logits(slot);
-    shared_.output_ring.consumer_wait(place_);
-    issue_weight_gradients(slot);
-    wgmma_wait<1>();
-    pin(s_);
-    compute_weights(slot, block);
-    wgmma_wait<0>();
-    pin(dp_);
-    compute_logit_gradients(slot);
-    issue_dv(slot);
-    named_barrier_sync<kConsumers * kWarpgroup>(kLogitsWritten);
-    if (kBothHaveDq || index_ == 0) {
-      add_dq(slot, head, block);
-    } else {
-      issue_dk(slot);
+  // Returns the number of steps.
+  __device__ __forceinline__ int begin(const Item& item) {
+#pragma unroll
+    for (int i = 0; i < Config::kHeadDim / 2; ++i) dk_[i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Config::kValueDim / 2; ++i) dv_[i] = 0.0f;
+    edges_ = {item.first_key, item.key_end, item.same_first, item.same_end,
+              item.batch * problem_.num_queries};
+    if constexpr (Config::kSegments) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int key = min(key_of(h), problem_.num_keys - 1);
+        segments_[h] = arrays_.key_segments[item.batch * problem_.num_keys + key];
+      }
     }
+    shared_.key_ring.consumer_wait(kv_);
+    shared_.value_ring.consumer_wait(kv_);
+    return item.num_steps();
+  }
+
+  // dK and dV of an item.
+  __device__ __forceinline__ void add_up(int count) {
+#pragma unroll 1
+    for (int n = 0; n < count; ++n) step(n > 0);
     wgmma_wait<0>();
     pin(dk_);
     pin(dv_);
+    release_before();
+  }
+
+  // In the beginning dK of the step before is on its way, in the end that of this one.
+  __device__ __forceinline__ void step(bool has_previous) {
+    const int slot = place_.slot();
+    shared_.query_ring.consumer_wait(place_);
+    issue_logits(slot);
+    wgmma_wait<1>();
+    if (has_previous) release_before();
+    shared_.output_ring.consumer_wait(place_);
+    if constexpr (Config::kEarlyGradients) issue_weight_gradients(slot);
+    wgmma_wait<Config::kEarlyGradients ? 1 : 0>();
+    pin(s_);
+    change_and_mask(shared_.blocks[slot]);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      compute_weights(slot, part);
+      issue_dv(slot, part);
+    }
+    wgmma_commit();
+    if constexpr (Config::kSoftCap) wgmma_wait<0>();  // P leaves its registers to the slopes.
+    if constexpr (!Config::kEarlyGradients) issue_weight_gradients(slot);
+    wgmma_wait<0>();
+    pin(dp_);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      compute_logit_gradients(slot, part);
+      issue_dk(slot, part);
+    }
+    wgmma_commit();
+    write_logit_gradients();
+    place_.next();
+  }
+
+  // Gives back the slot of the step before.
+  __device__ __forceinline__ void release_before() {
+    const int slot = place_.slot() == 0 ? Config::kStages - 1 : place_.slot() - 1;
     shared_.query_ring.consumer_release(slot, 0);
     shared_.output_ring.consumer_release(slot, 0);
-    place_.next();
-    buffer_ ^= 1;
   }
 
   // ---- Products ----
@@ -327,135 +474,95 @@ class Consumer {
   }
 
   // dV = dV + P dO.
-  __device__ __forceinline__ void issue_dv(int slot) {
+  __device__ __forceinline__ void issue_dv(int slot, int part) {
     const u32 outputs = OutputTileByRows::descriptor(shared_address(shared_.outputs[slot]));
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
+    for (int j = 0; j < kSteps / kParts; ++j) {
+      const int i = part * (kSteps / kParts) + j;
       wgmma<Element, false>(dv_, p_[i], outputs + OutputTileByRows::advance(0, i), 1);
     }
-    wgmma_commit();
   }
 
   // dK = dK + dS Q.
-  __device__ __forceinline__ void issue_dk(int slot) {
+  __device__ __forceinline__ void issue_dk(int slot, int part) {
     const u32 queries = QueryTileByRows::descriptor(shared_address(shared_.queries[slot]));
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
+    for (int j = 0; j < kSteps / kParts; ++j) {
+      const int i = part * (kSteps / kParts) + j;
       wgmma<Element, false>(dk_, ds_[i], queries + QueryTileByRows::advance(0, i), 1);
-    }
-    wgmma_commit();
-  }
-
-  // This consumer's part of dQ = dS^T K, added to memory while dK is computed.
-  __device__ __forceinline__ void add_dq(int slot, int head, int block) {
-    float dq[kColumns / 2];
-    const u32 logits = LogitTile::descriptor(shared_address(shared_.logits[buffer_])) +
-                       (kSplitsQueries && index_ == 1 ? LogitTile::advance(kWgmmaM, 0) : 0);
-    const u32 keys = KeyTileByRows::descriptor(shared_address(shared_.keys)) +
-                     (!kSplitsQueries && index_ == 1 ? KeyTileByRows::advance(64, 0) : 0);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kBlockKv / kWgmmaK<Element>; ++i) {
-      wgmma<Element, false, false>(dq, logits + LogitTile::advance(0, i),
-                                   keys + KeyTileByRows::advance(0, i), i > 0);
-    }
-    wgmma_commit();
-    issue_dk(slot);
-    wgmma_wait<1>();
-    pin(dq);
-    unsigned char (*staging)[kStagingBytes] = shared_.staging[index_ * 4 + warp_];
-    if (threadIdx.x % kWarp == 0) cp_async_bulk_wait_group_read<0>();
-    __syncwarp();
-    const int first_row =
-        block * kBlockQ + static_cast<int>(kSplitsQueries ? index_ * kWgmmaM : 0) + warp_ * 16;
-    const int first_column = kSplitsQueries || index_ == 0 ? 0 : 64;
-#pragma unroll
-    for (int piece = 0; piece * QueryBuffer::kColumns < kColumns; ++piece) {
-      if (first_column + piece * QueryBuffer::kColumns >= Config::kHeadDim) break;
-#pragma unroll
-      for (int c = 0; c < QueryBuffer::kColumns / 16; ++c) {
-        const int column = piece * QueryBuffer::kColumns + c * 16;
-        float values[8];
-#pragma unroll
-        for (int r = 0; r < 8; ++r) values[r] = column < kColumns ? dq[column / 2 + r] : 0.0f;
-        QueryBuffer::write(values, staging[piece], c);
-      }
-      store_piece<true>(
-          &dq_map_, 0, staging[piece],
-          {first_column + piece * QueryBuffer::kColumns, first_row, head, work_.batch});
     }
   }
 
   // ---- Elementwise ----
 
-  // P, from S. With a soft cap, S becomes the capped logits over the cap, and minus infinity where
-  // they are masked; else it becomes P.
-  __device__ __forceinline__ void compute_weights(int slot, int block) {
+  __device__ __forceinline__ void change_and_mask(int block) {
     if constexpr (Config::kSoftCap) {
 #pragma unroll
       for (int i = 0; i < kLogits; ++i) s_[i] = tanh_by_exp2(s_[i] * problem_.factor);
-    } else {
-      exponentiate(slot, problem_.factor, s_);
     }
-    const float masked = Config::kSoftCap ? __uint_as_float(0xff800000u) : 0.0f;
+    const float masked = __uint_as_float(0xff800000u);
     if (needs_mask(block)) mask(block, masked);
-    if (Config::kSegments && (block < work_.same_first || block >= work_.same_end)) {
+    if (Config::kSegments && (block < edges_.same_first || block >= edges_.same_end)) {
       mask_segments(block, masked);
-    }
-    if constexpr (Config::kSoftCap) {
-      float weights[kLogits];
-      exponentiate(slot, problem_.cap, weights);
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) pack_lhs<Element>(weights, i, p_[i]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) pack_lhs<Element>(s_, i, p_[i]);
     }
   }
 
-  // weights = exp2(factor * S - lse).
-  __device__ __forceinline__ void exponentiate(int slot, float factor, float (&weights)[kLogits]) {
+  // A part of P in 16 bits, from S. With a soft cap, P times the slope of the cap, too.
+  __device__ __forceinline__ void compute_weights(int slot, int part) {
     const u32 lse = shared_address(shared_.lse[slot]) + threadIdx.x % 4 * 8;
+    const float factor = Config::kSoftCap ? problem_.cap : problem_.factor;
 #pragma unroll
-    for (int i = 0; i < kLogits; i += 4) {
-      float even, odd;
-      load_shared(lse + i * 8, even, odd);
+    for (int j = 0; j < kLogits / kParts; j += 4) {
+      const int i = part * (kLogits / kParts) + j;
+      float sums[2];
+      load_shared(lse + i * 8, sums[0], sums[1]);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        weights[i + 2 * h] = exp2_approximate(fmaf(s_[i + 2 * h], factor, -even));
-        weights[i + 2 * h + 1] = exp2_approximate(fmaf(s_[i + 2 * h + 1], factor, -odd));
+        float slopes[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s_[i + 2 * h + e];
+          const float capped = x;
+          x = exp2_approximate(fmaf(x, factor, -sums[e]));
+          // Where the weight is zero, the logit may be minus infinity.
+          if constexpr (Config::kSoftCap)
+            slopes[e] = x == 0.0f ? 0.0f : x * (1.0f - capped * capped);
+        }
+        const int word = i / 4 % 2 * 2 + h;
+        p_[i / 8][word] = Element::pack(s_[i + 2 * h], s_[i + 2 * h + 1]);
+        if constexpr (Config::kSoftCap) slopes_[i / 8][word] = Element::pack(slopes[0], slopes[1]);
       }
     }
   }
 
   __device__ __forceinline__ bool needs_mask(int block) const {
-    const int position = block * kBlockQ + work_.offset;
-    bool needs = work_.first_key + kBlockKv > work_.key_end;
+    const int position = block * kBlockQ + offset_;
+    bool needs = edges_.first_key + kBlockKv > edges_.key_end;
     if constexpr (Config::kHasRight) {
-      needs |= work_.first_key + kBlockKv - 1 > position + problem_.right;
+      needs |= edges_.first_key + kBlockKv - 1 > position + problem_.right;
     }
     if constexpr (Config::kHasLeft) {
-      needs |= work_.first_key < position + kBlockQ - 1 - problem_.left;
+      needs |= edges_.first_key < position + kBlockQ - 1 - problem_.left;
     }
     return needs;
   }
 
   // The index of this thread's first (h = 0) or second key.
   __device__ __forceinline__ int key_of(int h) const {
-    return work_.first_key + index_ * kWgmmaM + warp_ * 16 +
+    return edges_.first_key + index_ * kWgmmaM + warp_ * 16 +
            static_cast<int>(threadIdx.x % kWarp / 4) + 8 * h;
   }
 
   __device__ __forceinline__ void mask(int block, float masked) {
-    const int position = block * kBlockQ + work_.offset + threadIdx.x % 4 * 2;
+    const int position = block * kBlockQ + offset_ + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int key = key_of(h);
       // The key is seen from columns `begin` to `end` - 1.
       int begin = Config::kHasRight ? key - problem_.right - position : 0;
-      if (key >= work_.key_end) begin = 2 * kBlockQ;
+      if (key >= edges_.key_end) begin = 2 * kBlockQ;
       const int end = Config::kHasLeft ? key + problem_.left + 1 - position : 0;
       hide_outside<true, Config::kHasLeft>(s_, h, begin, end, masked);
     }
@@ -463,57 +570,54 @@ class Consumer {
 
   __device__ __forceinline__ void mask_segments(int block, float masked) {
     const int first_query = block * kBlockQ + threadIdx.x % 4 * 2;
-    const int* ids = arrays_.query_segments + work_.batch * problem_.num_queries;
+    const int* ids = arrays_.query_segments + edges_.first_of_batch;
     hide_other_segments(s_, segments_, ids, first_query, problem_.num_queries, masked);
   }
 
-  // dS, from P and dP: in registers, and in shared memory for dQ.
-  __device__ __forceinline__ void compute_logit_gradients(int slot) {
+  // dS in 16 bits, from P and dP.
+  __device__ __forceinline__ void compute_logit_gradients(int slot, int part) {
     const u32 delta = shared_address(shared_.delta[slot]) + threadIdx.x % 4 * 8;
-    [[maybe_unused]] const u32 lse = shared_address(shared_.lse[slot]) + threadIdx.x % 4 * 8;
 #pragma unroll
-    for (int i = 0; i < kLogits; i += 4) {
-      float even, odd;
-      load_shared(delta + i * 8, even, odd);
+    for (int j = 0; j < kLogits / kParts; j += 4) {
+      const int i = part * (kLogits / kParts) + j;
+      float deltas[2];
+      load_shared(delta + i * 8, deltas[0], deltas[1]);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int at = i + 2 * h + e;
-          const float gradient = dp_[at] - (e == 0 ? even : odd);
-          if constexpr (Config::kSoftCap) {
-            float low, high;
-            load_shared(lse + i * 8, low, high);
-            const float weight =
-                exp2_approximate(fmaf(s_[at], problem_.cap, e == 0 ? -low : -high));
-            // Where the weight is zero, the logit may be minus infinity.
-            dp_[at] = weight == 0.0f ? 0.0f : weight * gradient * (1.0f - s_[at] * s_[at]);
-          } else {
-            dp_[at] = s_[at] * gradient;
-          }
-        }
+        const int word = i / 4 % 2 * 2 + h;
+        const u32 weights = Config::kSoftCap ? slopes_[i / 8][word] : p_[i / 8][word];
+        ds_[i / 8][word] = Element::pack(Element::low(weights) * (dp_[i + 2 * h] - deltas[0]),
+                                         Element::high(weights) * (dp_[i + 2 * h + 1] - deltas[1]));
       }
     }
-    // A warp's 16 keys of a box of 64 queries are a piece as those that are staged.
-    unsigned char* rows = shared_.logits[buffer_] + (index_ * kWgmmaM + warp_ * 16) * kSwizzleBytes;
+  }
+
+  // A slot of dS. A warp's 16 keys of a box of 64 queries are a piece as those that are staged.
+  __device__ __forceinline__ void write_logit_gradients() {
+    const int slot = logits_.slot();
+    mbarrier_wait_parity(&shared_.logits_empty[slot], logits_.parity() ^ 1);
+    unsigned char* rows = shared_.logits[slot] + (index_ * kWgmmaM + warp_ * 16) * kSwizzleBytes;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      pack_lhs<Element>(dp_, i, ds_[i]);
       StagingBuffer<Element, 128>::write_packed(ds_[i], rows + i / 4 * LogitTile::kBoxBytes, i % 4);
     }
     fence_proxy_async();
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) mbarrier_arrive(&shared_.logits_full[slot]);
+    __syncwarp();
+    logits_.next();
   }
 
   // ---- Results ----
 
   // Stores this consumer's 64 keys of dK or dV.
   template <int kCount>
-  __device__ __forceinline__ void store(const TensorMap& map, const float (&sums)[kCount],
-                                        float factor) {
+  __device__ __forceinline__ void store(const TensorMap& map, const Item& item,
+                                        const float (&sums)[kCount], float factor) {
     constexpr int kColumns = ResultBuffer::kColumns;
-    unsigned char* staging = shared_.staging[index_ * 4 + warp_][0];
-    const int first_row = work_.first_key + index_ * kWgmmaM + warp_ * 16;
-    const int head = work_.kv_head * problem_.group_parts + work_.part;
+    unsigned char* staging = shared_.staging[index_ * 4 + warp_];
+    const int first_row = item.first_key + index_ * kWgmmaM + warp_ * 16;
+    const int head = item.kv_head * problem_.group_parts + item.part;
 #pragma unroll
     for (int piece = 0; piece * kColumns < kCount * 2; ++piece) {
       if (threadIdx.x % kWarp == 0) cp_async_bulk_wait_group_read<0>();
@@ -527,23 +631,118 @@ class Consumer {
         for (int r = 0; r < 8; ++r) values[r] = sums[column / 2 + r] * factor;
         ResultBuffer::write(values, staging, c);
       }
-      store_piece(&map, 0, staging, {piece * kColumns, first_row, head, work_.batch});
+      store_piece(&map, 0, staging, {piece * kColumns, first_row, head, item.batch});
     }
   }
 
   SharedStorage& shared_;
   const Problem& problem_;
   const Arrays& arrays_;
-  const Work& work_;
-  const TensorMap& dq_map_;
   const int index_;
   const int warp_;
+  RingPlace<1> kv_;
   Place place_;
-  int buffer_ = 0;
+  LogitPlace logits_;
+  Edges edges_;
+  int offset_ = 0;
   int segments_[2];
   float s_[kLogits], dp_[kLogits];
   u32 p_[kSteps][4], ds_[kSteps][4];
+  u32 slopes_[kSteps][4];  // With a soft cap.
   float dk_[Config::kHeadDim / 2], dv_[Config::kValueDim / 2];
+};
+
+// ---- The warpgroup of dQ -----------------------------------------------------------------------
+
+class QueryGradients {
+ public:
+  __device__ __forceinline__ QueryGradients(SharedStorage& shared, const Problem& problem,
+                                            const TensorMap& dq)
+      : shared_(shared), problem_(problem), dq_(dq), warp_(threadIdx.x % kWarpgroup / kWarp) {}
+
+  __device__ __forceinline__ void run(Schedule schedule) {
+#pragma unroll 1
+    for (; schedule.has_item(); schedule.advance()) {
+      const Item item = schedule.item();
+      shared_.key_ring.consumer_wait(kv_);
+      Steps steps(item, problem_);
+      const int count = item.num_steps();
+#pragma unroll 1
+      for (int n = 0; n < count; ++n) {
+        step(steps.block(), steps.head(), item.batch);
+        steps.next();
+      }
+      __syncwarp();  // As above.
+      shared_.key_ring.consumer_release(0, 0);
+      kv_.next();
+    }
+    if (threadIdx.x % kWarp == 0) cp_async_bulk_wait_group_read<0>();
+  }
+
+ private:
+  __device__ __forceinline__ void step(int block, int head, int batch) {
+    mbarrier_wait_parity(&shared_.logits_full[logits_.slot()], logits_.parity());
+#pragma unroll
+    for (int row = 0; row < kBlockQ; row += kWgmmaM) {
+      add_columns<0>(block * kBlockQ, row, head, batch);
+      if constexpr (Config::kHeadDim > 64) add_columns<64>(block * kBlockQ, row, head, batch);
+    }
+    logits_.next();
+  }
+
+  // 64 queries of dQ = dS^T K, up to 64 columns from kFirst on.
+  template <int kFirst>
+  __device__ __forceinline__ void add_columns(int first_query, int row, int head, int batch) {
+    // Of products of two widths ptxas makes a queue, unless the widths are 64 and 32. The copy
+    // engine has filled columns behind the last one with zeros.
+    constexpr int kLeft = Config::kHeadDim - kFirst;
+    constexpr int kColumns = Config::kHeadDim <= 64 || kLeft == 32 ? kLeft : 64;
+    constexpr bool kIsLast = kLeft <= 64;
+    float dq[kColumns / 2];
+    const u32 logits = LogitTile::descriptor(shared_address(shared_.logits[logits_.slot()])) +
+                       LogitTile::advance(row, 0);
+    const u32 keys =
+        KeyTileByRows::descriptor(shared_address(shared_.keys)) + KeyTileByRows::advance(kFirst, 0);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kBlockKv / kWgmmaK<Element>; ++i) {
+      wgmma<Element, false, false>(dq, logits + LogitTile::advance(0, i),
+                                   keys + KeyTileByRows::advance(0, i), i > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(dq);
+    if (kIsLast && row + kWgmmaM == kBlockQ && threadIdx.x % kWarp == 0) {
+      mbarrier_arrive(&shared_.logits_empty[logits_.slot()]);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int piece = 0; piece * QueryBuffer::kColumns < kColumns; ++piece) {
+      unsigned char* staging = shared_.query_staging[warp_][piece_];
+      if (threadIdx.x % kWarp == 0) cp_async_bulk_wait_group_read<kQueryPieces - 1>();
+      __syncwarp();
+#pragma unroll
+      for (int c = 0; c < QueryBuffer::kColumns / 16; ++c) {
+        const int column = piece * QueryBuffer::kColumns + c * 16;
+        float values[8];
+#pragma unroll
+        for (int r = 0; r < 8; ++r) values[r] = column < kColumns ? dq[column / 2 + r] : 0.0f;
+        QueryBuffer::write(values, staging, c);
+      }
+      store_piece<true>(
+          &dq_, 0, staging,
+          {kFirst + piece * QueryBuffer::kColumns, first_query + row + warp_ * 16, head, batch});
+      piece_ = (piece_ + 1) % kQueryPieces;
+    }
+  }
+
+  SharedStorage& shared_;
+  const Problem& problem_;
+  const TensorMap& dq_;
+  const int warp_;
+  int piece_ = 0;
+  RingPlace<1> kv_;
+  LogitPlace logits_;
 };
 
 // ---- Kernel ------------------------------------------------------------------------------------
@@ -551,13 +750,14 @@ class Consumer {
 __global__ void __launch_bounds__(kThreads, 1) attention_backward(
     const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
     const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap outputs,
-    const __grid_constant__ TensorMap lse, const __grid_constant__ TensorMap delta,
-    const __grid_constant__ TensorMap dq, const __grid_constant__ TensorMap dk,
-    const __grid_constant__ TensorMap dv, const int* key_lengths, const int* query_segments,
-    const int* key_segments, const int* segment_blocks, const int* query_offset,
-    const __grid_constant__ Problem problem) {
+    const __grid_constant__ TensorMap sums, const __grid_constant__ TensorMap dq,
+    const __grid_constant__ TensorMap dk, const __grid_constant__ TensorMap dv, const int* plan,
+    const int* key_lengths, const int* query_segments, const int* key_segments,
+    const int* segment_blocks, const int* query_offset, const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(dynamic_smem);
+  const Arrays arrays{plan,         key_lengths,    query_segments,
+                      key_segments, segment_blocks, query_offset};
   const int warpgroup = threadIdx.x / kWarpgroup;
 
   if (threadIdx.x == 0) {
@@ -565,26 +765,32 @@ __global__ void __launch_bounds__(kThreads, 1) attention_backward(
     prefetch_tensormap(&keys);
     prefetch_tensormap(&values);
     prefetch_tensormap(&outputs);
-    prefetch_tensormap(&lse);
-    prefetch_tensormap(&delta);
+    prefetch_tensormap(&sums);
+    shared.key_ring.init((kConsumers + 1) * 4);
+    shared.value_ring.init(kConsumers * 4);
     shared.query_ring.init(kConsumers * 4);
     shared.output_ring.init(kConsumers * 4);
-    mbarrier_init(&shared.keys_full, 1);
+    for (int i = 0; i < kLogitSlots; ++i) {
+      mbarrier_init(&shared.logits_full[i], kConsumers * 4);
+      mbarrier_init(&shared.logits_empty[i], 4);
+    }
     fence_mbarrier_init();
   }
   __syncthreads();
 
-  const Arrays arrays{key_lengths, query_segments, key_segments, segment_blocks, query_offset};
-  const Work work = work_of(problem, arrays);
+  const Schedule schedule(problem, arrays);
   if (warpgroup == 0) {
     setmaxnreg_dec<kProducerRegisters>();
     if (uniform(threadIdx.x / kWarp) == 0 && elect_one()) {
-      const Loads loads{queries, keys, values, outputs, lse, delta};
-      produce(shared, loads, work);
+      const Loads loads{queries, keys, values, outputs, sums};
+      Producer(shared, loads).run(schedule, problem);
     }
-  } else {
+  } else if (warpgroup <= kConsumers) {
     setmaxnreg_inc<kConsumerRegisters>();
-    Consumer(shared, problem, arrays, work, dq).run(dk, dv);
+    Consumer(shared, problem, arrays).run(schedule, dk, dv);
+  } else {
+    setmaxnreg_dec<kQueryRegisters>();
+    QueryGradients(shared, problem, dq).run(schedule);
   }
 }
 

@@ -1,12 +1,14 @@
 """Attention's backward pass on Hopper tensor cores, in one CUDA C++ kernel (backward.cu says how it works).
 
-XLA computes delta, clears padding, and converts dq, which the kernel sums in float32. The kernel adds up dq in the
+Another kernel computes the sums of out * dout first (row_sums.cu). XLA clears padding, and converts dq, which the
+kernel sums in float32. The kernel adds up dq in the
 order in which blocks of keys come: dq may differ between runs by rounding.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -21,9 +23,9 @@ from jaxkernels.ffi import compiler, custom_call
 from jaxkernels.ffi.attention import forward, launching
 from jaxkernels.ffi.attention.launching import ATOM, LOG2E, STAGING_BYTES, WARPGROUP, padded, rows_of_a_head
 from jaxkernels.ops.attention.blind import row_sums
-from jaxkernels.ops.attention.planning import visible_pairs
+from jaxkernels.ops.attention.planning import backward_plan, backward_steps, visible_pairs
 from jaxkernels.ops.attention.spec import AttentionSpec
-from jaxkernels.ops.attention.visibility import keys_inside, queries_inside, segment_query_blocks
+from jaxkernels.ops.attention.visibility import is_known_at_run_time, keys_inside, queries_inside, segment_query_blocks
 
 __all__ = [
     "VERSION",
@@ -36,13 +38,23 @@ __all__ = [
     "unsupported",
 ]
 
-VERSION = 1
+VERSION = 2
 
 _LABEL = "attention_backward[cuda]"
 
 # As in backward.cu.
 _BLOCK_KV = 128
 _CONSUMERS = 2
+_LOGIT_SLOTS = 2
+_QUERY_PIECES = 4
+# As in row_sums.cu.
+_ROWS_OF_SUMS = 64
+_THREADS_OF_SUMS = 256
+
+#: What an item costs beside its steps, in steps.
+_ITEM_STEPS = 2.0
+#: With more steps than this in an item, on average, a persistent grid no longer gains at head dimensions up to 64.
+_MANY_STEPS = 24
 
 # Rough figures of an H200 for the cost model, not fitted yet: FLOP/s of one SM, a launch with the first and the last
 # products of a CTA, and what a step takes beside its products.
@@ -60,18 +72,24 @@ class Config:
     Attributes:
       block_q: queries of a step, 64 or 128.
       num_stages: slots of the ring of queries and of the ring of dout.
-      group_parts: CTAs that share the query heads of a key head; XLA adds up what they have.
+      group_parts: items that share the query heads of a key head; XLA adds up what they have.
+      persistent: whether there are as many CTAs as SMs; else each block of keys has its own. With lengths and segments
+        it has in any case: how long it takes is known at run time only.
+      early_gradients: whether dP is multiplied beside the exponentials, not after them. Registers suffice for it with
+        block_q=64, head dimensions up to 96 and no soft cap.
     """
 
     block_q: int = 64
     num_stages: int = 2
     group_parts: int = 1
+    persistent: bool = True
+    early_gradients: bool = False
 
     def __post_init__(self) -> None:
         check_fields(_LABEL, self)
         rules = {
             "block_q must be 64 or 128": self.block_q not in (64, 128),
-            "num_stages must be positive": self.num_stages < 1,
+            "num_stages must be at least 2": self.num_stages < 2,
             "group_parts must be positive": self.group_parts < 1,
         }
         for rule, is_broken in rules.items():
@@ -97,18 +115,22 @@ def smem_bytes(spec: AttentionSpec, config: Config) -> int:
     """Dynamic shared memory: keys, values, the rings, dS, staging buffers, lse, delta and barriers."""
     boxes = [2 * ATOM * -(-padded(x.shape[3]) // ATOM) for x in (spec.q, spec.v)]
     rows = _BLOCK_KV + config.num_stages * config.block_q
-    logits = 2 * 2 * _BLOCK_KV * config.block_q
-    staging = _CONSUMERS * 4 * 2 * STAGING_BYTES
-    sums = 2 * 4 * config.num_stages * config.block_q
-    storage = rows * sum(boxes) + logits + staging + sums + 8 * (4 * config.num_stages + 1)
+    logits = _LOGIT_SLOTS * 2 * _BLOCK_KV * config.block_q
+    staging = 4 * (_CONSUMERS + _QUERY_PIECES) * STAGING_BYTES
+    sums = 4 * config.num_stages * (2 * config.block_q + 1)
+    barriers = 8 * (4 * config.num_stages + 4 + 2 * _LOGIT_SLOTS)
+    storage = rows * sum(boxes) + logits + staging + sums + barriers
     return storage + -storage % 1024
 
 
 def _fits(spec: AttentionSpec, config: Config) -> bool:
     widest = max(padded(spec.q.shape[3]), padded(spec.v.shape[3]))
-    # With 128 queries, segment ids and a soft cap spill registers.
-    is_plain = widest <= 64 and not spec.segments and spec.soft_cap is None
-    return smem_bytes(spec, config) <= spec.target.smem_bytes and (config.block_q == 64 or is_plain)
+    has_registers = config.block_q == 64 and widest <= 96 and spec.soft_cap is None
+    return (
+        smem_bytes(spec, config) <= spec.target.smem_bytes
+        and (config.block_q == 64 or widest <= 64)
+        and (has_registers or not config.early_gradients)
+    )
 
 
 def search_space(spec: AttentionSpec) -> Iterator[Config]:
@@ -116,10 +138,12 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
     parts = [n for n in range(1, spec.group_size + 1) if spec.group_size % n == 0]
     ctas = -(-spec.k.shape[1] // _BLOCK_KV) * spec.k.shape[0] * spec.k.shape[2]
     enough = next((n for n in parts if n * ctas >= spec.target.num_sms), parts[-1])
-    for block_q, num_stages, group_parts in itertools.product((128, 64), (2, 3, 1), sorted({1, enough})):
-        config = Config(block_q, num_stages, group_parts)
-        if _fits(spec, config):
-            yield config
+    persistent = [False] if is_known_at_run_time(spec) else [True, False]
+    for block_q, num_stages, group_parts in itertools.product((128, 64), (2, 3), sorted({1, enough})):
+        for switches in itertools.product(persistent, (False, True)):
+            config = Config(block_q, num_stages, group_parts, *switches)
+            if _fits(spec, config):
+                yield config
 
 
 def estimate(spec: AttentionSpec, config: Config) -> float:
@@ -129,7 +153,7 @@ def estimate(spec: AttentionSpec, config: Config) -> float:
     steps = -(-num_queries // config.block_q) * spec.group_size / config.group_parts
     ctas = batch * spec.k.shape[2] * config.group_parts * -(-spec.k.shape[1] // _BLOCK_KV)
     flops = 2 * config.block_q * _BLOCK_KV * (3 * padded(spec.q.shape[3]) + 2 * padded(spec.v.shape[3]))
-    seconds = flops / _FLOPS_PER_SM + _STEP_SECONDS * (1.5 if config.num_stages == 1 else 1.0)
+    seconds = flops / _FLOPS_PER_SM + _STEP_SECONDS
     waves = ctas / spec.target.num_sms if share < 1 else -(-ctas // spec.target.num_sms)
     busiest = max(steps * min(1.0, 2 * share), steps * share * waves)
     rows = batch * num_queries * num_heads
@@ -148,25 +172,30 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
         )
     if not _fits(spec, config):
         raise ValueError(
-            f"{_LABEL}: a block has at most {spec.target.smem_bytes} bytes of shared memory on {spec.target.name}, and "
-            "block_q=128 needs head dimensions up to 64, without segment ids and soft cap; "
+            f"{_LABEL}: a block has at most {spec.target.smem_bytes} bytes of shared memory on {spec.target.name}; "
+            "block_q=128 needs head dimensions up to 64, and early_gradients block_q=64, head dimensions up to 96 and "
+            "no soft cap; "
             f"got {config}, which needs {smem_bytes(spec, config)} bytes. Use fewer stages or block_q=64."
         )
     named = spec.named("attention_backward", operands)
     q, k, v, dout = (launching.whole_units(x) for x in _without_padding(spec, named))
-    lse, delta, mean = row_sums(spec, named)
+    products, zeros = _products(spec, q, launching.whole_units(named["out"]), dout)
+    lse, delta, mean = row_sums(spec, named, products[..., : q.shape[1]])
     if spec.query_lengths:  # Padding has no part in gradients.
         is_query = queries_inside(spec, dict(named))[:, None]
         lse, delta = jnp.where(is_query, lse, jnp.inf), jnp.where(is_query, delta, 0)
-    lse = lse * LOG2E
-    arrays = launching.Arrays(q, k, v, dout, _whole_rows(lse), _whole_rows(delta), absent=4)
+    # One array: XLA makes it last, by a kernel of its own. A Triton fusion right before costs 8 to 11 %
+    # (docs/pallas-kernels.md, "Two speeds").
+    sums = jnp.stack([_whole_rows(lse * LOG2E), _whole_rows(delta)])
+    plan = jnp.asarray(_plan(spec, config))
+    arrays = launching.Arrays(q, k, v, dout, sums, plan, absent=5)
     extras = [
         *(named.get(name) for name in ("key_lengths", "query_segments", "key_segments")),
         segment_query_blocks(spec, config.block_q, _BLOCK_KV, dict(named)) if spec.segments else None,
         named["query_offset"].reshape(1) if spec.query_offset else None,
     ]
     extra_buffers = [arrays.add(x) for x in extras]
-    dq_operand = arrays.add(jnp.zeros(q.shape, jnp.float32))
+    dq_operand = arrays.add(zeros)
     parts = config.group_parts
     output = k.dtype if parts == 1 else jnp.dtype(jnp.float32)
     apart = lambda x: jax.ShapeDtypeStruct((*x.shape[:2], x.shape[2] * parts, x.shape[3]), output)
@@ -184,16 +213,16 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
             rows_of_a_head(1, k, _BLOCK_KV),
             rows_of_a_head(2, v, _BLOCK_KV),
             rows_of_a_head(3, dout, config.block_q),
-            custom_call.TensorMap(4, box=(1, 1, config.block_q)),
-            custom_call.TensorMap(5, box=(1, 1, config.block_q)),
+            custom_call.TensorMap(4, box=(1, 1, 1, config.block_q)),
             rows_of_a_head(first, results[0], 16, columns=32),
             rows_of_a_head(first + 1, results[1], 16, columns=columns),
             rows_of_a_head(first + 2, results[2], 16, columns=columns),
+            custom_call.Pointer(5),
             *map(custom_call.Pointer, extra_buffers),
-            _problem(spec, config),
+            _problem(spec, config, plan.shape[1]),
         ],
-        grid=(-(-spec.k.shape[1] // _BLOCK_KV) * spec.k.shape[0] * spec.k.shape[2] * parts,),
-        block=((_CONSUMERS + 1) * WARPGROUP,),
+        grid=(plan.shape[0],),
+        block=((_CONSUMERS + 2) * WARPGROUP,),
         smem_bytes=smem_bytes(spec, config),
         input_output_aliases={dq_operand: 0},
         target=spec.target,
@@ -209,6 +238,15 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
     return [dq.astype(spec.q.dtype), dk.astype(spec.k.dtype), dv.astype(spec.v.dtype)]
 
 
+@functools.lru_cache(maxsize=256)
+def _plan(spec: AttentionSpec, config: Config) -> np.ndarray:
+    """The items of each CTA."""
+    streams = spec.k.shape[0] * spec.k.shape[2] * config.group_parts
+    steps = [n // config.group_parts for n in backward_steps(spec, config.block_q, _BLOCK_KV)]
+    is_persistent = config.persistent and not is_known_at_run_time(spec)
+    return backward_plan(spec, steps, streams, _ITEM_STEPS, is_persistent=is_persistent)
+
+
 def _without_padding(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> list[jax.Array]:
     """q, k, v and dout with zeros in place of padding, which may be NaN."""
     q, k, v, dout = (named[name] for name in ("q", "k", "v", "dout"))
@@ -221,12 +259,46 @@ def _without_padding(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> lis
     return [q, k, v, dout]
 
 
+def _products(spec: AttentionSpec, q: jax.Array, out: jax.Array, dout: jax.Array) -> list[jax.Array]:
+    """The sums of out * dout, (B, N, T) with T padded to whole units of 16 bytes, and zeros for dq in float32.
+
+    XLA would take two kernels; or it would fuse the sums into the stack that reads them, where one thread computes a
+    whole sum: then a pass over 16k tokens took 200 us more.
+    """
+    batch, num_queries, num_heads, _ = q.shape
+    row_length, num_blocks = num_queries + -num_queries % 4, -(-num_queries // _ROWS_OF_SUMS)
+    compiled = launching.compile_kernel(
+        "row_sums",
+        frozenset(),
+        element=launching.ELEMENTS[spec.q.dtype],
+        value_dim=out.shape[3],
+        head_dim=q.shape[3],
+    )
+    return custom_call.launch(
+        compiled.cubin,
+        compiled.name,
+        [out, dout],
+        [
+            jax.ShapeDtypeStruct((batch, num_heads, row_length), jnp.float32),
+            jax.ShapeDtypeStruct(q.shape, jnp.float32),
+        ],
+        parameters=[
+            *map(custom_call.Pointer, range(4)),
+            launching.struct(num_queries, num_heads, row_length, num_blocks),
+        ],
+        grid=(batch * num_heads * num_blocks,),
+        block=(_THREADS_OF_SUMS,),
+        target=spec.target,
+        label="attention_row_sums",
+    )
+
+
 def _whole_rows(x: jax.Array) -> jax.Array:
     """Pads rows of float32 to whole units of 16 bytes."""
     return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % 4))) if x.shape[2] % 4 else x
 
 
-def _problem(spec: AttentionSpec, config: Config) -> np.generic:
+def _problem(spec: AttentionSpec, config: Config, plan_columns: int) -> np.generic:
     """The kernel's `Problem`."""
     num_queries, num_keys = spec.q.shape[1], spec.k.shape[1]
     return launching.struct(
@@ -236,6 +308,8 @@ def _problem(spec: AttentionSpec, config: Config) -> np.generic:
         spec.group_size,
         config.group_parts,
         -(-num_keys // _BLOCK_KV),
+        plan_columns,
+        int(spec.window is None),
         launching.reach(spec.band.left),
         launching.reach(spec.band.right),
         *launching.factors(spec),
@@ -253,6 +327,7 @@ def compile_backward(spec: AttentionSpec, config: Config) -> compiler.CompiledKe
         value_dim=padded(spec.v.shape[3]),
         block_q=config.block_q,
         num_stages=config.num_stages,
+        early_gradients=config.early_gradients,
         has_left=spec.band.left is not None,
         has_right=spec.band.right is not None,
         key_lengths=spec.key_lengths,
@@ -263,7 +338,8 @@ def compile_backward(spec: AttentionSpec, config: Config) -> compiler.CompiledKe
     )
     try:
         head_dim = choices["head_dim"]
-        columns = frozenset({choices["block_q"], head_dim, choices["value_dim"], min(head_dim, 64)})
+        pieces = {min(head_dim, 64), head_dim - 64 if head_dim > 64 else head_dim}
+        columns = frozenset({choices["block_q"], head_dim, choices["value_dim"], *pieces})
         return launching.compile_kernel("backward", columns, **choices)
     except compiler.CompileError as e:
         e.add_note(f"{_LABEL}: compiled for {spec} with {config}. Use block_q=64, or leave config out.")

@@ -75,7 +75,15 @@ import numpy as np
 from jax import lax
 
 from jaxkernels.core.arguments import check_fields
-from jaxkernels.ops.attention.planning import balanced_plan, num_even_ctas, planned_offset
+from jaxkernels.ops.attention.planning import (
+    alternates,
+    backward_plan,
+    backward_steps,
+    balanced_plan,
+    in_sets,
+    num_even_ctas,
+    numbered,
+)
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.ops.attention.visibility import (
     blocks_of,
@@ -129,12 +137,6 @@ _ITEM_STEPS = 2.0
 _MANY_STEPS = 24
 #: `stores_first` is the default only if zero-filling dQ's sum would take at least this long.
 _ZEROS_SECONDS = 10e-6
-#: The order by length is used if the last CTA would otherwise take longer by this factor.
-_MOST_IDLE = 1.05
-#: The largest number of streams (heads of batch elements) that are processed side by side: with lengths, segments or a
-#: window; and if blocks add in order, so that the last ones are few steps behind.
-_STREAMS = 8
-_STREAMS_IN_ORDER = 16
 
 # The search space: the values of each knob, the usual one first.
 _BLOCKS = (64, 128)
@@ -363,14 +365,11 @@ def _without_gaps(first: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def _steps(spec: AttentionSpec, block_q: int) -> list[int]:
-    """The steps of each block of keys, ignoring lengths and segments."""
-    offset = planned_offset(spec)
-    steps = []
-    for start in range(0, spec.k.shape[1], _KEYS):
-        seeing = queries_that_see_any(spec, start, start + _KEYS, offset, spec.q.shape[1] + offset)
-        first, end = blocks_of(seeing[0] - offset, seeing[1] - offset, block_q)
-        steps.append(spec.group_size * max(end - first, 0))
-    return steps
+    return backward_steps(spec, block_q, _KEYS)
+
+
+def _alternates(spec: AttentionSpec) -> bool:
+    return alternates(spec, pl.cdiv(spec.k.shape[1], _KEYS))
 
 
 def _has_many_steps(spec: AttentionSpec, block_q: int) -> bool:
@@ -392,42 +391,14 @@ def _has_one_item_each(spec: AttentionSpec, block_q: int) -> bool:
     return max(spec.q.shape[3], spec.v.shape[3]) <= 64 and _has_many_steps(spec, block_q)
 
 
-def _alternates(spec: AttentionSpec) -> bool:
-    """Whether some items process their queries from the first instead of from the last.
-
-    With one query head a key head and up to 132 blocks of keys it gains nothing (head dimension 128: 0.99 at 2048 and
-    4096 tokens).
-    """
-    if not spec.causal or not hides_by_causality_alone(spec) or spec.deterministic:
-        return False
-    return spec.group_size > 1 or pl.cdiv(spec.k.shape[1], _KEYS) > spec.target.num_sms
-
-
 @functools.lru_cache(maxsize=256)
 def _plan(spec: AttentionSpec, block_q: int, is_zeroed: bool) -> np.ndarray:
-    """The items of each CTA (`balanced_plan`).
-
-    An item's number is 2 * (stream * num_kv_blocks + kv_block), plus 1 if it processes its queries from the first.
-    Items are ordered by streams (see above). If too many SMs would then be idle at the end, the longest come first.
-    """
+    """The items of each CTA (`balanced_plan`)."""
     num_streams, steps = spec.k.shape[0] * spec.k.shape[2], _steps(spec, block_q)
     has_one_item = _has_one_item_each(spec, block_q)
     if not (has_one_item or is_zeroed):
         return _plan_behind_the_first(num_streams, steps, spec.target.num_sms)
-    items = _numbered(_items_by_streams(spec, num_streams, len(steps)), steps)
-    if has_one_item:
-        return np.array([(1, number, 0) for number, _ in items], np.int32)
-    longest_first = sorted(items, key=lambda item: -item[1])
-    by_streams, by_length = (balanced_plan(order, spec.target.num_sms) for order in (items, longest_first))
-    return by_streams[0] if by_streams[1] < _MOST_IDLE * by_length[1] else by_length[0]
-
-
-def _numbered(items: list[tuple[int, int, int]], steps: list[int]) -> list[tuple[int, float]]:
-    """Numbers and durations, in steps, of items given as stream, block of keys and direction."""
-    return [
-        (2 * (stream * len(steps) + kv_block) + is_upward, steps[kv_block] + _ITEM_STEPS)
-        for stream, kv_block, is_upward in items
-    ]
+    return backward_plan(spec, steps, num_streams, _ITEM_STEPS, is_persistent=not has_one_item)
 
 
 def _plan_behind_the_first(num_streams: int, steps: list[int], num_sms: int) -> np.ndarray:
@@ -446,8 +417,8 @@ def _plan_behind_the_first(num_streams: int, steps: list[int], num_sms: int) -> 
             stream, kv_block = divmod(number // 2, len(steps))
             return _ctas_that_may_have(stream, kv_block, num_first_ctas, num_ctas)
 
-        items = _in_sets(num_streams, len(steps), num_first_ctas)
-        return balanced_plan(_numbered(items, steps), num_ctas, ctas)
+        items = in_sets(num_streams, len(steps), num_first_ctas)
+        return balanced_plan(numbered(items, steps, _ITEM_STEPS), num_ctas, ctas)
 
     fewest = min(num_ctas, pl.cdiv(num_streams, first_in_a_cta))
     plans = [plan(n) for n in range(fewest, min(fewest + 2, num_ctas) + 1)]
@@ -458,32 +429,6 @@ def _ctas_that_may_have(stream: int, kv_block: int, num_first_ctas: int, num_cta
     """The CTA of a stream's first block of keys; for the other blocks that CTA and all later ones."""
     begin = stream % num_first_ctas
     return range(begin, begin + 1 if kv_block == 0 else num_ctas)
-
-
-def _items_by_streams(spec: AttentionSpec, num_streams: int, num_kv_blocks: int) -> list[tuple[int, int, int]]:
-    """Stream, block of keys and direction of all items, in the order in which they are started."""
-    streams, kv_blocks, num_sms = range(num_streams), range(num_kv_blocks), spec.target.num_sms
-    at_once = max(1, num_sms // num_kv_blocks)
-    if not _alternates(spec) or num_streams * num_kv_blocks <= num_sms:
-        if spec.deterministic:
-            at_once = _STREAMS_IN_ORDER
-        elif not hides_by_causality_alone(spec):
-            at_once = _STREAMS
-        return _in_sets(num_streams, num_kv_blocks, at_once)
-    evenly = lambda xs, most: [x.tolist() for x in np.array_split(xs, 2 * pl.cdiv(len(xs), 2 * most))]
-    if num_kv_blocks <= num_sms:
-        sets = [(some, kv_blocks) for some in evenly(streams, at_once)]
-    else:  # The last keys of a stream, then its first ones.
-        parts = evenly(kv_blocks, num_sms)
-        pairs = list(zip(reversed(parts), parts))[: len(parts) // 2]
-        sets = [((stream,), part) for stream in streams for pair in pairs for part in pair]
-    return [(stream, kv_block, i % 2) for i, (some, part) in enumerate(sets) for kv_block in part for stream in some]
-
-
-def _in_sets(num_streams: int, num_kv_blocks: int, at_once: int) -> list[tuple[int, int, int]]:
-    """All items, from the last query: for each set of `at_once` streams the first block of keys, then the next."""
-    sets, kv_blocks = itertools.batched(range(num_streams), at_once), range(num_kv_blocks)
-    return [(stream, kv_block, 0) for some in sets for kv_block in kv_blocks for stream in some]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -123,6 +123,7 @@ def test_refusals(kernel, options, reason):
         (lambda: forward.Config(num_consumers=4), "forward[cuda]: num_consumers must be 1, 2 or 3"),
         (lambda: forward.Config(num_polynomials=8), "forward[cuda]: num_polynomials must be from 0 to 7"),
         (lambda: backward.Config(block_q=96), "backward[cuda]: block_q must be 64 or 128"),
+        (lambda: backward.Config(num_stages=1), "backward[cuda]: num_stages must be at least 2"),
         (lambda: backward.Config(group_parts=0), "backward[cuda]: group_parts must be positive"),
     ],
 )  # fmt: skip

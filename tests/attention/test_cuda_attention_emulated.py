@@ -22,6 +22,7 @@ from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 Config = forward.Config
 
 TRANSLATED = {f"jaxkernels::attention_{name}": DYNAMIC_SMEM for name in ("forward", "backward")}
+TRANSLATED["jaxkernels::attention_row_sums"] = {}
 
 pytestmark = NEEDS_COMPILER
 
@@ -148,6 +149,7 @@ def test_planted_mistake_is_noticed(right: str, wrong: str, name: str, emulator:
 
 
 def check_backward(spec: AttentionSpec, config: backward.Config, seed: int = 0) -> None:
+    spec = dataclasses.replace(spec, target=dataclasses.replace(spec.target, num_sms=2))
     operands = spec.pack("attention_backward", draw(spec, seed))
     actual = backward.run(spec, config, *operands)
     expected = dispatch.load("attention_backward", "xla").run(spec, reference.Config(), *operands)
@@ -167,6 +169,7 @@ BACKWARD_CASES = {
     "narrow-and-wide": (spec_of(head_dim=40, value_dim=72, causal=True), WIDE),
     "odd-head-dims": (spec_of(head_dim=36, value_dim=20), NARROW),
     "more-queries-than-keys": (spec_of(causal=True, queries=260, keys=90), NARROW),
+    "few-queries": (spec_of(causal=True, queries=60, keys=600), NARROW),
     "window": (spec_of(window=(40, 20)), NARROW),
     "window-behind-all-keys": (spec_of(window=(30, 0), queries=260, keys=100), WIDE),
     "key-lengths": (spec_of(batch=4, key_lengths=True, causal=True), NARROW),
@@ -180,7 +183,13 @@ BACKWARD_CASES = {
     "one-query": (spec_of(batch=2, queries=1), WIDE),
     "one-key": (spec_of(keys=1), NARROW),
     "groups-apart": (spec_of(heads=4, kv_heads=2, causal=True), backward.Config(64, 2, 2)),
-    "one-stage": (spec_of(dtype="float16"), backward.Config(128, 1)),
+    "float16": (spec_of(dtype="float16"), NARROW),
+    "soft-cap-128": (spec_of(soft_cap=1.5, segments=True), NARROW),
+    "one-item-a-block": (spec_of(causal=True), dataclasses.replace(NARROW, persistent=False)),
+    "early-gradients": (spec_of(causal=True), dataclasses.replace(WIDE, early_gradients=True)),
+    "odd-columns": (spec_of(head_dim=72, queries=70), WIDE),
+    "grouped-window": (spec_of(heads=4, kv_heads=2, window=(40, 0), queries=200), WIDE),
+    "upwards": (spec_of(heads=4, kv_heads=2, causal=True, queries=520, keys=520), NARROW),
     "three-stages": (spec_of(queries=300), backward.Config(64, 3)),
 }
 
@@ -203,22 +212,31 @@ def test_gradients_in_any_order(seed: int, emulator: Emulator) -> None:
 @pytest.mark.parametrize(
     ("right", "wrong", "name"),
     [
-        ("    shared_.output_ring.consumer_wait(place_);\n", "", "plain"),
-        ("    mbarrier_wait_parity(&shared_.keys_full, 0);\n", "", "plain"),
-        ("    named_barrier_sync<kConsumers * kWarpgroup>(kLogitsWritten);\n", "", "plain"),
-        ("    buffer_ ^= 1;\n", "", "three-stages"),
-        ("    fence_proxy_async();\n  }\n\n  // ---- Results", "  }\n\n  // ---- Results", "plain"),
+        ("    shared_.output_ring.consumer_wait(place_);\n", "", "early-gradients"),
+        ("    shared_.query_ring.consumer_wait(place_);\n", "", "plain"),
+        ("    shared_.value_ring.consumer_wait(kv_);\n", "", "key-lengths"),
+        ("      shared_.key_ring.consumer_wait(kv_);\n      Steps", "      Steps", "few-queries"),
+        ("    mbarrier_wait_parity(&shared_.logits_full[logits_.slot()], logits_.parity());\n", "", "plain"),
+        ("    mbarrier_wait_parity(&shared_.logits_empty[slot], logits_.parity() ^ 1);\n", "", "three-stages"),
+        ("    fence_proxy_async();\n    __syncwarp();\n    if", "    __syncwarp();\n    if", "plain"),
         ("    wgmma_wait<0>();\n    pin(dp_);\n", "    pin(dp_);\n", "plain"),
-        ("cp_async_bulk_wait_group_read<0>();\n    __syncwarp();\n    const int first_row",
-         ";\n    __syncwarp();\n    const int first_row", "three-stages"),
+        ("cp_async_bulk_wait_group_read<kQueryPieces - 1>();", ";", "three-stages"),
+        ("    if (has_previous) release_before();\n", "    release_before();\n", "plain"),
+        ("    wgmma_wait<1>();\n    if (has_previous)", "    if (has_previous)", "three-stages"),
+        ("    shared_.blocks[slot] = steps.block();\n", "    shared_.blocks[slot] = 0;\n", "causal"),
         ("if (id != rows[1])", "if (id != rows[0])", "segments"),
-        ("(1.0f - s_[at] * s_[at])", "(1.0f - s_[at])", "soft-cap"),
+        ("(1.0f - capped * capped)", "(1.0f - capped)", "soft-cap"),
         ("key - problem_.right - position", "key - problem_.right - position + 1", "causal"),
         ("key + problem_.left + 1 - position", "key + problem_.left - position", "window"),
-        ("if (key >= work_.key_end) begin", "if (false) begin", "key-lengths"),
-        ("store(dk, dk_, problem_.scale)", "store(dk, dk_, 1.0f)", "plain"),
-        ("max(work.first_key - problem.right - work.offset, 0)",
-         "max(work.first_key - problem.right - work.offset + kBlockQ, 0)", "causal"),
+        ("if (key >= edges_.key_end) begin", "if (false) begin", "key-lengths"),
+        ("store(dk, item, dk_, problem_.scale)", "store(dk, item, dk_, 1.0f)", "plain"),
+        ("max(item.first_key - problem_.right - offset_, 0)",
+         "max(item.first_key - problem_.right - offset_ + kBlockQ, 0)", "causal"),
+        ("stride_(item.is_upward ? 1 : -1)", "stride_(-1)", "upwards"),
+        ("if (is_inside && lane < kUnits)", "if (is_inside)", "odd-columns"),
+        ("problem.num_heads + head;\n    float sum", "problem.num_heads;\n    float sum", "plain"),
+        ("for (int step = kLanes / 2;", "for (int step = kLanes / 4;", "plain"),
+        ("= float4{0.0f", "= float4{1.0f", "plain"),
     ],
 )  # fmt: skip
 def test_planted_mistake_in_gradients_is_noticed(right: str, wrong: str, name: str, emulator: Emulator) -> None:

@@ -41,22 +41,26 @@ def mean_of_values(spec: AttentionSpec, v: jax.Array, extras: Mapping[str, jax.A
 
 
 def row_sums(
-    spec: AttentionSpec, named: Mapping[str, jax.Array]
+    spec: AttentionSpec, named: Mapping[str, jax.Array], products: Float32[Array, "B N T"] | None = None
 ) -> tuple[Float32[Array, "B N T"], Float32[Array, "B N T"], Float32[Array, "B 1 K D"] | None]:
     """What a backward pass needs of each query, and what queries that see no key add to dV (None if none may).
 
     Args:
       named: the operands of `attention_backward` by name.
+      products: the sums of out * dout, if a kernel has computed them; those of padding may be no numbers.
 
     Returns:
       The logsumexp, infinite for queries that see no key: their weights are zero. Delta, the sum of out * dout less the
       logsumexp's cotangent; zero for these queries. Padding counts as zeros in delta.
     """
-    out, dout, lse = named["out"].astype(jnp.float32), named["dout"].astype(jnp.float32), named["lse"]
+    dout, lse = named["dout"].astype(jnp.float32), named["lse"]
+    if products is None:
+        products = jnp.swapaxes(jnp.sum(named["out"].astype(jnp.float32) * dout, axis=-1), 1, 2)
     if spec.query_lengths:
-        is_query = queries_inside(spec, dict(named))[:, :, None, None]
-        out, dout = jnp.where(is_query, out, 0), jnp.where(is_query, dout, 0)
-    delta = jnp.swapaxes(jnp.sum(out * dout, axis=-1), 1, 2) - named["dlse"]
+        is_query = queries_inside(spec, dict(named))
+        products = jnp.where(is_query[:, None], products, 0)
+        dout = jnp.where(is_query[:, :, None, None], dout, 0)
+    delta = products - named["dlse"]
     if not (spec.query_lengths or spec.bias is not None or may_see_nothing(spec)):
         return lse, delta, None
     is_blind = lse <= MASKED_LOGIT / 2

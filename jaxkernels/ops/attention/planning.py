@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
 from jaxkernels.ops.attention.spec import AttentionSpec
-from jaxkernels.ops.attention.visibility import blocks_of, keys_seen_by_any
+from jaxkernels.ops.attention.visibility import (
+    blocks_of,
+    hides_by_causality_alone,
+    keys_seen_by_any,
+    queries_that_see_any,
+)
 
-__all__ = ["balanced_plan", "forward_plan", "forward_steps", "num_even_ctas", "planned_offset", "visible_pairs"]
+__all__ = [
+    "alternates",
+    "backward_plan",
+    "backward_steps",
+    "balanced_plan",
+    "forward_plan",
+    "forward_steps",
+    "in_sets",
+    "num_even_ctas",
+    "numbered",
+    "planned_offset",
+    "visible_pairs",
+]
+
+#: In the backward pass, the order by length is used if the last CTA would otherwise take longer by this factor.
+_MOST_IDLE = 1.05
+#: The largest number of streams (heads of batch elements) that are processed side by side: with lengths, segments or a
+#: window; and if blocks add in order, so that the last ones are few steps behind.
+_STREAMS = 8
+_STREAMS_IN_ORDER = 16
 
 
 def visible_pairs(spec: AttentionSpec) -> float:
@@ -100,3 +125,83 @@ def forward_plan(spec: AttentionSpec, steps: Sequence[int], num_workers: int, it
     items += [(q, head) for q in reversed(range(num_last)) for head in range(heads)]
     numbered = [(head * num_q_blocks + q_block, steps[q_block] + item_steps) for q_block, head in items]
     return balanced_plan(numbered, num_workers)[0]
+
+
+def backward_steps(spec: AttentionSpec, block_q: int, block_kv: int) -> list[int]:
+    """For each block of keys: how many blocks of queries of a group it visits, lengths and segments aside."""
+    offset = planned_offset(spec)
+    steps = []
+    for start in range(0, spec.k.shape[1], block_kv):
+        seeing = queries_that_see_any(spec, start, start + block_kv, offset, spec.q.shape[1] + offset)
+        first, end = blocks_of(seeing[0] - offset, seeing[1] - offset, block_q)
+        steps.append(spec.group_size * max(end - first, 0))
+    return steps
+
+
+def backward_plan(
+    spec: AttentionSpec, steps: Sequence[int], num_streams: int, item_steps: float, *, is_persistent: bool
+) -> np.ndarray:
+    """The items of each CTA of the backward pass (`balanced_plan`).
+
+    An item is a block of keys of a stream, and a stream is a key head, or its part of a group of query heads. An item's
+    number is 2 * (stream * num_kv_blocks + kv_block), plus 1 if it processes its queries from the first.
+
+    At any time all CTAs should work on the same few blocks of queries, so that these stay in L2: items are ordered by
+    streams. If too many SMs would then be idle at the end, the longest come first.
+
+    Args:
+      steps: of each block of keys (`backward_steps`).
+      item_steps: what an item costs beside its steps, in steps.
+      is_persistent: whether there are as many CTAs as SMs; else each item has its own.
+    """
+    items = numbered(_items_by_streams(spec, num_streams, len(steps)), steps, item_steps)
+    if not is_persistent:
+        return np.array([(1, number, 0) for number, _ in items], np.int32)
+    longest_first = sorted(items, key=lambda item: -item[1])
+    by_streams, by_length = (balanced_plan(order, spec.target.num_sms) for order in (items, longest_first))
+    return by_streams[0] if by_streams[1] < _MOST_IDLE * by_length[1] else by_length[0]
+
+
+def alternates(spec: AttentionSpec, num_kv_blocks: int) -> bool:
+    """Whether some items of the backward pass process their queries from the first instead of from the last.
+
+    With one query head a key head and up to 132 blocks of keys it gains nothing (Pallas, head dimension 128: 0.99 at
+    2048 and 4096 tokens).
+    """
+    if not spec.causal or not hides_by_causality_alone(spec) or spec.deterministic:
+        return False
+    return spec.group_size > 1 or num_kv_blocks > spec.target.num_sms
+
+
+def numbered(items: Iterable[tuple[int, int, int]], steps: Sequence[int], item_steps: float) -> list[tuple[int, float]]:
+    """Numbers and durations, in steps, of items given as stream, block of keys and direction."""
+    return [
+        (2 * (stream * len(steps) + kv_block) + is_upward, steps[kv_block] + item_steps)
+        for stream, kv_block, is_upward in items
+    ]
+
+
+def in_sets(num_streams: int, num_kv_blocks: int, at_once: int) -> list[tuple[int, int, int]]:
+    """All items, from the last query: for each set of `at_once` streams the first block of keys, then the next."""
+    sets, kv_blocks = itertools.batched(range(num_streams), at_once), range(num_kv_blocks)
+    return [(stream, kv_block, 0) for some in sets for kv_block in kv_blocks for stream in some]
+
+
+def _items_by_streams(spec: AttentionSpec, num_streams: int, num_kv_blocks: int) -> list[tuple[int, int, int]]:
+    """Stream, block of keys and direction of all items, in the order in which they are started."""
+    streams, kv_blocks, num_sms = range(num_streams), range(num_kv_blocks), spec.target.num_sms
+    at_once = max(1, num_sms // num_kv_blocks)
+    if not alternates(spec, num_kv_blocks) or num_streams * num_kv_blocks <= num_sms:
+        if spec.deterministic:
+            at_once = _STREAMS_IN_ORDER
+        elif not hides_by_causality_alone(spec):
+            at_once = _STREAMS
+        return in_sets(num_streams, num_kv_blocks, at_once)
+    evenly = lambda xs, most: [x.tolist() for x in np.array_split(xs, 2 * -(-len(xs) // (2 * most)))]
+    if num_kv_blocks <= num_sms:
+        sets = [(some, kv_blocks) for some in evenly(streams, at_once)]
+    else:  # The last keys of a stream, then its first ones.
+        parts = evenly(kv_blocks, num_sms)
+        pairs = list(zip(reversed(parts), parts))[: len(parts) // 2]
+        sets = [((stream,), part) for stream in streams for pair in pairs for part in pair]
+    return [(stream, kv_block, i % 2) for i, (some, part) in enumerate(sets) for kv_block in part for stream in some]
