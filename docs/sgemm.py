@@ -17,7 +17,7 @@ DOCS = pathlib.Path(__file__).parent
 PAGE = DOCS / "sgemm.md"
 
 #: Rung -> the rung that its code is compared with. Others are compared with the one before; None: shown whole.
-_BASES = {1: None, 8: 6, 9: 6, 10: 6, 11: 10, 12: 10, 13: None, 15: 13}
+_BASES = {1: None, 8: 6, 9: 6, 10: 6, 11: 10, 12: 10, 13: None, 15: 13, 16: 15}
 _PICTURES = {
     2: ("sgemm-global", "what a warp reads and writes in rungs 1 and 2"),
     7: ("sgemm-banks", "the banks that reads of shared memory use"),

@@ -52,18 +52,24 @@ struct Ring {
   u64 full[kStages];
   u64 empty[kStages];
 
-  // `consumer_warps`: those of one block that release each slot.
-  __device__ __forceinline__ void init(int consumer_warps) {
+  // `consumer_warps`: those of one block that release each slot. `producers`: arrivals that fill
+  // it; above 1 if warps write a part of the slot and arrive at `full` themselves.
+  __device__ __forceinline__ void init(int consumer_warps, int producers = 1) {
     for (int i = 0; i < kStages; ++i) {
-      tma::mbarrier_init(&full[i], 1);
+      tma::mbarrier_init(&full[i], producers);
       tma::mbarrier_init(&empty[i], consumer_warps * Grid::kSharers);
     }
+  }
+
+  // Waits until the slot is empty.
+  __device__ __forceinline__ void producer_wait(const Place& place) {
+    tma::mbarrier_wait_parity(&empty[place.slot()], place.parity() ^ 1);
   }
 
   // Waits until the slot is empty. Returns the barrier that the loads of `bytes` bytes complete on.
   __device__ __forceinline__ u64* producer_acquire(const Place& place, u32 bytes) {
     u64* barrier = &full[place.slot()];
-    tma::mbarrier_wait_parity(&empty[place.slot()], place.parity() ^ 1);
+    producer_wait(place);
     tma::mbarrier_arrive_expect_tx(barrier, bytes);
     return barrier;
   }
@@ -72,9 +78,7 @@ struct Ring {
   // before: a release that arrives at a block that has left is an error.
   __device__ __forceinline__ void producer_drain(Place place) {
 #pragma unroll 1
-    for (int i = 0; i < kStages; ++i, place.next()) {
-      tma::mbarrier_wait_parity(&empty[place.slot()], place.parity() ^ 1);
-    }
+    for (int i = 0; i < kStages; ++i, place.next()) producer_wait(place);
   }
 
   // Waits until the slot's bytes are there.

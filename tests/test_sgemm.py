@@ -31,6 +31,10 @@ _DECLARED = {
 }  # fmt: skip
 
 
+def named(value: Any) -> str:
+    return value.name if isinstance(value, Rung) else str(value)
+
+
 def translated(rung: Rung) -> dict[str, str]:
     text = rung.path.read_text()
     return {old: new for old, new in _DECLARED.items() if old in text}
@@ -72,8 +76,8 @@ def error(rung: Rung, sizes: tuple[int, int, int], *, alpha: float = 1.0, beta: 
 #: m, n, k. Rows of the operands are multiples of 16 bytes in some, and not in others.
 SMALL = [(1, 1, 1), (33, 70, 19), (130, 132, 36), (67, 129, 44), (129, 260, 70), (65, 36, 97)]
 LARGE = [(128, 128, 128), (1000, 1000, 1000), (1111, 2333, 517), (1, 4097, 1023), (4095, 1, 333), (257, 1030, 4093)]
-#: What `choose` chooses among.
-SPLIT_CONFIGS = list(ladder.candidates(4096))
+#: What `choose` chooses among: rung and configuration.
+CHOICES = [(rung, config) for rung in RUNGS if rung.tiles for config in ladder.candidates(4096, rung)]
 SCALES = [(1.0, 0.0), (-1.5, 0.5), (2.0, 1.0)]
 
 
@@ -129,6 +133,7 @@ BUGS = {
     13: ("slot.a[(swizzled ^ k4)", "slot.a[(swizzled + k4)"),
     14: ("tile * BK + rank * kPart", "tile * BK"),
     15: ("const int begin = ", "const int begin = 1 + "),
+    16: ("from[swizzled ^ k4]", "from[swizzled + k4]"),
 }
 
 
@@ -151,25 +156,31 @@ def test_planted_bugs_are_noticed(rung: Rung, emulator: Emulator) -> None:
         (14, "Ring<STAGES, Grid> ring;", "Ring<STAGES> ring;"),
         (14, "  tma::barrier_cluster();  // The barriers of all blocks are initialised.\n", "  __syncthreads();\n"),
         (14, "  if (threadIdx.x == 0) shared.ring.producer_drain(requested);\n", ""),
+        (16, "    shared.ring.consumer_wait(multiplied);\n", ""),
+        (16, "    shared.ring.producer_wait(filled);\n", ""),
+        (16, "    shared.staged_ring.consumer_wait(read);\n", ""),
+        (16, "shared.ring.init(kConsumers, 1 + TRANSPOSERS)", "shared.ring.init(kConsumers, TRANSPOSERS)"),
     ],
 )
 def test_missing_waits_are_noticed(number: int, before: str, after: str, emulator: Emulator) -> None:
     emulator.edits = {before: after}
-    assert is_wrong(lookup(number), emulator)
+    rung = lookup(number)
+    config = dataclasses.replace(rung.config, STAGES=min(rung.config.STAGES, 2))
+    assert is_wrong(rung, emulator, config=config)
 
 
-#: All tiles of rung 15, with k divided once or several times.
-SPLIT = [config for config in SPLIT_CONFIGS if config.SPLIT_K in (2, 4)]
+#: All tiles of rungs 15 and 16, with k divided once or several times.
+SPLIT = [(rung, config) for rung, config in CHOICES if config.SPLIT_K in (2, 4)]
 
 
 @pytest.mark.sampled(one_in=4)
 @NEEDS_COMPILER
-@pytest.mark.parametrize("config", SPLIT, ids=str)
+@pytest.mark.parametrize(("rung", "config"), SPLIT, ids=named)
 @pytest.mark.parametrize("sizes", [(67, 129, 300), (130, 68, 70), (1, 1, 31)], ids=str)
-def test_split_k_on_the_emulator(config: Config, sizes: tuple[int, int, int], emulator: Emulator) -> None:
+def test_split_k_on_the_emulator(rung: Rung, config: Config, sizes: tuple[int, int, int], emulator: Emulator) -> None:
     """With parts of k that differ in length, or are empty."""
     for emulator.seed in range(2):
-        assert error(lookup("split_k"), sizes, alpha=-1.5, beta=0.5, config=config) < 1
+        assert error(rung, sizes, alpha=-1.5, beta=0.5, config=config) < 1
 
 
 @NEEDS_COMPILER
@@ -184,7 +195,7 @@ def test_split_k_on_the_emulator(config: Config, sizes: tuple[int, int, int], em
 )
 def test_split_k_with_planted_bugs(before: str, after: str, emulator: Emulator) -> None:
     emulator.edits = {before: after}
-    assert is_wrong(lookup("split_k"), emulator, config=SPLIT[0], k=300)
+    assert is_wrong(lookup("split_k"), emulator, config=SPLIT[0][1], k=300)
 
 
 def is_wrong(rung: Rung, emulator: Emulator, k: int = 40, **options: Any) -> bool:
@@ -255,9 +266,9 @@ def test_search_space() -> None:
 
 
 @pytest.mark.sampled(one_in=3)
-@pytest.mark.parametrize("config", SPLIT_CONFIGS, ids=str)
-def test_tiles_of_split_k_compile(config: Config) -> None:
-    rung, target = lookup("split_k"), hardware.lookup("NVIDIA H200")
+@pytest.mark.parametrize(("rung", "config"), CHOICES, ids=named)
+def test_tiles_to_choose_from_compile(rung: Rung, config: Config) -> None:
+    target = hardware.lookup("NVIDIA H200")
     x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
     constants = dict(sizes=(1024, 1024, 1024), alpha=1.0, beta=0.0, config=config)
     call = rung.kernel._call([x, x], constants, target)
@@ -268,11 +279,13 @@ def test_tiles_of_split_k_compile(config: Config) -> None:
     assert config.BLOCKS * (call.arguments["smem_bytes"] + 1024) <= 228 * 1024
 
 
-def test_tiles_are_chosen_by_size() -> None:
-    assert choose(8192, 8192, 8192).SPLIT_K == 1
-    assert choose(1024, 1024, 1024).SPLIT_K > 1
-    assert choose(100, 100, 60).SPLIT_K == 1
-    assert choose(1024, 1024, 1024).BM * choose(1024, 1024, 1024).BN > choose(128, 128, 128).BM * 64
+@pytest.mark.parametrize("rung", [rung for rung in RUNGS if rung.tiles], ids=named)
+def test_tiles_are_chosen_by_size(rung: Rung) -> None:
+    chosen = lambda *sizes: choose(*sizes, rung)
+    assert chosen(8192, 8192, 8192).SPLIT_K == 1
+    assert chosen(1024, 1024, 1024).SPLIT_K > 1
+    assert chosen(100, 100, 60).SPLIT_K == 1
+    assert chosen(1024, 1024, 1024).BM * chosen(1024, 1024, 1024).BN > chosen(128, 128, 128).BM * 64
 
 
 @pytest.mark.sampled(one_in=8)
@@ -296,10 +309,10 @@ def test_values(rung: Rung, sizes: Any, scales: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", SPLIT_CONFIGS, ids=str)
+@pytest.mark.parametrize(("rung", "config"), CHOICES, ids=named)
 @pytest.mark.parametrize("sizes", [(300, 517, 1133), (257, 1030, 4093), (1, 1, 1)], ids=str)
-def test_split_k(config: Config, sizes: tuple[int, int, int]) -> None:
-    assert error(lookup("split_k"), sizes, alpha=-1.5, beta=0.5, config=config) < 1
+def test_split_k(rung: Rung, config: Config, sizes: tuple[int, int, int]) -> None:
+    assert error(rung, sizes, alpha=-1.5, beta=0.5, config=config) < 1
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ import itertools
 import os
 import pathlib
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from jaxkernels.bench import results
 from jaxkernels.core import hardware
 from jaxkernels.core.errors import InputError
 from jaxkernels.core.measure import Call, Clock, clock_for, measure, ratio
+from jaxkernels.ffi.compiler import CompileError
 from jaxkernels.ffi.sgemm import RUNGS, Config, lookup, search_space, sgemm
 
 __all__ = ["BASELINE", "SIZES", "Point", "load", "parse_size", "plot", "save", "search", "study", "table"]
@@ -137,26 +139,51 @@ def search(
       clock: None: the default clock of the device.
 
     Returns:
-      Each configuration with its FLOP/s, the fastest first.
+      Each configuration with its FLOP/s, the fastest first. A configuration that does not compile, as one whose
+      registers spill, is left out with a warning.
     """
     configs = search_space()[0] if configs is None else configs
     functions = {i: functools.partial(sgemm, rung=rung, config=config) for i, config in enumerate(configs, start=1)}
-    found = {i: _flops(size) / samples.median for i, samples, _ in _measure(size, functions, device, clock) if i}
+
+    def refuse(number: int, reason: CompileError) -> None:
+        warnings.warn(f"search: left out {configs[number - 1]}: {reason}", stacklevel=3)
+
+    measured = _measure(size, functions, device, clock, refuse)
+    found = {i: _flops(size) / samples.median for i, samples, _ in measured if i}
     return sorted(((configs[i - 1], rate) for i, rate in found.items()), key=lambda pair: -pair[1])
 
 
 def _measure(
-    size: Size, functions: dict[int, Callable[..., Any]], device: Any, clock: Clock | None
+    size: Size,
+    functions: dict[int, Callable[..., Any]],
+    device: Any,
+    clock: Clock | None,
+    refuse: Callable[[int, CompileError], None] | None = None,
 ) -> Iterator[tuple[int, Any, float]]:
-    """Yields number, samples and the speed relative to cuBLAS, which is number 0."""
+    """Yields number, samples and the speed relative to cuBLAS, which is number 0.
+
+    `refuse` is called with the number of each kernel that does not compile; None: the error is raised.
+    """
     m, n, k = size
     keys = jax.random.split(jax.random.key(0))
     draws = zip(keys, ((m, k), (k, n)))
     operands = tuple(jax.device_put(jax.random.normal(key, shape, jnp.float32), device) for key, shape in draws)
     sides = {0: functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)} | functions
+
+    def compiled(number: int) -> Any:
+        try:
+            return jax.jit(sides[number]).lower(*operands).compile()
+        except CompileError as reason:
+            if refuse is None:
+                raise
+            return reason
+
     with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        compiled = pool.map(lambda f: jax.jit(f).lower(*operands).compile(), sides.values())
-        programs = dict(zip(sides, compiled))
+        programs = dict(zip(sides, pool.map(compiled, sides)))
+    for number, reason in list(programs.items()):
+        if isinstance(reason, CompileError) and refuse is not None:
+            refuse(number, reason)
+            del programs[number]
     expected = programs[0](*operands)
     seconds = {}
     for number, program in programs.items():
