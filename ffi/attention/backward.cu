@@ -112,7 +112,12 @@ static_assert(OutputTile::kBytes == OutputTileByRows::kBytes, "one tile, read in
 
 constexpr int kLogits = kBlockQ / 2;  // A thread has so many in a step.
 constexpr int kSteps = kBlockQ / kWgmmaK<Element>;
-constexpr int kParts = 2;  // Of a step's weights and of their gradients.
+// A step's weights and their gradients are computed in so many parts. Products of one part run
+// beside the arithmetic of the next. Slopes and segments leave no registers for it.
+constexpr int kParts = Config::kSoftCap || Config::kSegments ? 1 : 2;
+// Whether dS is written for dQ before dK is multiplied. With 64 queries in a step it is 1 to 3 %
+// faster, with 128 it is 7 % slower.
+constexpr bool kWritesFirst = kBlockQ == 64;
 static_assert(kBlockQ % kWgmmaM == 0, "whole wgmmas of dQ");
 static_assert(Config::kHeadDim <= 128 && Config::kValueDim <= 128, "registers for dK and dV");
 static_assert(Config::kHeadDim % 16 == 0 && Config::kValueDim % 16 == 0, "whole steps of wgmma");
@@ -122,10 +127,8 @@ constexpr int kProducerRegisters = 32;
 constexpr int kConsumerRegisters = 208;
 constexpr int kQueryRegisters = 64;
 
-// Slots of the ring of dS.
-constexpr int kLogitSlots = 2;
 // A warp of the warpgroup of dQ has so many staging buffers, of 32 columns each.
-constexpr int kQueryPieces = 4;
+constexpr int kQueryPieces = 2;
 using QueryBuffer = StagingBuffer<Float32, 128>;  // Of dQ.
 using ResultBuffer = StagingBuffer<Config::Output, 128>;
 
@@ -134,23 +137,21 @@ struct SharedStorage {
   alignas(1024) unsigned char values[ValueTile::kBytes];
   alignas(1024) unsigned char queries[Config::kStages][QueryTile::kBytes];
   alignas(1024) unsigned char outputs[Config::kStages][OutputTile::kBytes];
-  alignas(1024) unsigned char logits[kLogitSlots][LogitTile::kBytes];
+  alignas(1024) unsigned char logits[Config::kStages][LogitTile::kBytes];
   alignas(1024) unsigned char query_staging[4][kQueryPieces][kStagingBytes];
   alignas(1024) unsigned char staging[kConsumers * 4][kStagingBytes];
   // Of each query: its logsumexp in base 2, and delta.
   alignas(128) float lse[Config::kStages][kBlockQ];
   alignas(128) float delta[Config::kStages][kBlockQ];
-  int blocks[Config::kStages];  // The number of the block of queries in a slot.
+  int steps[Config::kStages];  // Of each slot: its block of queries, and how it is masked.
   Ring<1> key_ring, value_ring;
   Ring<Config::kStages> query_ring, output_ring;
   // Consumer warps fill a slot of dS; the warps of dQ empty it.
-  u64 logits_full[kLogitSlots], logits_empty[kLogitSlots];
+  u64 logits_full[Config::kStages], logits_empty[Config::kStages];
 };
 static_assert(sizeof(SharedStorage) <= JK_SMEM_BYTES, "what the host gives is enough");
 
 using Place = RingPlace<Config::kStages>;
-
-using LogitPlace = RingPlace<kLogitSlots>;
 
 // ---- Items -------------------------------------------------------------------------------------
 
@@ -168,6 +169,9 @@ struct Item {
     return num_heads * max(end_block - first_block, 0);
   }
 };
+
+// How a step is masked: added to its block of queries times kFlags.
+constexpr int kHidesByIndex = 1, kHidesBySegment = 2, kFlags = 4;
 
 // The steps of an item, one after the other.
 class Steps {
@@ -199,24 +203,22 @@ class Steps {
   int block_, first_, end_, stride_;
 };
 
-// The items of this CTA, in the order of the plan.
+// The items of this CTA, in the order of the plan. It keeps no more than a number: consumers have
+// no registers for more.
 class Schedule {
  public:
   __device__ __forceinline__ Schedule(const Problem& problem, const Arrays& arrays)
-      : problem_(problem),
-        arrays_(arrays),
-        plan_(arrays.plan + blockIdx.x * problem.plan_columns),
-        count_(plan_[0]) {
-    if constexpr (Config::kQueryOffset) offset_ = *arrays.query_offset;
-  }
+      : problem_(problem), arrays_(arrays) {}
 
-  __device__ __forceinline__ bool has_item() const { return nth_ < count_; }
+  __device__ __forceinline__ bool has_item() const { return nth_ < plan()[0]; }
   __device__ __forceinline__ void advance() { ++nth_; }
   // The position of the first query in the sequence.
-  __device__ __forceinline__ int offset() const { return offset_; }
+  __device__ __forceinline__ int offset() const {
+    return Config::kQueryOffset ? *arrays_.query_offset : 0;
+  }
 
   __device__ __forceinline__ Item item() const {
-    const int entry = plan_[1 + nth_];
+    const int entry = plan()[1 + nth_];
     Item item;
     item.is_upward = entry % 2 != 0;
     const int stream = entry / 2 / problem_.num_kv_blocks;
@@ -238,13 +240,18 @@ class Schedule {
   }
 
  private:
+  __device__ __forceinline__ const int* plan() const {
+    return arrays_.plan + blockIdx.x * problem_.plan_columns;
+  }
+
   // Which blocks of queries see the keys.
   __device__ __forceinline__ void find_blocks(Item& item, int kv_block) const {
+    const int offset = this->offset();
     const int last_key = min(item.first_key + kBlockKv, item.key_end) - 1;
     int first = 0, end = problem_.num_queries;
-    if constexpr (Config::kHasRight) first = max(item.first_key - problem_.right - offset_, 0);
+    if constexpr (Config::kHasRight) first = max(item.first_key - problem_.right - offset, 0);
     if constexpr (Config::kHasLeft) {
-      end = min(max(last_key + problem_.left + 1 - offset_, 0), problem_.num_queries);
+      end = min(max(last_key + problem_.left + 1 - offset, 0), problem_.num_queries);
     }
     if (last_key < item.first_key) end = 0;
     item.first_block = first / kBlockQ;
@@ -261,10 +268,7 @@ class Schedule {
 
   const Problem& problem_;
   const Arrays& arrays_;
-  const int* plan_;
-  int count_;
   int nth_ = 0;
-  int offset_ = 0;
 };
 
 // ---- Producer: one thread ----------------------------------------------------------------------
@@ -279,17 +283,19 @@ struct Loads {
 
 class Producer {
  public:
-  __device__ __forceinline__ Producer(SharedStorage& shared, const Loads& loads)
-      : shared_(shared), loads_(loads) {}
+  __device__ __forceinline__ Producer(SharedStorage& shared, const Problem& problem,
+                                      const Loads& loads)
+      : shared_(shared), problem_(problem), loads_(loads) {}
 
-  __device__ __forceinline__ void run(Schedule schedule, const Problem& problem) {
+  __device__ __forceinline__ void run(Schedule schedule) {
+    offset_ = schedule.offset();
 #pragma unroll 1
     for (; schedule.has_item(); schedule.advance()) {
       const Item item = schedule.item();
       u64* full = shared_.key_ring.producer_acquire(kv_, KeyTile::kBytes);
       TileLoad<KeyTile>::load(shared_.keys, &loads_.keys, full, item.first_key, 0, item.kv_head,
                               item.batch);
-      Steps steps(item, problem);
+      Steps steps(item, problem_);
       const int count = item.num_steps();
       if (count > 0) load_queries(item, steps);
       full = shared_.value_ring.producer_acquire(kv_, ValueTile::kBytes);
@@ -312,11 +318,26 @@ class Producer {
     u64* full =
         shared_.query_ring.producer_acquire(place_, QueryTile::kBytes + kBlockQ * sizeof(float));
     // Consumers read it behind the wait for dO.
-    shared_.blocks[slot] = steps.block();
+    shared_.steps[slot] = describe(item, steps.block());
     TileLoad<QueryTile>::load(shared_.queries[slot], &loads_.queries, full, query, 0, steps.head(),
                               item.batch);
     cp_async_bulk_tensor_load(shared_.lse[slot], &loads_.sums, full,
                               {query, steps.head(), item.batch, 0});
+  }
+
+  // A step, for consumers: they have no registers to find out themselves.
+  __device__ __forceinline__ int describe(const Item& item, int block) const {
+    const int position = block * kBlockQ + offset_;
+    bool by_index = item.first_key + kBlockKv > item.key_end;
+    if constexpr (Config::kHasRight) {
+      by_index |= item.first_key + kBlockKv - 1 > position + problem_.right;
+    }
+    if constexpr (Config::kHasLeft) {
+      by_index |= item.first_key < position + kBlockQ - 1 - problem_.left;
+    }
+    const bool by_segment =
+        Config::kSegments && (block < item.same_first || block >= item.same_end);
+    return block * kFlags + (by_index ? kHidesByIndex : 0) + (by_segment ? kHidesBySegment : 0);
   }
 
   __device__ __forceinline__ void load_outputs(const Item& item, const Steps& steps) {
@@ -331,7 +352,9 @@ class Producer {
   }
 
   SharedStorage& shared_;
+  const Problem& problem_;
   const Loads& loads_;
+  int offset_ = 0;
   RingPlace<1> kv_;
   Place place_;
 };
@@ -341,7 +364,6 @@ class Producer {
 // What masks need to know of an item.
 struct Edges {
   int first_key, key_end;
-  int same_first, same_end;
   int first_of_batch;  // The number of the batch element's first query among all queries.
 };
 
@@ -352,8 +374,7 @@ class Consumer {
       : shared_(shared),
         problem_(problem),
         arrays_(arrays),
-        index_(uniform(threadIdx.x / kWarpgroup) - 1),
-        warp_(threadIdx.x % kWarpgroup / kWarp) {}
+        index_(uniform(threadIdx.x / kWarpgroup) - 1) {}
 
   __device__ __forceinline__ void run(Schedule schedule, const TensorMap& dk, const TensorMap& dv) {
     offset_ = schedule.offset();
@@ -374,14 +395,18 @@ class Consumer {
   }
 
  private:
+  // The warp of the warpgroup; computed where it is needed, so that it takes no register meanwhile.
+  __device__ __forceinline__ int warp() const {
+    return recomputed(threadIdx.x) % kWarpgroup / kWarp;
+  }
+
   // Returns the number of steps.
   __device__ __forceinline__ int begin(const Item& item) {
 #pragma unroll
     for (int i = 0; i < Config::kHeadDim / 2; ++i) dk_[i] = 0.0f;
 #pragma unroll
     for (int i = 0; i < Config::kValueDim / 2; ++i) dv_[i] = 0.0f;
-    edges_ = {item.first_key, item.key_end, item.same_first, item.same_end,
-              item.batch * problem_.num_queries};
+    edges_ = {item.first_key, item.key_end, item.batch * problem_.num_queries};
     if constexpr (Config::kSegments) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -415,7 +440,7 @@ class Consumer {
     if constexpr (Config::kEarlyGradients) issue_weight_gradients(slot);
     wgmma_wait<Config::kEarlyGradients ? 1 : 0>();
     pin(s_);
-    change_and_mask(shared_.blocks[slot]);
+    change_and_mask(shared_.steps[slot]);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       compute_weights(slot, part);
@@ -429,10 +454,15 @@ class Consumer {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       compute_logit_gradients(slot, part);
-      issue_dk(slot, part);
+      if constexpr (!kWritesFirst) issue_dk(slot, part);
+    }
+    if constexpr (kWritesFirst) {
+      write_logit_gradients();
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) issue_dk(slot, part);
     }
     wgmma_commit();
-    write_logit_gradients();
+    if constexpr (!kWritesFirst) write_logit_gradients();
     place_.next();
   }
 
@@ -497,16 +527,15 @@ class Consumer {
 
   // ---- Elementwise ----
 
-  __device__ __forceinline__ void change_and_mask(int block) {
+  __device__ __forceinline__ void change_and_mask(int described) {
     if constexpr (Config::kSoftCap) {
 #pragma unroll
       for (int i = 0; i < kLogits; ++i) s_[i] = tanh_by_exp2(s_[i] * problem_.factor);
     }
     const float masked = __uint_as_float(0xff800000u);
-    if (needs_mask(block)) mask(block, masked);
-    if (Config::kSegments && (block < edges_.same_first || block >= edges_.same_end)) {
-      mask_segments(block, masked);
-    }
+    const int block = described / kFlags;
+    if (described & kHidesByIndex) mask(block, masked);
+    if (Config::kSegments && (described & kHidesBySegment)) mask_segments(block, masked);
   }
 
   // A part of P in 16 bits, from S. With a soft cap, P times the slope of the cap, too.
@@ -537,21 +566,9 @@ class Consumer {
     }
   }
 
-  __device__ __forceinline__ bool needs_mask(int block) const {
-    const int position = block * kBlockQ + offset_;
-    bool needs = edges_.first_key + kBlockKv > edges_.key_end;
-    if constexpr (Config::kHasRight) {
-      needs |= edges_.first_key + kBlockKv - 1 > position + problem_.right;
-    }
-    if constexpr (Config::kHasLeft) {
-      needs |= edges_.first_key < position + kBlockQ - 1 - problem_.left;
-    }
-    return needs;
-  }
-
   // The index of this thread's first (h = 0) or second key.
   __device__ __forceinline__ int key_of(int h) const {
-    return edges_.first_key + index_ * kWgmmaM + warp_ * 16 +
+    return edges_.first_key + index_ * kWgmmaM + warp() * 16 +
            static_cast<int>(threadIdx.x % kWarp / 4) + 8 * h;
   }
 
@@ -594,9 +611,9 @@ class Consumer {
 
   // A slot of dS. A warp's 16 keys of a box of 64 queries are a piece as those that are staged.
   __device__ __forceinline__ void write_logit_gradients() {
-    const int slot = logits_.slot();
-    mbarrier_wait_parity(&shared_.logits_empty[slot], logits_.parity() ^ 1);
-    unsigned char* rows = shared_.logits[slot] + (index_ * kWgmmaM + warp_ * 16) * kSwizzleBytes;
+    const int slot = place_.slot();
+    mbarrier_wait_parity(&shared_.logits_empty[slot], place_.parity() ^ 1);
+    unsigned char* rows = shared_.logits[slot] + (index_ * kWgmmaM + warp() * 16) * kSwizzleBytes;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       StagingBuffer<Element, 128>::write_packed(ds_[i], rows + i / 4 * LogitTile::kBoxBytes, i % 4);
@@ -605,7 +622,6 @@ class Consumer {
     __syncwarp();
     if (threadIdx.x % kWarp == 0) mbarrier_arrive(&shared_.logits_full[slot]);
     __syncwarp();
-    logits_.next();
   }
 
   // ---- Results ----
@@ -615,8 +631,8 @@ class Consumer {
   __device__ __forceinline__ void store(const TensorMap& map, const Item& item,
                                         const float (&sums)[kCount], float factor) {
     constexpr int kColumns = ResultBuffer::kColumns;
-    unsigned char* staging = shared_.staging[index_ * 4 + warp_];
-    const int first_row = item.first_key + index_ * kWgmmaM + warp_ * 16;
+    unsigned char* staging = shared_.staging[index_ * 4 + warp()];
+    const int first_row = item.first_key + index_ * kWgmmaM + warp() * 16;
     const int head = item.kv_head * problem_.group_parts + item.part;
 #pragma unroll
     for (int piece = 0; piece * kColumns < kCount * 2; ++piece) {
@@ -639,13 +655,11 @@ class Consumer {
   const Problem& problem_;
   const Arrays& arrays_;
   const int index_;
-  const int warp_;
   RingPlace<1> kv_;
   Place place_;
-  LogitPlace logits_;
   Edges edges_;
-  int offset_ = 0;
   int segments_[2];
+  int offset_ = 0;
   float s_[kLogits], dp_[kLogits];
   u32 p_[kSteps][4], ds_[kSteps][4];
   u32 slopes_[kSteps][4];  // With a soft cap.
@@ -681,13 +695,13 @@ class QueryGradients {
 
  private:
   __device__ __forceinline__ void step(int block, int head, int batch) {
-    mbarrier_wait_parity(&shared_.logits_full[logits_.slot()], logits_.parity());
+    mbarrier_wait_parity(&shared_.logits_full[place_.slot()], place_.parity());
 #pragma unroll
     for (int row = 0; row < kBlockQ; row += kWgmmaM) {
       add_columns<0>(block * kBlockQ, row, head, batch);
       if constexpr (Config::kHeadDim > 64) add_columns<64>(block * kBlockQ, row, head, batch);
     }
-    logits_.next();
+    place_.next();
   }
 
   // 64 queries of dQ = dS^T K, up to 64 columns from kFirst on.
@@ -699,7 +713,7 @@ class QueryGradients {
     constexpr int kColumns = Config::kHeadDim <= 64 || kLeft == 32 ? kLeft : 64;
     constexpr bool kIsLast = kLeft <= 64;
     float dq[kColumns / 2];
-    const u32 logits = LogitTile::descriptor(shared_address(shared_.logits[logits_.slot()])) +
+    const u32 logits = LogitTile::descriptor(shared_address(shared_.logits[place_.slot()])) +
                        LogitTile::advance(row, 0);
     const u32 keys =
         KeyTileByRows::descriptor(shared_address(shared_.keys)) + KeyTileByRows::advance(kFirst, 0);
@@ -713,7 +727,7 @@ class QueryGradients {
     wgmma_wait<0>();
     pin(dq);
     if (kIsLast && row + kWgmmaM == kBlockQ && threadIdx.x % kWarp == 0) {
-      mbarrier_arrive(&shared_.logits_empty[logits_.slot()]);
+      mbarrier_arrive(&shared_.logits_empty[place_.slot()]);
     }
     __syncwarp();
 #pragma unroll
@@ -742,7 +756,7 @@ class QueryGradients {
   const int warp_;
   int piece_ = 0;
   RingPlace<1> kv_;
-  LogitPlace logits_;
+  Place place_;
 };
 
 // ---- Kernel ------------------------------------------------------------------------------------
@@ -770,7 +784,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_backward(
     shared.value_ring.init(kConsumers * 4);
     shared.query_ring.init(kConsumers * 4);
     shared.output_ring.init(kConsumers * 4);
-    for (int i = 0; i < kLogitSlots; ++i) {
+    for (int i = 0; i < Config::kStages; ++i) {
       mbarrier_init(&shared.logits_full[i], kConsumers * 4);
       mbarrier_init(&shared.logits_empty[i], 4);
     }
@@ -783,7 +797,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_backward(
     setmaxnreg_dec<kProducerRegisters>();
     if (uniform(threadIdx.x / kWarp) == 0 && elect_one()) {
       const Loads loads{queries, keys, values, outputs, sums};
-      Producer(shared, loads).run(schedule, problem);
+      Producer(shared, problem, loads).run(schedule);
     }
   } else if (warpgroup <= kConsumers) {
     setmaxnreg_inc<kConsumerRegisters>();

@@ -45,8 +45,7 @@ _LABEL = "attention_backward[cuda]"
 # As in backward.cu.
 _BLOCK_KV = 128
 _CONSUMERS = 2
-_LOGIT_SLOTS = 2
-_QUERY_PIECES = 4
+_QUERY_PIECES = 2
 # As in row_sums.cu.
 _ROWS_OF_SUMS = 64
 _THREADS_OF_SUMS = 256
@@ -115,21 +114,21 @@ def smem_bytes(spec: AttentionSpec, config: Config) -> int:
     """Dynamic shared memory: keys, values, the rings, dS, staging buffers, lse, delta and barriers."""
     boxes = [2 * ATOM * -(-padded(x.shape[3]) // ATOM) for x in (spec.q, spec.v)]
     rows = _BLOCK_KV + config.num_stages * config.block_q
-    logits = _LOGIT_SLOTS * 2 * _BLOCK_KV * config.block_q
+    logits = config.num_stages * 2 * _BLOCK_KV * config.block_q
     staging = 4 * (_CONSUMERS + _QUERY_PIECES) * STAGING_BYTES
     sums = 4 * config.num_stages * (2 * config.block_q + 1)
-    barriers = 8 * (4 * config.num_stages + 4 + 2 * _LOGIT_SLOTS)
+    barriers = 8 * (4 * config.num_stages + 4 + 2 * config.num_stages)
     storage = rows * sum(boxes) + logits + staging + sums + barriers
     return storage + -storage % 1024
 
 
 def _fits(spec: AttentionSpec, config: Config) -> bool:
     widest = max(padded(spec.q.shape[3]), padded(spec.v.shape[3]))
-    has_registers = config.block_q == 64 and widest <= 96 and spec.soft_cap is None
+    is_plain = spec.soft_cap is None
     return (
         smem_bytes(spec, config) <= spec.target.smem_bytes
-        and (config.block_q == 64 or widest <= 64)
-        and (has_registers or not config.early_gradients)
+        and (config.block_q == 64 or (widest <= 64 and is_plain))
+        and (not config.early_gradients or (config.block_q == 64 and widest <= 96 and is_plain))
     )
 
 
@@ -173,8 +172,8 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
     if not _fits(spec, config):
         raise ValueError(
             f"{_LABEL}: a block has at most {spec.target.smem_bytes} bytes of shared memory on {spec.target.name}; "
-            "block_q=128 needs head dimensions up to 64, and early_gradients block_q=64, head dimensions up to 96 and "
-            "no soft cap; "
+            "block_q=128 needs head dimensions up to 64 and no soft cap, early_gradients needs block_q=64, head "
+            "dimensions up to 96 and no soft cap; "
             f"got {config}, which needs {smem_bytes(spec, config)} bytes. Use fewer stages or block_q=64."
         )
     named = spec.named("attention_backward", operands)

@@ -149,7 +149,7 @@ def test_calls_lower_for_cuda():
     many = [jax.ShapeDtypeStruct((3, 2, 300, 4, 96), jnp.bfloat16)] * 3
     for f, operands, count in (
         (attention, one, 1),
-        (jax.grad(loss, (0, 1, 2)), one, 2),
+        (jax.grad(loss, (0, 1, 2)), one, 3),
         (jax.vmap(attention), many, 1),
     ):
         text = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
