@@ -15,7 +15,8 @@ from jaxkernels.bench import report, sgemm, study
 from jaxkernels.bench.suites import parse_shape
 from jaxkernels.cli.app import app
 from jaxkernels.core.errors import InputError
-from jaxkernels.ffi.sgemm import RUNGS
+from jaxkernels.ffi.compiler import CompileError
+from jaxkernels.ffi.sgemm import RUNGS, Config
 
 POINTS = [
     study.Point("mk,kn 64x64x64", backend, "128 x 256", knob, value, 1e-6, 9e-7, 2e-6, 1e12, share)
@@ -132,6 +133,20 @@ def test_the_ladder_is_saved_drawn_and_written_into_pages(tmp_path: pathlib.Path
         sgemm.load(path)
     sgemm.plot(LADDER, tmp_path / "new" / "ladder.png")
     assert (tmp_path / "new" / "ladder.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_search_leaves_out_what_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def multiply(a: jax.Array, b: jax.Array, *, rung: int, config: Config) -> jax.Array:
+        if config.TM == 16:
+            raise CompileError("must not spill registers", "")
+        return a @ b
+
+    monkeypatch.setattr(sgemm, "sgemm", multiply)
+    monkeypatch.setattr(sgemm, "_SECONDS", 0.0)
+    configs = [Config(64, 64, TM=tm) for tm in (8, 16)]
+    with pytest.warns(UserWarning, match="left out BM=64, BN=64, TM=16: must not spill registers"):
+        found = sgemm.search((16, 16, 16), jax.devices()[0], rung=13, configs=configs)
+    assert [config for config, _ in found] == configs[:1]
 
 
 @pytest.mark.gpu
