@@ -9,6 +9,7 @@
 - `timeline`: when the warps of one thread block load, wait and multiply, in each schedule of a GEMM;
 - `study`: the effect of the pipeline's slots and clusters on a GEMM.
 - `sgemm`: the rungs of the SGEMM ladder beside cuBLAS.
+- `sgemm_profile`: what limits each rung, by Nsight Compute.
 
 `jaxkernels.core.measure` times the calls. The suites and baselines of an operation are in its folder.
 """

@@ -10,7 +10,7 @@ import pathlib
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -422,6 +422,9 @@ def study(
             help="Record when the schedules of the mma.sync GEMM wait and multiply, and draw it into this file."
         ),
     ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Of sgemm: find what limits each rung, with Nsight Compute (ncu).")
+    ] = False,
 ) -> None:
     """Measure how the design of a matrix product changes its speed, after checking every result.
 
@@ -433,6 +436,8 @@ def study(
         raise InputError(f"study: what is studied must be one of {', '.join(_STUDIES)}; got {what!r}.")
     if timeline is not None and what != "pipeline":
         raise InputError(f"study: --timeline belongs to the study of pipelines; got {what!r}. Leave it out.")
+    if profile and what != "sgemm":
+        raise InputError(f"study: --profile belongs to the study of sgemm; got {what!r}. Leave it out.")
     import jax
 
     from jaxkernels.bench import results as results_lib
@@ -459,6 +464,8 @@ def study(
         timeline_lib.draw(timelines, timeline)
         console.print(f"drawn {timeline}")
         save = functools.partial(save, timelines=timelines)
+    if profile:
+        save = functools.partial(save, profiles=_sgemm_profiles(points, console))
     if json is not None:
         save(points, where, json)
         console.print(f"written to {json}")
@@ -494,6 +501,28 @@ def _study_sgemm(shapes: list[str] | None) -> _Study:
             yield point, _point_line(name, point, "" if point.share_of_peak is None else "of peak") + of_baseline
 
     return measure, sgemm.save, sgemm.plot
+
+
+def _sgemm_profiles(points: Sequence[Any], console: Any) -> list[Any]:
+    """Profiles the rungs of one size, the largest of those up to 4096^3. Prints why if that is impossible."""
+    from jaxkernels.bench import sgemm, sgemm_profile
+
+    sizes = [sgemm.parse_size(point.size) for point in points]
+    size = max(sizes, key=lambda size: (math.prod(size) <= 4096**3, math.prod(size)))
+    text = "x".join(map(str, size))
+    rungs = [point.rung for point in points if point.size == text and point.rung]
+    try:
+        found = sgemm_profile.profile(size, rungs)
+    except InputError as reason:
+        console.print(str(reason))
+        return []
+    for p in found:
+        utilisation = "" if p.utilisation is None else f" ({p.utilisation:.0%})"
+        console.print(
+            f"{p.size} {p.rung} {p.name} | {p.bank_conflicts:,} bank conflicts | occupancy {p.occupancy:.0%} | "
+            f"limited by {p.limiter}{utilisation}"
+        )
+    return found
 
 
 def _point_line(name: str, point: Any, peak: str) -> str:
