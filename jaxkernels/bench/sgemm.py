@@ -237,7 +237,7 @@ def load(path: pathlib.Path) -> tuple[list[Point], dict[str, Any], list[Profile]
 
 
 def table(points: Sequence[Point], environment: dict[str, Any], profiles: Sequence[Profile] = ()) -> str:
-    """Markdown tables: a line for each rung, a column for each size, TFLOP/s and percent of cuBLAS; then the profiles."""
+    """Markdown tables of TFLOP/s and percent of cuBLAS, with a line for each rung, and of the profiles."""
     sizes = list(dict.fromkeys(point.size for point in points))
     found = {(point.rung, point.size): point for point in points}
     head = ["rung", *(_short(size) for size in sizes)]
