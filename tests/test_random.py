@@ -319,6 +319,14 @@ def test_a_worker_chooses_as_a_call_does(problem):
     assert not there[0].startswith("matmul: xla")
 
 
+def test_a_worker_takes_what_an_export_passes_over(other_backend, registry):
+    other_backend(is_first=True)
+    registry["matmul", "other"] = dataclasses.replace(registry["matmul", "other"], is_exportable=False)
+    for name in (lowering.AUTO, "other"):
+        (kernel,) = lowering._export(SMALL, name, "cpu").kernels
+        assert kernel.startswith("matmul: other ")
+
+
 @pytest.mark.parametrize(("auto", "compiled"), [(False, 3), (True, 6)])
 def test_programs_of_earlier_random_problems_are_not_kept(auto, compiled, monkeypatch):
     """A run of two chunks compiles the draws of lhs, rhs and the cotangent once, or once for each chunk."""
@@ -358,6 +366,13 @@ def test_a_loss_names_what_would_have_won():
     )
 
 
+def test_another_backend_may_be_better_though_auto_wins():
+    assert losses.has_better(random_row("1", (), auto=1.9, triton=1.8))
+    assert not losses.has_better(random_row("1", (), auto=1.9, triton=1.88))
+    assert not losses.has_better(random_row("1", (), auto=1.9))
+    assert not losses.has_better(random_row("1", (), triton=1.8))
+
+
 ROWS = (
     random_row("#0", ("decoding",), auto=2.5),
     random_row("#1", ("decoding", "odd rows"), auto=2.0),
@@ -374,6 +389,7 @@ TABLE = """\
 | odd rows | 2 | 1.414 | 1.000 | 2.000 | 0.0% | 0.0% |
 
 Ratio of `backend=None` to the fastest peer. Rows without a peer, or without auto: 1.
+Rows in which another backend of ours is more than 3 % faster than auto: 0.
 
 ```
 below 0.5        0

@@ -13,9 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from jaxkernels.bench.lowering import AUTO
 from jaxkernels.bench.results import Row, Side
+from jaxkernels.core import measure
 
 __all__ = [
-    "EDGES", "HEAD", "THRESHOLDS", "Group", "auto_ratio", "auto_side", "bars", "groups", "histogram", "loss", "table"
+    "EDGES", "HEAD", "THRESHOLDS", "Group", "auto_ratio", "auto_side", "bars", "groups", "has_better", "histogram",
+    "loss", "table",
 ]  # fmt: skip
 
 #: The summary has the share of rows below each.
@@ -56,6 +58,15 @@ def loss(row: Row) -> str | None:
     if better and better[0][0] >= 1:
         return f"{text}would have won: {described[0]}"
     return f"{text}fastest: {baseline.name} (a peer){''.join(f', then ours: {x}' for x in described[:1])}"
+
+
+def has_better(row: Row) -> bool:
+    """Whether another backend of ours is faster than auto by more than the largest of `THRESHOLDS` allows."""
+    auto = auto_side(row)
+    if auto is None or auto.samples is None:
+        return False
+    others = [side.samples for side in row.ours if side is not auto and side.samples is not None]
+    return any(measure.ratio(auto.samples, samples) < max(THRESHOLDS) for samples in others)
 
 
 def _kernels(side: Side) -> str:
@@ -120,6 +131,7 @@ def table(rows: Sequence[Row]) -> str:
     text = "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
     without = len(rows) - len(found[0].ratios)
     text += f"\nRatio of `backend=None` to the fastest peer. Rows without a peer, or without auto: {without}.\n"
+    text += f"Rows in which another backend of ours is more than 3 % faster than auto: {sum(map(has_better, rows))}.\n"
     text += "\n```\n" + "".join(f"{line}\n" for line in bars(rows)) + "```\n"
     worst = sorted((row for row in rows if loss(row) is not None), key=lambda row: auto_ratio(row) or 0.0)[:_NUM_WORST]
     if worst:

@@ -462,6 +462,8 @@ def _random_summary(results: Results, console: Console) -> None:
         for group in groups:
             table.add_row(*group.cells)
         console.print(table)
+        better = sum(map(losses.has_better, rows))
+        console.print(f"rows in which another backend of ours is more than 3 % faster than auto: {better}")
         for text in losses.bars(rows):
             console.print(text)
 
