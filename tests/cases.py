@@ -106,6 +106,9 @@ def _attention_cases() -> tuple[AttentionCase, ...]:
         case(2, 40, 40, 4, 2, 16, window=(5, None), causal=True, dtype="float32"),
         case(2, 24, 40, 4, 2, 16, window=(None, 2)),
         case(2, 40, 24, 4, 2, 16, window=(3, 0)),  # The last queries see no key.
+        # New queries on a cache of keys.
+        case(2, 5, 40, 4, 2, 16, causal=True, alignment="bottom_right"),
+        case(2, 24, 40, 4, 2, 16, window=(5, 3), alignment="bottom_right", dtype="float32"),
         # Lengths.
         case(3, 24, 40, 4, 2, 16, key_lengths=True),
         case(3, 24, 40, 4, 2, 16, query_lengths=True, dtype="float32"),
@@ -153,6 +156,8 @@ def _attention_cases() -> tuple[AttentionCase, ...]:
         case(2, 1000, 1000, 8, 8, 80, causal=True),
         case(2, 1000, 1000, 8, 2, 96, dtype="float16"),
         case(8, 1, 4096, 32, 8, 128),
+        case(3, 5, 4097, 32, 8, 128, causal=True, alignment="bottom_right"),
+        case(2, 700, 1100, 8, 2, 64, causal=True, alignment="bottom_right"),
         case(2, 1024, 1024, 16, 8, 192, value_dim=128, causal=True),
         case(2, 2048, 2048, 16, 8, 128, window=(255, 0), causal=True),
         case(2, 1024, 1088, 8, 4, 64, mask="B1TS", masked_rows=True),

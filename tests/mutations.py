@@ -490,6 +490,19 @@ MUTATIONS: dict[str, Edit | Planted] = {
         Fault("jaxkernels.core.measure:num_rotations", copies_one_time_less),
         "tests/test_bench_measure.py::test_rotation_exceeds_the_cache_or_is_left",
     ),
+    "random problems that depend on their number": Planted(
+        Fault(
+            "jaxkernels.bench.random_rows:problems",
+            lambda right: lambda op, count, seed, *largest: right(op, count, seed + count, *largest),
+        ),
+        "tests/test_random.py::test_a_problem_does_not_depend_on_how_many_are_drawn",
+    ),
+    "workers that choose as an export would": Edit(
+        "jaxkernels/bench/lowering.py",
+        "dispatch.Policy(exports_all=True)",
+        "dispatch.Policy(exports_all=False)",
+        "tests/test_random.py::test_a_worker_takes_what_an_export_passes_over",
+    ),
     # Data, checkpoints and files.
     "every step's batch the same": Planted(
         Fault(

@@ -103,6 +103,13 @@ def test_suites_hold_what_they_are_named_for():
         # Windows and documents: each query's own keys, counted by hand.
         (Problem(AttentionCase(1, 4, 4, 1, 1, 16, causal=True, window=(1, 0))), 4 * (1 + 2 + 2 + 2) * 16, 2 * 4 * 64),
         (Problem(AttentionCase(1, 6, 6, 1, 1, 16, segments=True, documents=2)), 4 * (4 + 16) * 16, 2 * 4 * 96),
+        # Causal masks of other than squares, counted by hand.
+        (Problem(AttentionCase(1, 2, 4, 1, 1, 16, causal=True)), 4 * (1 + 2) * 16, 2 * 2 * (32 + 64)),
+        (
+            Problem(AttentionCase(1, 2, 4, 1, 1, 16, causal=True, alignment="bottom_right")),
+            4 * (3 + 4) * 16,
+            2 * 2 * (32 + 64),
+        ),
     ],
 )
 def test_work_is_counted(problem, flops, num_bytes):
@@ -274,6 +281,11 @@ def test_a_row_has_every_side_and_every_reason():
         Problem(AttentionCase(2, 24, 24, 4, 2, 16, causal=True, window=(5, 0))),
         Problem(AttentionCase(2, 24, 24, 4, 2, 16, causal=True, segments=True, documents=3), "backward"),
         Problem(AttentionCase(2, 24, 24, 4, 2, 16, dtype="float32", bias="1NTS"), "backward"),
+        Problem(AttentionCase(2, 24, 24, 4, 2, 24, value_dim=16, causal=True), "backward"),
+        Problem(AttentionCase(2, 5, 24, 4, 2, 16, causal=True, alignment="bottom_right")),
+        Problem(AttentionCase(2, 5, 24, 4, 2, 16, window=(7, 3), alignment="bottom_right"), "backward"),
+        Problem(AttentionCase(2, 24, 40, 4, 2, 16, key_lengths=True, shortest=0.5)),
+        Problem(AttentionCase(2, 24, 40, 4, 2, 16, dtype="float32", causal=True, mask="B1TS"), "backward"),
     ],
     ids=lambda problem: problem.shape,
 )
@@ -482,7 +494,7 @@ def test_a_worker_lowers_for_the_chip_it_does_not_have(name, target):
         problem = Problem(MatmulCase(256, 512, 384))
         exported = pool.start(problem, name)()
     (kernel,) = exported.kernels
-    assert kernel.startswith(f"matmul: {name} Config(")
+    assert kernel.startswith(f"matmul: {name} {'gemm.' * (name == 'cuda')}Config(")
     assert target in exported.program.as_text()
 
 
@@ -536,7 +548,33 @@ def test_a_row_says_what_it_took():
         ),
         ("cudnn", Problem(AttentionCase(2, 64, 64, 4, 2, 64, causal=True, window=(9, 0))), None),
         ("cudnn", Problem(AttentionCase(2, 64, 64, 4, 2, 64, dtype="float32")), "computes in 16 bits, not in float32"),
-        ("xla", Problem(AttentionCase(1, 4096, 4096, 16, 16, 128)), "cuDNN takes this, and is several times as fast"),
+        ("cudnn", Problem(AttentionCase(2, 64, 64, 4, 2, 192, value_dim=128)), None),
+        (
+            "cudnn",
+            Problem(AttentionCase(2, 64, 64, 4, 2, 68)),
+            "needs a head dimension of at most 256, in steps of 8, not 68",
+        ),
+        (
+            "cudnn",
+            Problem(AttentionCase(2, 63, 64, 4, 2, 64, window=(9, 9)), "backward"),
+            "needs even lengths for gradients with a bias or a mask, not 63 and 64",
+        ),
+        ("cudnn", Problem(AttentionCase(2, 63, 63, 4, 2, 64, window=(9, 0), causal=True), "backward"), None),
+        (
+            "xla",
+            Problem(AttentionCase(2, 64, 64, 4, 2, 64, value_dim=128)),
+            "takes values as wide as keys, or padded to be, not 64 and 128",
+        ),
+        (
+            "pallas-triton",
+            Problem(AttentionCase(2, 128, 128, 4, 4, 192, value_dim=128)),
+            "takes values as wide as keys, not 192 and 128",
+        ),
+        (
+            "jax-pallas",
+            Problem(AttentionCase(1, 128, 256, 4, 2, 64, causal=True, alignment="bottom_right")),
+            "counts its causal mask from the first key",
+        ),
         ("xla", Problem(AttentionCase(8, 1, 4096, 32, 8, 128)), None),
         (
             "xla",
@@ -577,6 +615,32 @@ def test_baselines_state_their_limits(name, problem, reason):
     assert suites.baselines_of(problem.op)[name].refuses(problem, H200) == reason
     if reason is None:
         assert list(suites.baselines_of(problem.op)[name].contenders(problem))
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (AttentionCase(1, 4096, 4096, 16, 16, 128), "cuDNN takes this, and is several times as fast"),
+        (AttentionCase(1, 8, 4096, 16, 16, 128), None),
+        (AttentionCase(1, 4096, 8, 16, 16, 128), None),
+        (AttentionCase(1, 4096, 4096, 16, 16, 128, dtype="float32"), None),
+    ],
+)
+def test_xla_attention_yields_to_cudnn(case, reason):
+    assert attention_baselines.BASELINES["xla"].yields(Problem(case), H200) == reason
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_baseline_that_yields_is_timed_if_no_other_compiles(fails, monkeypatch):
+    xla = dataclasses.replace(matmul_baselines.BASELINES["xla"], yields=lambda *_: "cublaslt takes this")
+    other = Contender("cublaslt", lambda x: x["nothing"] if fails else x["lhs"] @ x["rhs"])
+    monkeypatch.setitem(matmul_baselines.BASELINES, "xla", xla)
+    monkeypatch.setitem(
+        matmul_baselines.BASELINES, "cublaslt", Baseline(lambda *_: None, lambda problem: iter([other]))
+    )
+    (row,) = rows()
+    assert row.fastest_baseline.name == ("xla" if fails else "cublaslt")
+    assert row.refused.get("xla") == (None if fails else "cublaslt takes this")
 
 
 @pytest.mark.parametrize("m", [64, 128, 4096])

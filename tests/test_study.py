@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
 
-from jaxkernels.bench import report, sgemm, study
+from jaxkernels.bench import report, sgemm, sgemm_profile, study
 from jaxkernels.bench.suites import parse_shape
 from jaxkernels.cli.app import app
 from jaxkernels.core.errors import InputError
-from jaxkernels.ffi.sgemm import RUNGS
+from jaxkernels.ffi.compiler import CompileError
+from jaxkernels.ffi.sgemm import RUNGS, Config
 
 POINTS = [
     study.Point("mk,kn 64x64x64", backend, "128 x 256", knob, value, 1e-6, 9e-7, 2e-6, 1e12, share)
@@ -122,7 +123,7 @@ def test_the_ladder_is_saved_drawn_and_written_into_pages(tmp_path: pathlib.Path
     library = report.Library(tmp_path)
     assert "Not measured yet." in report.render(page, library, where="page")
     sgemm.save(LADDER, ENVIRONMENT, path)
-    assert sgemm.load(path) == (LADDER, ENVIRONMENT)
+    assert sgemm.load(path) == (LADDER, ENVIRONMENT, [])
     written = report.render(page, report.Library(tmp_path), where="page")
     assert "| 6 vectorised | 7 (50) | 7 (50) | 7 (50) |" in written
     assert "| rung | 64³ | 128³ | 65x32x7 |" in written
@@ -132,6 +133,69 @@ def test_the_ladder_is_saved_drawn_and_written_into_pages(tmp_path: pathlib.Path
         sgemm.load(path)
     sgemm.plot(LADDER, tmp_path / "new" / "ladder.png")
     assert (tmp_path / "new" / "ladder.png").read_bytes().startswith(b"\x89PNG")
+
+
+#: The raw page of ncu for two rungs and a kernel of XLA, without most of its columns.
+NCU = """==PROF== Connected to process 1 (python)
+==PROF== Profiling "sgemm_tma" - 0: 0%....50%....100% - 12 passes
+"ID","Kernel Name","dram__throughput.avg.pct_of_peak_sustained_elapsed",\
+"l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum","l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed",\
+"lts__t_sectors.avg.pct_of_peak_sustained_elapsed","sm__pipe_fma_cycles_active.avg.pct_of_peak_sustained_active",\
+"sm__warps_active.avg.pct_of_peak_sustained_active",\
+"smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio",\
+"smsp__average_warps_issue_stalled_selected_per_issue_active.ratio"
+"","","%","","%","%","%","%","inst","inst"
+"0","sgemm_tma(TensorMap, TensorMap, float *, int, int, int)","4.1","1,234","55.5","9","70.5","12.5","0.2","1"
+"1","sgemm_naive(const float *, const float *, float *)","1.5","0","41","59.9","2.5","97.25","30.5","1"
+"2","loop_add_fusion","80","0","1","50","1","90","9","1"
+"""
+
+
+def test_profiles_are_read_saved_and_shown(tmp_path: pathlib.Path) -> None:
+    found = sgemm_profile.parse(NCU, "64x64x64")
+    assert found == [
+        sgemm_profile.Profile("64x64x64", 13, "tma", 1234, 0.125, "FMA pipe", 0.705),
+        sgemm_profile.Profile("64x64x64", 1, "naive", 0, 0.9725, "stalls: long scoreboard", None),
+    ]
+    sgemm.save(LADDER, ENVIRONMENT, tmp_path / "ladder.json", profiles=found)
+    loaded = sgemm.load(tmp_path / "ladder.json")
+    assert loaded == (LADDER, ENVIRONMENT, found)
+    written = sgemm.table(*loaded)
+    assert "| 13 tma | 64³ | 1.23e+03 | 12% | FMA pipe, 70% of its peak |" in written
+    assert "| 1 naive | 64³ | 0 | 97% | stalls: long scoreboard |" in written
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (None, r"study: --profile needs Nsight Compute; found no ncu in PATH\."),
+        ("echo '==ERROR== ERR_NVGPUCTRPERM - no permission'", "needs permission to read the GPU's counters"),
+        ("echo broken; exit 3", "got no counters; ncu ended with 3 and said 'broken'"),
+    ],
+)
+def test_no_profile_says_why(
+    script: str | None, message: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if script is not None:
+        (tmp_path / "ncu").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "ncu").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(InputError, match=message):
+        sgemm_profile.profile((64, 64, 64), [1])
+
+
+def test_a_search_leaves_out_what_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def multiply(a: jax.Array, b: jax.Array, *, rung: int, config: Config) -> jax.Array:
+        if config.TM == 16:
+            raise CompileError("must not spill registers", "")
+        return a @ b
+
+    monkeypatch.setattr(sgemm, "sgemm", multiply)
+    monkeypatch.setattr(sgemm, "_SECONDS", 0.0)
+    configs = [Config(64, 64, TM=tm) for tm in (8, 16)]
+    with pytest.warns(UserWarning, match="left out BM=64, BN=64, TM=16: must not spill registers"):
+        found = sgemm.search((16, 16, 16), jax.devices()[0], rung=13, configs=configs)
+    assert [config for config, _ in found] == configs[:1]
 
 
 @pytest.mark.gpu

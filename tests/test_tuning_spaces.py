@@ -69,6 +69,17 @@ def test_default_is_in_the_space_of_every_spec(kernel):
         assert all(1e-7 < estimate < 1e4 for estimate in estimates)
 
 
+@pytest.mark.parametrize("splitting", ["pallas", "triton"])
+def test_no_part_of_k_is_empty(splitting):
+    """72 blocks of 64 make 15 parts of 5 blocks, not 16."""
+    most = 0
+    for k in range(64, 8192, 64):
+        for config in dispatch.search_space("matmul", splitting, matmul_spec(2, 64, k)):
+            num_steps, most = -(-k // config.block_k), max(most, config.split_k)
+            assert -(-num_steps // config.split_k) * (config.split_k - 1) < num_steps
+    assert most >= 8
+
+
 def test_choosing_costs_no_time_when_a_program_is_lowered():
     spec = matmul_spec(8192, 28672, 4096)
 

@@ -8,8 +8,9 @@
 //             step lie in one bank, those of the next step in the other
 //   here:     a 16-byte read gives 4 neighbours along m, so the values lie in alternate banks
 //
-// The products go down one column of the sums and up the next. B is reused within a column, A where
-// the column changes. Then the sums alternate like A, in the other bank.
+// The products go up one column of the sums and down the next. B is reused within a column, A where
+// the column changes. Then the sums alternate like A, in the other bank. That B is read first and
+// that the first column goes up has no reason but ptxas, which then spreads the reads best.
 //
 // TMA cannot transpose A. TRANSPOSERS warps do it, and request all loads:
 //
@@ -55,14 +56,14 @@ __device__ __forceinline__ void multiply(const Slot& slot, int row, int column,
   for (int l = 0; l < BK; ++l) {
     float a_values[TM], b_values[TN];
 #pragma unroll
-    for (int i = 0; i < TM; i += 4) copy4(&a_values[i], &slot.a[l][row + i * LANES_M]);
-#pragma unroll
     for (int j = 0; j < TN; j += 4) copy4(&b_values[j], &slot.b[l][column + j * LANES_N]);
+#pragma unroll
+    for (int i = 0; i < TM; i += 4) copy4(&a_values[i], &slot.a[l][row + i * LANES_M]);
 #pragma unroll
     for (int j = 0; j < TN; ++j) {
 #pragma unroll
       for (int step = 0; step < TM; ++step) {
-        const int i = j % 2 ? TM - 1 - step : step;
+        const int i = j % 2 ? step : TM - 1 - step;
         sums[i][j] += a_values[i] * b_values[j];
       }
     }

@@ -31,12 +31,15 @@ from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.hardware import Chip
 from jaxkernels.core.problems import Contender, Problem
 
-__all__ = ["Lowered", "Workers", "lower", "masks", "our_function", "save", "shapes", "struct"]
+__all__ = ["AUTO", "Lowered", "Workers", "lower", "masks", "our_function", "save", "shapes", "struct"]
+
+#: The name of the side without a named backend.
+AUTO = "auto"
 
 
 def our_function(problem: Problem, backend: str) -> Callable[[dict[str, jax.Array]], Any]:
-    """The problem's forward pass on one of our backends: operands -> result."""
-    return functools.partial(problem.case.forward, backend=backend)
+    """The problem's forward pass on one of our backends, or on the one that `backend=None` takes (`AUTO`)."""
+    return functools.partial(problem.case.forward, backend=None if backend == AUTO else backend)
 
 
 def save(problem: Problem, function: Callable[..., Any], operands: dict[str, Any]) -> tuple[Any, Any]:
@@ -109,7 +112,8 @@ def _lower(
 
 
 def _described(choices: list[dispatch.Choice]) -> tuple[str, ...]:
-    return tuple(f"{choice.op}: {choice.backend} {choice.config}, {choice.source}" for choice in choices)
+    designs = (choice.design and f"{choice.design}." for choice in choices)
+    return tuple(f"{c.op}: {c.backend} {design}{c.config}, {c.source}" for c, design in zip(choices, designs))
 
 
 class Workers:
@@ -183,7 +187,7 @@ def _export(problem: Problem, backend: str, platform: str) -> Lowered:
     make = lambda f, *xs: export.export(jax.jit(f), platforms=(platform,), disabled_checks=allowed)(*xs)
     results_of = lambda made: jax.tree.unflatten(made.out_tree, made.out_avals)
     try:
-        with dispatch.recording() as choices:
+        with dispatch.recording() as choices, dispatch.policy(dispatch.Policy(exports_all=True)):
             made = _lower(problem, Contender(backend, our_function(problem, backend)), make, results_of)
         forward, program = (None if one is None else one.serialize() for one in made)
     except NotImplementedError:

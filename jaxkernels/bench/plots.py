@@ -1,4 +1,7 @@
-"""Pictures of a run. For each suite: bars (baseline and ours, as shares of the chip's limit) and a roofline."""
+"""Pictures of a run. For each suite: bars (baseline and ours, as shares of the chip's limit) and a roofline.
+
+Random problems have a histogram instead: the ratio of `backend=None` to the fastest baseline.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from jaxkernels.bench import losses, random_rows
 from jaxkernels.bench.results import Results, Row, Side
 
 __all__ = ["plot"]
@@ -24,7 +28,8 @@ _MAX_TICKS = 8
 def plot(results: Results, folder: pathlib.Path) -> list[pathlib.Path]:
     """Draws PNGs for each suite and regime that has timed rows, and returns their paths.
 
-    These are a roofline, and bars. The bars of a long suite take several pages.
+    These are a roofline, and bars. The bars of a long suite take several pages. A suite of random problems has a
+    histogram.
     """
     folder.mkdir(parents=True, exist_ok=True)
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -36,11 +41,30 @@ def plot(results: Results, folder: pathlib.Path) -> list[pathlib.Path]:
         title = f"{suite}, {regime}, {results.environment['device']}"
         pages = [rows[start : start + _ROWS_OF_BARS] for start in range(0, len(rows), _ROWS_OF_BARS)]
         figures = {"bars" if i == 0 else f"bars-{i + 1}": _bars(page, title) for i, page in enumerate(pages)}
-        for name, figure in (figures | {"roofline": _roofline(rows, title)}).items():
+        figures |= {"roofline": _roofline(rows, title)}
+        if random_rows.is_random(suite):
+            figures = {"histogram": _histogram(rows, title)}
+        for name, figure in figures.items():
             if figure is not None:
                 paths.append(folder / f"{suite}-{regime}-{name}.png")
                 figure.savefig(paths[-1], dpi=120)
     return paths
+
+
+def _histogram(rows: Sequence[Row], title: str) -> Figure | None:
+    """The number of rows over auto's ratio to the fastest baseline. None if no row has a ratio."""
+    names, counts = zip(*losses.histogram(rows))
+    if not any(counts):
+        return None
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.add_subplot()
+    is_lost = [i < losses.EDGES.index(1.0) + 1 for i in range(len(names))]
+    drawn = axes.bar(range(len(names)), counts, color=["tab:red" if lost else "tab:green" for lost in is_lost])
+    axes.bar_label(drawn, fontsize=8)
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
+    axes.set(title=title, xlabel="speed of backend=None over that of the fastest baseline", ylabel="rows")
+    axes.grid(axis="y", alpha=0.3)
+    return figure
 
 
 def _by_side(rows: Sequence[Row], value: Callable[[Row, Side], float | None]) -> dict[str, list[float]]:

@@ -2,8 +2,9 @@
 
 A table stands between two comments, `<!-- benchmark: gemm-square -->` and `<!-- end -->`. The first comment names a
 suite. A regime may follow the name; the default is "burst". (Training steps have one regime only.)
-`<!-- benchmark: all -->` is a table with one line for each suite. `<!-- sgemm: sgemm.json -->` is the table of the
-SGEMM ladder from that file.
+`<!-- benchmark: all -->` is a table with one line for each suite of chosen problems. `<!-- sgemm: sgemm.json -->` is
+the table of the SGEMM ladder from that file. `<!-- random: gemm-random.json -->` is the summary of the random problems
+in that file.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from jaxkernels.bench import losses, random_rows, sgemm
 from jaxkernels.bench import results as results_lib
-from jaxkernels.bench import sgemm
 from jaxkernels.bench.results import Results, Row, Side
 from jaxkernels.bench.suites import all_suites
 from jaxkernels.core.errors import InputError
@@ -30,7 +31,9 @@ _ALL = "all"
 
 _BLOCK = re.compile(r"(<!-- benchmark: (?P<name>[^>]*?) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 _MARKER = re.compile(r"<!-- benchmark: ")
-_SGEMM = re.compile(r"(<!-- sgemm: (?P<file>[\w.-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
+_FILE = re.compile(
+    r"(<!-- (?P<what>sgemm|random): (?P<file>[\w.-]+) -->\n)(?P<body>.*?)(?P<end><!-- end -->)", re.DOTALL
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,18 +118,31 @@ def render(text: str, library: Library, *, where: str) -> str:
             raise InputError(f"report: {files}: no rows of {suite} in the regime {regime}.")
         return match[1] + table(rows or steps) + match[4]
 
-    def write_sgemm(match: re.Match[str]) -> str:
+    def write_file(match: re.Match[str]) -> str:
         path = library.folder / match["file"]
-        content = sgemm.table(*sgemm.load(path)) if path.exists() else "Not measured yet.\n"
-        return match[1] + content + match[4]
+        if not path.exists():
+            content = "Not measured yet.\n"
+        else:
+            content = sgemm.table(*sgemm.load(path)) if match["what"] == "sgemm" else _random(path)
+        return match[1] + content + match["end"]
 
-    return _SGEMM.sub(write_sgemm, _BLOCK.sub(write, text))
+    return _FILE.sub(write_file, _BLOCK.sub(write, text))
+
+
+def _random(path: pathlib.Path) -> str:
+    """The summary of the random rows of a file, and the run that measured them."""
+    results = results_lib.load(path)
+    rows = [row for row in results.rows if random_rows.is_random(row.suite)]
+    if not rows:
+        raise InputError(f"report: {path} has no random rows. Measure some with `jaxkernels bench --random`.")
+    return losses.table(rows) + f"\n{_run(Found(rows[0], path, results))}\n"
 
 
 def summary(library: Library) -> str:
     """A Markdown table with a line for each suite and backend: geometric mean, smallest and largest ratio."""
     cells: dict[tuple[str, str], dict[str, str]] = {}
-    for (suite, regime, backend), found in ratios(library).items():
+    chosen = (row for row in library if not random_rows.is_random(row.suite))
+    for (suite, regime, backend), found in ratios(chosen).items():
         text = f"{geometric_mean(found):.3f} ({min(found):.2f} to {max(found):.2f}, of {len(found)})"
         cells.setdefault((suite, backend), {})[regime] = text
     lines = [[*key, *(by_regime.get(regime, "-") for regime in REGIMES)] for key, by_regime in cells.items()]

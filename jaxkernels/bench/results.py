@@ -76,6 +76,7 @@ class Row:
       seconds: the time that the run spent on the row: "compile" (a share, as many compile at once), "check", "look"
         (the first look at each side) and "time". The row of a problem's first regime has the first three.
       programs: side -> the seconds that "lower" and "compile" took on a thread; many threads worked at once.
+      kinds: the groups in which a summary counts a random problem (`jaxkernels.bench.losses`).
     """
 
     suite: str
@@ -98,6 +99,7 @@ class Row:
     device: Reading | None = None
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     programs: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    kinds: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -301,7 +303,8 @@ def read(path: pathlib.Path, command: str) -> Any:
 
 def _row(values: dict[str, Any]) -> Row:
     device = values["device"] and Reading(**values["device"])
-    return Row(**{**values, "sides": tuple(map(_side, values["sides"])), "device": device})
+    kinds = tuple(values.get("kinds", ()))  # Older files have none.
+    return Row(**{**values, "sides": tuple(map(_side, values["sides"])), "device": device, "kinds": kinds})
 
 
 def _side(values: dict[str, Any]) -> Side:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkernels.bench import accuracy, lowering
-from jaxkernels.bench.lowering import Lowered, Workers
+from jaxkernels.bench.lowering import AUTO, Lowered, Workers
 from jaxkernels.bench.results import Row, Side
 from jaxkernels.bench.suites import baselines_of, peak_flops_per_s
 from jaxkernels.bench.telemetry import Telemetry
@@ -68,6 +68,8 @@ class Settings:
       clock: None: the default clock of the device.
       telemetry: a context that the caller has entered.
       processes: the number of processes that lower our kernels while others are timed; 0: this process lowers them.
+      auto: whether `backend=None` is a side, named "auto". The backends beside it then show what else could have been
+        chosen: one that is the same program as auto's, or is slower than another of them, is not timed further.
     """
 
     device: Any
@@ -77,6 +79,7 @@ class Settings:
     regimes: tuple[Regime, ...] = ("burst", "sustained")
     clock: Clock | None = None
     processes: int = 0
+    auto: bool = False
 
 
 def run(
@@ -117,6 +120,8 @@ def run(
                 plan = plans.pop(0)
                 status(f"timing {start + len(chunk) - len(plans)} of {len(problems)}: {plan.problem.shape}")
                 yield from plan.rows()
+            if settings.auto:  # Random problems share few programs: keeping all of a long run would fill the memory.
+                shared.clear()
 
 
 class _Plan:
@@ -154,6 +159,8 @@ class _Plan:
         self._submit = submit
         self._compiling: dict[str, concurrent.futures.Future[_Contestant]] = {}
         self._judge = _Judge(problem, submit_once)
+        #: Baselines that are compiled if no other is: name -> the reason.
+        self._yielding: dict[str, str] = {}
         for contender in self._baselines():
             self._compile(contender)
         for name, started in ours.items():
@@ -173,14 +180,18 @@ class _Plan:
         known = baselines_of(self.problem.op)
         names = tuple(known) if self._settings.baselines is None else self._settings.baselines
         for name in names:
-            baseline = known[name]
-            if (reason := baseline.refuses(self.problem, self._chip)) is not None:
+            if (reason := known[name].refuses(self.problem, self._chip)) is not None:
                 self._refused[name] = reason
-                continue
-            try:
-                yield from baseline.contenders(self.problem)
-            except Exception as e:  # The baseline is another library, which may raise anything.
-                self._refused[name] = _reason(e)
+            elif (reason := known[name].yields(self.problem, self._chip)) is not None:
+                self._yielding[name] = self._refused[name] = reason
+            else:
+                yield from self._contenders(name)
+
+    def _contenders(self, name: str) -> Iterator[Contender]:
+        try:
+            yield from baselines_of(self.problem.op)[name].contenders(self.problem)
+        except Exception as e:  # The baseline is another library, which may raise anything.
+            self._refused[name] = _reason(e)
 
     def wait(self) -> None:
         """Waits for the programs. A side that did not compile is refused with the error."""
@@ -194,11 +205,29 @@ class _Plan:
                 self._contestants[key] = future.result()
                 self._programs[key] = future.result().seconds
         self._contestants = dict(sorted(self._contestants.items(), key=lambda item: not item[1].is_ours))
+        self._drop_repeats()
+
+    def _drop_repeats(self) -> None:
+        """Drops our backends whose program is auto's."""
+        if (auto := self._contestants.get(_AUTO_KEY)) is None:
+            return
+        for key, contestant in list(self._contestants.items()):
+            if key != _AUTO_KEY and contestant.is_ours and _chosen(contestant) == _chosen(auto):
+                del self._contestants[key]
+                self._refused[key] = "auto is the same program"
 
     def fall_back(self) -> None:
-        """Compiles the xla backend if none of ours supports the problem, and no backend was named."""
+        """Compiles the xla backend if none of ours supports the problem, and no backend was named.
+
+        If no baseline compiled, also compiles those that yield to others.
+        """
         if self._settings.backends is None and not any(c.is_ours for c in self._contestants.values()):
             self._compile_ours(_FALLBACK)
+        if all(c.is_ours for c in self._contestants.values()):
+            for name in self._yielding:
+                del self._refused[name]
+                for contender in self._contenders(name):
+                    self._compile(contender)
 
     def rows(self) -> Iterator[Row]:
         """Checks and times. Yields a row for each regime, or one row without sides if the check fails."""
@@ -238,10 +267,22 @@ class _Plan:
                     timed = self._contenders_within(_OUTPACED_IN_BURSTS, seconds)
 
     def _contenders_within(self, factor: float, seconds: dict[str, float]) -> list[str]:
-        """All our sides, and the baselines that take at most `factor` times as long as the fastest baseline."""
-        theirs = [value for key, value in seconds.items() if not self._contestants[key].is_ours]
+        """All our sides, and the baselines that take at most `factor` times as long as the fastest baseline.
+
+        Beside auto, our other sides are held against the fastest of them in the same way.
+        """
+
+        def fastest(*, is_ours: bool) -> float:
+            alike = (key for key in seconds if self._contestants[key].is_ours == is_ours and key != _AUTO_KEY)
+            return min((seconds[key] for key in alike), default=math.inf)
+
+        allowed = {False: factor * fastest(is_ours=False), True: math.inf}
+        if self._settings.auto:
+            allowed[True] = factor * fastest(is_ours=True)
         return [
-            key for key, value in seconds.items() if self._contestants[key].is_ours or value <= factor * min(theirs)
+            key
+            for key, value in seconds.items()
+            if key == _AUTO_KEY or value <= allowed[self._contestants[key].is_ours]
         ]
 
     @contextlib.contextmanager
@@ -320,13 +361,15 @@ class _Plan:
             device=self._settings.telemetry.take(),
             seconds=seconds,
             programs=self._programs,
+            kinds=problem.kinds,
         )
 
 
 def _our_backends(settings: Settings) -> tuple[str, ...]:
-    if settings.backends is not None:
-        return settings.backends
-    return tuple(name for name in dispatch.backend_names() if name != _FALLBACK)
+    names = settings.backends
+    if names is None:
+        names = tuple(name for name in dispatch.backend_names() if name != _FALLBACK)
+    return (AUTO, *names) if settings.auto else names
 
 
 class _WrongResultError(RuntimeError):
@@ -336,6 +379,9 @@ class _WrongResultError(RuntimeError):
 def our_key(backend: str) -> str:
     """The key of a backend's side. It differs from the key of a baseline with the same name."""
     return f"jaxkernels {backend}"
+
+
+_AUTO_KEY = our_key(AUTO)
 
 
 def _reason(error: BaseException) -> str:
@@ -385,6 +431,11 @@ class _Contestant:
 
 def _as_gradients(by_operand: dict[str, Any]) -> dict[str, Any]:
     return {f"d_{name}": gradient for name, gradient in by_operand.items()}
+
+
+def _chosen(contestant: _Contestant) -> list[str]:
+    """The kernels and their configurations, without where the choice comes from."""
+    return [kernel.rpartition(", ")[0] for kernel in contestant.kernels]
 
 
 def _compile(contender: Contender, is_ours: bool, lower: Callable[[], Lowered]) -> _Contestant:

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkernels.bench import results
+from jaxkernels.bench.sgemm_profile import Profile
 from jaxkernels.core import hardware
 from jaxkernels.core.errors import InputError
 from jaxkernels.core.measure import Call, Clock, clock_for, measure, ratio
@@ -211,14 +212,19 @@ def _text(size: Size) -> str:
     return "x".join(map(str, size))
 
 
-def save(points: Sequence[Point], environment: dict[str, Any], path: pathlib.Path) -> None:
+def save(
+    points: Sequence[Point], environment: dict[str, Any], path: pathlib.Path, profiles: Sequence[Profile] = ()
+) -> None:
     """Writes JSON; times in seconds."""
-    values = [dataclasses.asdict(point) for point in points]
-    results.write(dict(sgemm=_SCHEMA, environment=environment, points=values), path)
+    content: dict[str, Any] = dict(sgemm=_SCHEMA, environment=environment)
+    content["points"] = [dataclasses.asdict(point) for point in points]
+    if profiles:
+        content["profiles"] = [dataclasses.asdict(profile) for profile in profiles]
+    results.write(content, path)
 
 
-def load(path: pathlib.Path) -> tuple[list[Point], dict[str, Any]]:
-    """Reads the points and the environment that `save` wrote.
+def load(path: pathlib.Path) -> tuple[list[Point], dict[str, Any], list[Profile]]:
+    """Reads the points, the environment and the profiles that `save` wrote.
 
     Raises:
       InputError: the file is missing or holds something else.
@@ -226,11 +232,12 @@ def load(path: pathlib.Path) -> tuple[list[Point], dict[str, Any]]:
     values = results.read(path, "study")
     if not isinstance(values, dict) or values.get("sgemm") != _SCHEMA:
         raise InputError(f"study: {path} holds no study of SGEMM of schema {_SCHEMA}.")
-    return [Point(**point) for point in values["points"]], values["environment"]
+    profiles = [Profile(**profile) for profile in values.get("profiles", [])]
+    return [Point(**point) for point in values["points"]], values["environment"], profiles
 
 
-def table(points: Sequence[Point], environment: dict[str, Any]) -> str:
-    """A Markdown table: a line for each rung, a column for each size; TFLOP/s and percent of cuBLAS."""
+def table(points: Sequence[Point], environment: dict[str, Any], profiles: Sequence[Profile] = ()) -> str:
+    """Markdown tables of TFLOP/s and percent of cuBLAS, with a line for each rung, and of the profiles."""
     sizes = list(dict.fromkeys(point.size for point in points))
     found = {(point.rung, point.size): point for point in points}
     head = ["rung", *(_short(size) for size in sizes)]
@@ -240,7 +247,18 @@ def table(points: Sequence[Point], environment: dict[str, Any]) -> str:
         lines.append([f"{number} {name}" if number else name, *cells])
     source = f"{environment['device']}, jax {environment['versions']['jax']}, {environment['date'][:10]}"
     text = "".join("| " + " | ".join(line) + " |\n" for line in lines)
-    return text + f"\nTFLOP/s (percent of {BASELINE}), bursts. {source}, by `{environment['command']}`.\n"
+    text += f"\nTFLOP/s (percent of {BASELINE}), bursts. {source}, by `{environment['command']}`.\n"
+    return text + (_profile_table(profiles) if profiles else "")
+
+
+def _profile_table(profiles: Sequence[Profile]) -> str:
+    head = ["rung", "size", "bank conflicts", "occupancy", "limiter"]
+    lines = [head, ["---"] * len(head)]
+    for p in profiles:
+        limiter = p.limiter if p.utilisation is None else f"{p.limiter}, {p.utilisation:.0%} of its peak"
+        size = _short(p.size)
+        lines.append([f"{p.rung} {p.name}", size, f"{p.bank_conflicts:.3g}", f"{p.occupancy:.0%}", limiter])
+    return "\nBy Nsight Compute:\n\n" + "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def _cell(point: Point | None) -> str:

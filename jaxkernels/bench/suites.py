@@ -13,7 +13,7 @@ from jaxkernels.core.hardware import Chip
 from jaxkernels.core.problems import Baseline, Problem, Suite
 from jaxkernels.models.config import PRESETS
 
-__all__ = ["all_suites", "baselines_of", "kinds", "parse_shape", "peak_flops_per_s", "select"]
+__all__ = ["all_suites", "baselines_of", "kinds", "parse_shape", "peak_flops_per_s", "registry_name", "select"]
 
 
 def _cases() -> dict[str, tuple[str, type[Case]]]:
@@ -27,6 +27,11 @@ def kinds() -> tuple[str, ...]:
     return *_cases(), "train"
 
 
+def registry_name(op: str) -> str | None:
+    """The name in the registry of an operation, by its name on the command line; None for training."""
+    return _cases()[op][0] if op in _cases() else None
+
+
 def all_suites() -> dict[str, Suite]:
     """Name -> suite, in the order in which they run."""
     parts = [registry.part(name, "suites") for name, _ in _cases().values()]
@@ -37,7 +42,8 @@ def all_suites() -> dict[str, Suite]:
 
 def baselines_of(op: str) -> dict[str, Baseline]:
     """Name -> baseline of an operation; none for training, whose baselines are in `jaxkernels.bench.training`."""
-    part = registry.part(_cases()[op][0], "baselines") if op in _cases() else None
+    name = registry_name(op)
+    part = None if name is None else registry.part(name, "baselines")
     return {} if part is None else part.BASELINES
 
 

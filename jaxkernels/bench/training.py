@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxkernels.bench import accuracy
+from jaxkernels.bench.lowering import AUTO
 from jaxkernels.bench.results import Row, Side
 from jaxkernels.bench.runner import Settings, our_key
 from jaxkernels.core import dispatch, hardware
@@ -20,8 +21,6 @@ from jaxkernels.models.training import Trainer, peak_flops_per_s
 from jaxkernels.ops.attention.baselines import cudnn_refuses
 
 __all__ = ["run"]
-
-_AUTO = "auto"
 
 #: The fraction of the loss that counts as an error ratio of 1.
 _LOSS_UNIT = 0.005
@@ -69,9 +68,9 @@ def run(
       status: called with a description of the current step.
     """
     chip = hardware.chip_of(settings.device)
-    backends = settings.backends or (_AUTO, *dispatch.backend_names())
+    backends = settings.backends or (AUTO, *dispatch.backend_names())
     for suite, preset in presets:
-        config = _config(preset, _AUTO, settings.device)
+        config = _config(preset, AUTO, settings.device)
         sides: dict[str, tuple[str, str, _AttentionFn | None]] = {}  # key -> name, backend, attention
         refused: dict[str, str] = {}
         for name, attention_fn in _BASELINES.items():
@@ -119,7 +118,7 @@ def run(
 
 
 def _config(preset: str, backend: str, device: Any) -> TrainingConfig:
-    name = None if backend == _AUTO else backend
+    name = None if backend == AUTO else backend
     config = training_config(preset, platform=device.platform, backend=name)
     return dataclasses.replace(config, deterministic=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import math
@@ -10,7 +11,7 @@ import pathlib
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -49,6 +50,20 @@ def bench(
             rich_help_panel=_WHAT,
         ),
     ] = None,
+    random: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Draw N random problems instead, time backend=None (auto) on them, and name what would have won where "
+            "it is slower than the best baseline.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of --random.", show_default="0", rich_help_panel=_WHAT)] = None,
+    largest: Annotated[
+        int | None,
+        typer.Option(help="Largest size that --random draws.", show_default="32768", rich_help_panel=_WHAT),
+    ] = None,
     rows: Annotated[
         int | None,
         typer.Option(
@@ -69,7 +84,9 @@ def bench(
     regime: Annotated[
         list[str] | None,
         typer.Option(
-            help="burst or sustained; may be repeated.", show_default="both, one after the other", rich_help_panel=_WHAT
+            help="burst or sustained; may be repeated.",
+            show_default="both, one after the other; with --random, burst",
+            rich_help_panel=_WHAT,
         ),
     ] = None,
     backend: Annotated[
@@ -124,13 +141,19 @@ def bench(
         return
     if rows is not None and rows < 1:
         raise InputError(f"bench: --rows must be at least 1; got {rows}.")
+    drawn = _drawn(op, random, seed, largest, suite, shapes, rows)
     old = None if compare is None else results_lib.load(compare)
     earlier = _earlier(op, json) if resume else None
     _check_outputs("bench", json, plot)
     settings = _settings(op, regime, backend, baseline)
-    work = _work(op, suite or [], shapes or [], rows, match, settings, console)
+    if drawn:
+        settings = dataclasses.replace(settings, auto=True, regimes=settings.regimes if regime else ("burst",))
+        work = _matching(drawn, match)
+    else:
+        work = _work(op, suite or [], shapes or [], rows, match, settings, console)
     results = _run(op, work, settings, console, json, earlier)
     _summary(results, console)
+    _random_summary(results, console)
     _phases(results, console)
     if json is not None:
         console.print(f"written to {json}")
@@ -146,6 +169,49 @@ def bench(
         raise typer.Exit(1)
     if not any(row.ours for row in results.rows):
         raise InputError(f"bench: none of our kernels was timed in {len(results.rows)} rows; see the reasons above.")
+
+
+def _drawn(
+    op: str,
+    count: int | None,
+    seed: int | None,
+    largest: int | None,
+    suites: list[str] | None,
+    shapes: list[str] | None,
+    rows: int | None,
+) -> list[tuple[str, Any]]:
+    """(suite, problem) pairs of --random; none without it."""
+    from jaxkernels.bench import random_rows
+    from jaxkernels.core.dice import LARGEST
+
+    if count is None:
+        for option, value in (("--seed", seed), ("--largest", largest)):
+            if value is not None:
+                raise InputError(
+                    f"bench: {option} needs --random; got {option} {value} without it. Add --random N, or leave "
+                    f"{option} out."
+                )
+        return []
+    for option, given in (("--suite", suites), ("--shapes", shapes)):
+        if given:
+            raise InputError(
+                f"bench: --random draws its own problems; got {option} {given[0]} too. Leave out --random or {option}."
+            )
+    if rows is not None:
+        raise InputError(f"bench: --rows shortens suites; got --rows {rows} with --random. Give --random fewer rows.")
+    if count < 1:
+        raise InputError(f"bench: --random must be at least 1; got {count}.")
+    if seed is not None and seed < 0:
+        raise InputError(f"bench: --seed must be at least 0; got {seed}.")
+    if largest is not None and not _LEAST_LARGEST <= largest <= LARGEST:
+        raise InputError(f"bench: --largest must be from {_LEAST_LARGEST} to {LARGEST}; got {largest}.")
+    seed, largest = seed or 0, largest or LARGEST
+    suite = random_rows.suite_name(op, seed, largest)
+    return [(suite, problem) for problem in random_rows.problems(op, count, seed, largest)]
+
+
+#: The smallest --largest: the shapes of all kinds of problems fit.
+_LEAST_LARGEST = 128
 
 
 def _earlier(op: str, json: pathlib.Path | None) -> Results | None:
@@ -266,7 +332,7 @@ def _matching(work: list[tuple[str, Any]], match: str | None) -> list[tuple[str,
         pattern = re.compile(match)
     except re.error as e:
         raise InputError(f"bench: --match {match!r} is not a regular expression: {e}.") from e
-    found = [(suite, p) for suite, p in work if pattern.search(f"{p.shape} {p.case.dtype} {p.label}")]
+    found = [(s, p) for s, p in work if pattern.search(" ".join((p.shape, p.case.dtype, p.label, *p.kinds)))]
     if not found:
         raise InputError(
             f"bench: --match {match!r} matches none of {len(work)} rows. The first row is {work[0][1].shape}."
@@ -332,6 +398,7 @@ _WIDTHS = (64, 12, 18, 15, 26, 11)
 
 def _show(row: Row, settings: Settings, console: Console) -> None:
     """Prints a row: our sides, the reasons of named sides that were not timed, and the chip's clock and power."""
+    from jaxkernels.bench.losses import loss
     from jaxkernels.bench.results import cells, line
 
     for side in row.ours:
@@ -344,10 +411,13 @@ def _show(row: Row, settings: Settings, console: Console) -> None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in row.refused.items())
         console.print(f"{row.op} {row.shape} {row.dtype} | {row.regime} | none of our kernels was timed: {reasons}")
     else:
-        named = [f"jaxkernels {name}" for name in settings.backends or ()] + list(settings.baselines or ())
+        ours = [*(["auto"] if settings.auto else []), *(settings.backends or ())]
+        named = [f"jaxkernels {name}" for name in ours] + list(settings.baselines or ())
         for name, reason in row.refused.items():
             if name in named or reason.startswith("wrong:"):
                 console.print(f"{row.op} {row.shape} {row.dtype} | {row.regime} | {name}: {reason}")
+    if settings.auto and (text := loss(row)) is not None:
+        console.print(f"    {text}")
     if row.device is not None:
         d = row.device
         console.print(
@@ -357,15 +427,45 @@ def _show(row: Row, settings: Settings, console: Console) -> None:
 
 def _summary(results: Results, console: Console) -> None:
     """Prints a line for each suite, regime and backend: geometric mean, smallest and largest ratio."""
+    from jaxkernels.bench.random_rows import is_random
     from jaxkernels.bench.report import geometric_mean, ratios
 
+    found_ratios = ratios(row for row in results.rows if not is_random(row.suite))
+    if not found_ratios and results.rows and is_random(results.rows[-1].suite):
+        return
     table = Table(title="ratio to the fastest baseline")
     for name in ("suite", "regime", "backend", "rows", "geometric mean", "least", "most"):
         table.add_column(name)
-    for key, found in ratios(results.rows).items():
+    for key, found in found_ratios.items():
         ends = [f"{value:.3f}" for value in (geometric_mean(found), min(found), max(found))]
         table.add_row(*key, str(len(found)), *ends)
     console.print(table)
+
+
+def _random_summary(results: Results, console: Console) -> None:
+    """Prints the ratios of auto in random rows by suite, regime and kind, and their histogram."""
+    from jaxkernels.bench import losses
+    from jaxkernels.bench.random_rows import is_random
+
+    by_suite: dict[tuple[str, str], list[Row]] = {}
+    for row in results.rows:
+        if is_random(row.suite):
+            by_suite.setdefault((row.suite, row.regime), []).append(row)
+    for (suite, regime), rows in by_suite.items():
+        groups = losses.groups(rows)
+        if not groups:
+            console.print(f"{suite}, {regime}: no row has both a time of auto and of a baseline")
+            continue
+        table = Table(title=f"{suite}, {regime}: ratio of auto to the fastest baseline")
+        for name in losses.HEAD:
+            table.add_column(name)
+        for group in groups:
+            table.add_row(*group.cells)
+        console.print(table)
+        better = sum(map(losses.has_better, rows))
+        console.print(f"rows in which another backend of ours is more than 3 % faster than auto: {better}")
+        for text in losses.bars(rows):
+            console.print(text)
 
 
 def _phases(results: Results, console: Console) -> None:
@@ -422,6 +522,9 @@ def study(
             help="Record when the schedules of the mma.sync GEMM wait and multiply, and draw it into this file."
         ),
     ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Of sgemm: find what limits each rung, with Nsight Compute (ncu).")
+    ] = False,
 ) -> None:
     """Measure how the design of a matrix product changes its speed, after checking every result.
 
@@ -433,6 +536,8 @@ def study(
         raise InputError(f"study: what is studied must be one of {', '.join(_STUDIES)}; got {what!r}.")
     if timeline is not None and what != "pipeline":
         raise InputError(f"study: --timeline belongs to the study of pipelines; got {what!r}. Leave it out.")
+    if profile and what != "sgemm":
+        raise InputError(f"study: --profile belongs to the study of sgemm; got {what!r}. Leave it out.")
     import jax
 
     from jaxkernels.bench import results as results_lib
@@ -459,6 +564,8 @@ def study(
         timeline_lib.draw(timelines, timeline)
         console.print(f"drawn {timeline}")
         save = functools.partial(save, timelines=timelines)
+    if profile:
+        save = functools.partial(save, profiles=_sgemm_profiles(points, console))
     if json is not None:
         save(points, where, json)
         console.print(f"written to {json}")
@@ -494,6 +601,28 @@ def _study_sgemm(shapes: list[str] | None) -> _Study:
             yield point, _point_line(name, point, "" if point.share_of_peak is None else "of peak") + of_baseline
 
     return measure, sgemm.save, sgemm.plot
+
+
+def _sgemm_profiles(points: Sequence[Any], console: Any) -> list[Any]:
+    """Profiles the rungs of one size, the largest of those up to 4096^3. Prints why if that is impossible."""
+    from jaxkernels.bench import sgemm, sgemm_profile
+
+    sizes = [sgemm.parse_size(point.size) for point in points]
+    size = max(sizes, key=lambda size: (math.prod(size) <= 4096**3, math.prod(size)))
+    text = "x".join(map(str, size))
+    rungs = [point.rung for point in points if point.size == text and point.rung]
+    try:
+        found = sgemm_profile.profile(size, rungs)
+    except InputError as reason:
+        console.print(str(reason))
+        return []
+    for p in found:
+        utilisation = "" if p.utilisation is None else f" ({p.utilisation:.0%})"
+        console.print(
+            f"{p.size} {p.rung} {p.name} | {p.bank_conflicts:,} bank conflicts | occupancy {p.occupancy:.0%} | "
+            f"limited by {p.limiter}{utilisation}"
+        )
+    return found
 
 
 def _point_line(name: str, point: Any, peak: str) -> str:

@@ -23,11 +23,13 @@ class Problem[C: Case]:
       direction: "forward", or "backward": the gradients alone, from what the forward pass saved. Of a product they are
         those of every operand, of an attention those of query, key and value.
       label: what the shape is, where it has a name.
+      kinds: the groups in which a summary of random problems counts it.
     """
 
     case: C
     direction: Direction = "forward"
     label: str = ""
+    kinds: tuple[str, ...] = ()
 
     @property
     def op(self) -> str:
@@ -111,10 +113,12 @@ class Baseline:
     Attributes:
       refuses: why it cannot take a problem on a chip, or None. What only compiling shows need not be said here.
       contenders: its variants for a problem it does not refuse; the fastest counts.
+      yields: why it is timed only if no other baseline compiles, or None.
     """
 
     refuses: Callable[[Problem[Any], Chip], str | None]
     contenders: Callable[[Problem[Any]], Iterator[Contender]]
+    yields: Callable[[Problem[Any], Chip], str | None] = lambda problem, chip: None
 
 
 def needs_cuda(chip: Chip) -> str | None:

@@ -1,12 +1,13 @@
 """Every operation: the folder that describes it, and the backends that compute its kernels.
 
 An operation is one line of `OPERATIONS`. Its folder has what is particular to it: its public function, its spec with
-named operands (`jaxkernels.core.operands`), its rules and its reference, and up to four modules that tests, benchmarks,
+named operands (`jaxkernels.core.operands`), its rules and its reference, and up to five modules that tests, benchmarks,
 tuning and `doctor` find by their names:
 
 - `cases`: `CASE`, its problems as data (`jaxkernels.core.cases.Case`);
 - `suites`: `SUITES`, what `jaxkernels bench` times;
 - `baselines`: `BASELINES`, name -> another way to compute a problem;
+- `random_problems`: `draw(dice)`, a random problem as users have them, for `jaxkernels bench --random`;
 - `tuning`: `probe(chip)`, a plain spec that every backend should take, for `doctor`. Where the spec's own draw will not
   do, also `operands(kernel, spec, device)`, what kernels are measured on; and where not all results can be checked,
   `part_to_check(kernel, spec)`.
@@ -114,7 +115,7 @@ def operation_of(kernel: str) -> str:
     return next(name for name, operation in OPERATIONS.items() if kernel in operation.kernels)
 
 
-def part(name: str, module: Literal["cases", "suites", "baselines", "tuning"]) -> ModuleType | None:
+def part(name: str, module: Literal["cases", "suites", "baselines", "random_problems", "tuning"]) -> ModuleType | None:
     """A module of an operation's folder, or None if the folder has none of this name."""
     path = f"{OPERATIONS[name].folder}.{module}"
     return None if importlib.util.find_spec(path) is None else importlib.import_module(path)

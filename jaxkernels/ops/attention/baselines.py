@@ -22,13 +22,49 @@ Operands = dict[str, jax.Array]
 
 
 def _jax_attention(case: AttentionCase, implementation: str, operands: Operands) -> jax.Array:
-    """The case as one writes it with JAX: what `jax.nn.dot_product_attention` has no argument for becomes a mask."""
+    """The case as one writes it with JAX.
+
+    What `jax.nn.dot_product_attention` has no argument for becomes a mask. Values narrower than keys are padded.
+    """
     operands = dict(operands)
+    masks = [operands.pop("mask")] if case.mask else []
     if case.segments:
         queries, keys = operands.pop("query_segment_ids"), operands.pop("key_value_segment_ids")
-        operands["mask"] = queries[:, None, :, None] == keys[:, None, None, :]
+        masks.append(queries[:, None, :, None] == keys[:, None, None, :])
+    is_causal, window = case.causal, case.window
+    if _needs_index_mask(case, implementation):
+        masks.append(_index_mask(case)[None, None])
+        is_causal, window = False, None
+    if masks:
+        operands["mask"] = functools.reduce(jnp.logical_and, masks)
+    if implementation == "cudnn":  # It broadcasts over batch and heads only.
+        for name in {"bias", "mask"} & operands.keys():
+            operands[name] = jnp.broadcast_to(operands[name], (*operands[name].shape[:2], case.queries, case.keys))
+    value_dim = case.value_dim or case.head_dim
+    operands["value"] = jnp.pad(operands["value"], ((0, 0),) * 3 + ((0, case.head_dim - value_dim),))
     attention: Callable[..., Any] = jax.nn.dot_product_attention
-    return attention(**operands, is_causal=case.causal, local_window_size=case.window, implementation=implementation)
+    out = attention(**operands, is_causal=is_causal, local_window_size=window, implementation=implementation)
+    return out[..., :value_dim]
+
+
+def _needs_index_mask(case: AttentionCase, implementation: str) -> bool:
+    """Whether the causal mask and the window must be given as an array."""
+    if case.query_offset and (case.causal or case.window is not None):
+        return True  # jax.nn counts from the first query and the first key.
+    # cuDNN's window has a left side only, and is causal.
+    return implementation == "cudnn" and case.window is not None and not case.causal
+
+
+def _index_mask(case: AttentionCase) -> jax.Array:
+    """(T, S), True where the causal mask and the window show a key."""
+    query, key = case.query_offset + jnp.arange(case.queries)[:, None], jnp.arange(case.keys)
+    left, right = case.window or (None, None)
+    mask = jnp.ones((case.queries, case.keys), bool)
+    if left is not None:
+        mask &= query - key <= left
+    if right is not None:
+        mask &= key - query <= right
+    return mask & (key <= query) if case.causal else mask
 
 
 #: XLA's attention writes its logits: beyond this many bytes in float32 it is not tried.
@@ -40,15 +76,24 @@ def _jax_nn_refuses(case: AttentionCase) -> str | None:
         return "has no soft cap"
     if case.window is not None and None in case.window:
         return f"takes windows with two ends, not {case.window}"
-    if case.value_dim not in (None, case.head_dim):
-        return f"takes values as wide as keys, not {case.head_dim} and {case.value_dim}"
+    if case.value_dim is not None and case.value_dim > case.head_dim:
+        return f"takes values as wide as keys, or padded to be, not {case.head_dim} and {case.value_dim}"
+    return None
+
+
+#: For at most so many queries or keys, XLA's attention may be as fast as cuDNN's.
+_FEW = 64
+
+
+def _attention_xla_yields(problem: Problem[AttentionCase], chip: Chip) -> str | None:
+    if min(problem.case.queries, problem.case.keys) > _FEW and _cudnn_refuses(problem, chip) is None:
+        # 5.9 ms against 0.48 on an H200 at D = 128, S = 4096, causal, 2026-11-20.
+        return "cuDNN takes this, and is several times as fast"
     return None
 
 
 def _attention_xla_refuses(problem: Problem[AttentionCase], chip: Chip) -> str | None:
-    if problem.case.queries > 1 and _cudnn_refuses(problem, chip) is None:
-        # 5.9 ms against 0.48 on an H200 at D = 128, S = 4096, causal, 2026-11-20.
-        return "cuDNN takes this, and is several times as fast"
+    del chip
     logits = 4 * math.prod(problem.case.shape_of("BNTS"))
     if logits > _MAX_LOGITS_BYTES:
         return f"its logits would take {logits / 1e9:.0f} GB"
@@ -67,7 +112,16 @@ def cudnn_refuses(dtype: str, chip: Chip) -> str | None:
 
 
 def _cudnn_refuses(problem: Problem[AttentionCase], chip: Chip) -> str | None:
-    return cudnn_refuses(problem.case.dtype, chip) or _jax_nn_refuses(problem.case)
+    case = problem.case
+    if reason := cudnn_refuses(case.dtype, chip) or _jax_nn_refuses(case):
+        return reason
+    if case.head_dim % 8 or case.head_dim > 256:
+        return f"needs a head dimension of at most 256, in steps of 8, not {case.head_dim}"
+    # JAX makes a bias of a mask.
+    has_bias = case.bias or case.mask or case.segments or _needs_index_mask(case, "cudnn")
+    if has_bias and problem.direction == "backward" and (case.queries % 2 or case.keys % 2):
+        return f"needs even lengths for gradients with a bias or a mask, not {case.queries} and {case.keys}"
+    return None
 
 
 def _attention_cudnn(problem: Problem[AttentionCase]) -> Iterator[Contender]:
@@ -90,6 +144,8 @@ def _jax_pallas_attention_refuses(problem: Problem[AttentionCase], chip: Chip) -
         or case.key_lengths
     ):
         return "has no mask but the causal one, and no bias"
+    if case.causal and case.query_offset:
+        return "counts its causal mask from the first key"
     if problem.direction == "backward" and case.causal:
         return "has no causal gradient"
     if case.head_dim % 64 or case.head_dim > 128 or case.value_dim not in (None, case.head_dim):
@@ -136,6 +192,8 @@ def _pallas_triton_refuses(problem: Problem[AttentionCase], chip: Chip) -> str |
         return "has no mask but the causal one, and no bias"
     if case.heads != case.kv_heads:
         return f"takes as many key heads as query heads, not {case.kv_heads} and {case.heads}"
+    if case.value_dim not in (None, case.head_dim):
+        return f"takes values as wide as keys, not {case.head_dim} and {case.value_dim}"
     if case.queries % 128 or case.keys % 128 or case.queries != case.keys:
         return f"needs equal lengths in steps of 128, not {case.queries} and {case.keys}"
     return None
@@ -159,9 +217,14 @@ def _attention_pallas_triton(problem: Problem[AttentionCase]) -> Iterator[Conten
 def _tokamax_refuses(problem: Problem[AttentionCase], chip: Chip) -> str | None:
     if importlib.util.find_spec("tokamax") is None:
         return "tokamax is not installed"
-    if problem.case.segments:
-        return "takes no segments here"
-    return needs_cuda(chip) or _jax_nn_refuses(problem.case)
+    case = problem.case
+    if case.segments or case.query_lengths or case.key_lengths:
+        return "takes no segments and no lengths here"
+    if case.query_offset and (case.causal or case.window is not None):
+        return "counts its causal mask and its window from the first key here"
+    if case.value_dim not in (None, case.head_dim):
+        return f"takes values as wide as keys here, not {case.head_dim} and {case.value_dim}"
+    return needs_cuda(chip) or _jax_nn_refuses(case)
 
 
 def _attention_tokamax(name: str, implementation: str, problem: Problem[AttentionCase]) -> Iterator[Contender]:
@@ -176,7 +239,7 @@ def _attention_tokamax(name: str, implementation: str, problem: Problem[Attentio
 
 #: Name -> baseline.
 BASELINES: dict[str, Baseline] = {
-    "xla": Baseline(_attention_xla_refuses, _attention_xla),
+    "xla": Baseline(_attention_xla_refuses, _attention_xla, _attention_xla_yields),
     "cudnn": Baseline(_cudnn_refuses, _attention_cudnn),
     "jax-pallas": Baseline(_jax_pallas_attention_refuses, _attention_jax_pallas),
     "pallas-triton": Baseline(_pallas_triton_refuses, _attention_pallas_triton),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from jaxkernels.ops.attention.api import dot_product_attention
 from jaxkernels.ops.attention.oracle import plain_attention, plain_attention_by_heads
 
 __all__ = ["CASE", "AttentionCase"]
+
+Alignment = Literal["top_left", "bottom_right"]
 
 #: Elements of the (B, N, T, S) logits that a reference may hold at once: 1 GiB in float64.
 _MAX_LOGITS = 2**27
@@ -28,8 +30,9 @@ class AttentionCase:
     Attributes:
       batch, queries, keys, heads, kv_heads, head_dim, value_dim: B, T, S, N, K, H, D (None: H).
       dtype: of query, key and value.
-      causal, window, soft_cap: as `jaxkernels.dot_product_attention` takes them.
-      query_lengths, key_lengths, segments: whether these are given; lengths include 0 and the whole.
+      causal, window, soft_cap, alignment: as `jaxkernels.dot_product_attention` takes them.
+      query_lengths, key_lengths, segments: whether these are given.
+      shortest: the shortest length as a share of the longest, which is the whole; lengths between are evenly spaced.
       documents: how many segments a row holds, of lengths in the ratio 1 : 2 : 3 : ...; 0: cut at random.
       equal_documents: whether they are of one length.
       bias, mask: shape as four letters of "BNTS", "1" where it broadcasts; None: not given.
@@ -53,8 +56,10 @@ class AttentionCase:
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
     soft_cap: float | None = None
+    alignment: Alignment = "top_left"
     query_lengths: bool = False
     key_lengths: bool = False
+    shortest: float = 0.0
     segments: bool = False
     documents: int = 0
     equal_documents: bool = False
@@ -76,6 +81,8 @@ class AttentionCase:
             masked_rows=self.masked_rows,
         )
         parts += [name for name, given in named.items() if given]
+        parts += [self.alignment] if self.alignment != "top_left" else []
+        parts += [f"from_{self.shortest:g}"] if self.shortest else []
         parts += [f"{self.documents}{'equal' * self.equal_documents}documents"] if self.documents else []
         valued = dict(window=self.window, cap=self.soft_cap, bias=self.bias, mask=self.mask, of=self.bias_dtype)
         parts += [f"{name}_{value}".replace(" ", "") for name, value in valued.items() if value is not None]
@@ -85,21 +92,26 @@ class AttentionCase:
     def pairs(self) -> float:
         """Pairs of a query and a key that it sees, in one head of the whole batch.
 
-        By convention a causal mask alone leaves half of them. Windows and documents are counted exactly; lengths,
-        random segments and masks are not counted.
+        By convention a causal mask alone leaves half of them if there are as many keys as queries. Windows, documents
+        and other causal masks are counted exactly; lengths, random segments and masks are not counted.
         """
         causal, window = self.causal, self.window or (None, None)
         if self.documents:
             starts = self._document_starts(self.keys)
             squares = sum((end - start) ** 2 for start, end in zip(starts, (*starts[1:], self.keys)))
             return self.batch * squares * (0.5 if causal else 1)
-        if window == (None, None):
+        if window == (None, None) and not (causal and self.queries != self.keys):
             return self.batch * self.queries * self.keys * (0.5 if causal else 1)
-        i = np.arange(self.queries)
+        i = np.arange(self.queries) + self.query_offset
         first = 0 if window[0] is None else np.maximum(i - window[0], 0)
         last = self.keys - 1 if window[1] is None else np.minimum(i + window[1], self.keys - 1)
         last = np.minimum(last, i) if causal else last
         return float(self.batch * np.sum(np.maximum(last - first + 1, 0)))
+
+    @property
+    def query_offset(self) -> int:
+        """The place of the first query, from which a causal mask and a window count."""
+        return self.keys - self.queries if self.alignment == "bottom_right" else 0
 
     def _document_starts(self, length: int) -> tuple[int, ...]:
         """Where the documents begin, which fill `length`."""
@@ -138,13 +150,17 @@ class AttentionCase:
         operands = {}
         if self.mask is not None:
             mask = rng.random(self.shape_of(self.mask)) < 0.7
+            rows = np.arange(mask.shape[-2])  # Each query sees a key, also under a causal mask.
+            mask[..., rows, np.minimum(rows, mask.shape[-1] - 1)] = True
             if self.masked_rows:
                 mask[..., ::3, :] = False
             operands["mask"] = mask
         if self.query_lengths:
-            operands["query_seq_lengths"] = np.linspace(self.queries, 0, self.batch, dtype=np.int32)
+            shortest = round(self.shortest * self.queries)
+            operands["query_seq_lengths"] = np.linspace(self.queries, shortest, self.batch, dtype=np.int32)
         if self.key_lengths:
-            operands["key_value_seq_lengths"] = np.linspace(0, self.keys, self.batch, dtype=np.int32)
+            shortest = round(self.shortest * self.keys)
+            operands["key_value_seq_lengths"] = np.linspace(shortest, self.keys, self.batch, dtype=np.int32)
         if self.segments:  # Documents packed one after the other, cut elsewhere in each row if at random.
             for name, length in (("query_segment_ids", self.queries), ("key_value_segment_ids", self.keys)):
                 if self.documents:
@@ -168,7 +184,12 @@ class AttentionCase:
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments that are not arrays."""
-        return dict(is_causal=self.causal, local_window_size=self.window, logits_soft_cap=self.soft_cap)
+        return dict(
+            is_causal=self.causal,
+            local_window_size=self.window,
+            logits_soft_cap=self.soft_cap,
+            alignment=self.alignment,
+        )
 
     def run(self, operands: dict[str, jax.Array], *, return_lse: bool = True, **options: Any) -> Any:
         """The case by this package: (out, lse), or out alone; `options` are more of the function's."""
@@ -192,10 +213,19 @@ class AttentionCase:
     def description(self) -> str:
         lengths = f"S{self.keys}" if self.queries == self.keys else f"T{self.queries} S{self.keys}"
         heads = f"N{self.heads}" if self.heads == self.kv_heads else f"N{self.heads}/{self.kv_heads}"
-        words = [f"B{self.batch} {lengths} {heads} H{self.head_dim}", "causal" if self.causal else "full"]
+        head = f"H{self.head_dim}" if self.value_dim is None else f"H{self.head_dim} D{self.value_dim}"
+        words = [f"B{self.batch} {lengths} {heads} {head}", "causal" if self.causal else "full"]
+        words += [self.alignment.replace("_", " ")] if self.alignment != "top_left" else []
+        words += [f"cap {self.soft_cap:g}"] if self.soft_cap is not None else []
         words += [f"window {self.window[0]},{self.window[1]}"] if self.window else []
         words += [f"{self.documents} {'equal ' * self.equal_documents}documents"] if self.documents else []
+        words += ["segments"] if self.segments and not self.documents else []
+        words += ["query lengths"] * self.query_lengths + ["key lengths"] * self.key_lengths
+        words += [f"from {self.shortest:.0%}"] if self.shortest else []
         words += [f"bias {self.bias}"] if self.bias else []
+        words += [self.bias_dtype] if self.bias and self.bias_dtype else []
+        words += [f"mask {self.mask}"] if self.mask else []
+        words += ["masked rows"] if self.masked_rows else []
         return " ".join(words)
 
     @property
@@ -258,7 +288,7 @@ class AttentionCase:
         if isinstance(operands["query"], jax.ShapeDtypeStruct):
             return operands | {"mask": jax.ShapeDtypeStruct(self.shape_of("11TS"), np.bool)}
         mask = jnp.ones(self.shape_of("11TS"), bool)
-        return operands | {"mask": jnp.tril(mask) if self.causal else mask}
+        return operands | {"mask": jnp.tril(mask, self.query_offset) if self.causal else mask}
 
     def plain(self, operands: dict[str, Any]) -> jax.Array:
         return plain_attention(self, operands)[0]

@@ -58,12 +58,13 @@ def visible_keys(case: AttentionCase, operands: dict[str, Any]) -> jax.Array:
     """Which query sees which key: (B, N, T, S) bool."""
     i, j = np.arange(case.queries)[:, None], np.arange(case.keys)[None, :]
     visible = jnp.ones(case.shape_of("BNTS"), bool)
+    place = i + (case.keys - case.queries if case.alignment == "bottom_right" else 0)
     if case.causal:
-        visible &= j <= i
+        visible &= j <= place
     if case.window is not None:
         left, right = case.window
-        visible &= i - j <= (case.keys + case.queries if left is None else left)
-        visible &= j - i <= (case.keys + case.queries if right is None else right)
+        visible &= place - j <= (case.keys + case.queries if left is None else left)
+        visible &= j - place <= (case.keys + case.queries if right is None else right)
     if case.mask is not None:
         visible &= operands["mask"]
     if case.query_lengths:
