@@ -59,6 +59,22 @@ __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 
+// ---- Turns of blocks ---------------------------------------------------------------------------
+
+// One thread waits until the counter in global memory is `turn`. It then sees what threads of other
+// blocks wrote before they ended their turns.
+__device__ __forceinline__ void wait_for_turn(const int* counter, int turn) {
+  int now;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+  } while (now != turn);
+}
+
+// Increments the counter, after all that this thread wrote and saw.
+__device__ __forceinline__ void end_turn(int* counter) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
 // ---- Registers and matrices in shared memory ---------------------------------------------------
 
 // Section "setmaxnreg": executed by all warps of a warpgroup.

@@ -13,7 +13,9 @@
 //   dQ            dQ = dS^T K              dS of both consumers, from a ring in shared memory
 //
 // dK and dV stay in registers until the item ends. The last warpgroup adds dQ of a block of queries
-// to memory, in float32 by TMA, in the order in which CTAs come.
+// to memory, in float32 by TMA, in the order in which CTAs come. If `kInOrder`, blocks of keys add
+// in their own order: 16 queries of a head have a counter, and a warp waits until it says that all
+// blocks of keys before its own have added. Every CTA waits for earlier ones only.
 //
 // A consumer issues S of the next step behind dV and dK of the present one, so that the tensor
 // cores have work while it waits for its turn:
@@ -57,6 +59,8 @@ struct Config {
   static constexpr bool kSegments = JK_SEGMENTS;
   static constexpr bool kQueryOffset = JK_QUERY_OFFSET;
   static constexpr bool kSoftCap = JK_SOFT_CAP;
+  // Whether blocks of keys add to dQ in their order: equal operands then give equal bits.
+  static constexpr bool kInOrder = JK_IN_ORDER;
 };
 
 // The sizes of a launch.
@@ -83,7 +87,10 @@ struct Arrays {
   // (batch, block of keys, 4): the blocks of queries that may share a segment, and those of one
   // segment only.
   const int* segment_blocks;
+  // (batch, block of queries): the first block of keys that visits it, as far as segments decide.
+  const int* first_kv_blocks;
   const int* query_offset;
+  int* turns;  // (batch, head, 16 queries): how many blocks of keys have added.
 };
 
 // ---- Constants that follow from Config ---------------------------------------------------------
@@ -132,6 +139,14 @@ constexpr int kQueryPieces = 2;
 using QueryBuffer = StagingBuffer<Float32, 128>;  // Of dQ.
 using ResultBuffer = StagingBuffer<Config::Output, 128>;
 
+// A step, as the producer describes it: the others have no registers to find out themselves.
+struct Step {
+  int block;  // Of queries.
+  int head;
+  int turn;  // How many blocks of keys add to its block of dQ before this one.
+  bool hides_by_index, hides_by_segment;  // Which masks it needs.
+};
+
 struct SharedStorage {
   alignas(1024) unsigned char keys[KeyTile::kBytes];
   alignas(1024) unsigned char values[ValueTile::kBytes];
@@ -143,7 +158,8 @@ struct SharedStorage {
   // Of each query: its logsumexp in base 2, and delta.
   alignas(128) float lse[Config::kStages][kBlockQ];
   alignas(128) float delta[Config::kStages][kBlockQ];
-  int steps[Config::kStages];  // Of each slot: its block of queries, and how it is masked.
+  // What is in a slot of queries, and in a slot of dS.
+  Step steps[Config::kStages], summed[Config::kStages];
   Ring<1> key_ring, value_ring;
   Ring<Config::kStages> query_ring, output_ring;
   // Consumer warps fill a slot of dS; the warps of dQ empty it.
@@ -169,9 +185,6 @@ struct Item {
     return num_heads * max(end_block - first_block, 0);
   }
 };
-
-// How a step is masked: added to its block of queries times kFlags.
-constexpr int kHidesByIndex = 1, kHidesBySegment = 2, kFlags = 4;
 
 // The steps of an item, one after the other.
 class Steps {
@@ -284,8 +297,8 @@ struct Loads {
 class Producer {
  public:
   __device__ __forceinline__ Producer(SharedStorage& shared, const Problem& problem,
-                                      const Loads& loads)
-      : shared_(shared), problem_(problem), loads_(loads) {}
+                                      const Arrays& arrays, const Loads& loads)
+      : shared_(shared), problem_(problem), arrays_(arrays), loads_(loads) {}
 
   __device__ __forceinline__ void run(Schedule schedule) {
     offset_ = schedule.offset();
@@ -318,15 +331,14 @@ class Producer {
     u64* full =
         shared_.query_ring.producer_acquire(place_, QueryTile::kBytes + kBlockQ * sizeof(float));
     // Consumers read it behind the wait for dO.
-    shared_.steps[slot] = describe(item, steps.block());
+    shared_.steps[slot] = describe(item, steps.block(), steps.head());
     TileLoad<QueryTile>::load(shared_.queries[slot], &loads_.queries, full, query, 0, steps.head(),
                               item.batch);
     cp_async_bulk_tensor_load(shared_.lse[slot], &loads_.sums, full,
                               {query, steps.head(), item.batch, 0});
   }
 
-  // A step, for consumers: they have no registers to find out themselves.
-  __device__ __forceinline__ int describe(const Item& item, int block) const {
+  __device__ __forceinline__ Step describe(const Item& item, int block, int head) const {
     const int position = block * kBlockQ + offset_;
     bool by_index = item.first_key + kBlockKv > item.key_end;
     if constexpr (Config::kHasRight) {
@@ -337,7 +349,20 @@ class Producer {
     }
     const bool by_segment =
         Config::kSegments && (block < item.same_first || block >= item.same_end);
-    return block * kFlags + (by_index ? kHidesByIndex : 0) + (by_segment ? kHidesBySegment : 0);
+    return {block, head, turn_of(item, block), by_index, by_segment};
+  }
+
+  __device__ __forceinline__ int turn_of(const Item& item, int block) const {
+    if constexpr (!Config::kInOrder) return 0;
+    int first = 0;
+    if constexpr (Config::kHasLeft) {
+      first = max(block * kBlockQ + offset_ - problem_.left, 0) / kBlockKv;
+    }
+    if constexpr (Config::kSegments) {
+      const int num_blocks = (problem_.num_queries + kBlockQ - 1) / kBlockQ;
+      first = max(first, arrays_.first_kv_blocks[item.batch * num_blocks + block]);
+    }
+    return item.first_key / kBlockKv - first;
   }
 
   __device__ __forceinline__ void load_outputs(const Item& item, const Steps& steps) {
@@ -353,11 +378,18 @@ class Producer {
 
   SharedStorage& shared_;
   const Problem& problem_;
+  const Arrays& arrays_;
   const Loads& loads_;
   int offset_ = 0;
   RingPlace<1> kv_;
   Place place_;
 };
+
+// The number of this warp in its warpgroup. It is computed where it is needed, so that it takes no
+// register meanwhile.
+__device__ __forceinline__ int warp_of_group() {
+  return recomputed(threadIdx.x) % kWarpgroup / kWarp;
+}
 
 // ---- Consumers ---------------------------------------------------------------------------------
 
@@ -395,11 +427,6 @@ class Consumer {
   }
 
  private:
-  // The warp of the warpgroup; computed where it is needed, so that it takes no register meanwhile.
-  __device__ __forceinline__ int warp() const {
-    return recomputed(threadIdx.x) % kWarpgroup / kWarp;
-  }
-
   // Returns the number of steps.
   __device__ __forceinline__ int begin(const Item& item) {
 #pragma unroll
@@ -527,15 +554,14 @@ class Consumer {
 
   // ---- Elementwise ----
 
-  __device__ __forceinline__ void change_and_mask(int described) {
+  __device__ __forceinline__ void change_and_mask(const Step& step) {
     if constexpr (Config::kSoftCap) {
 #pragma unroll
       for (int i = 0; i < kLogits; ++i) s_[i] = tanh_by_exp2(s_[i] * problem_.factor);
     }
     const float masked = __uint_as_float(0xff800000u);
-    const int block = described / kFlags;
-    if (described & kHidesByIndex) mask(block, masked);
-    if (Config::kSegments && (described & kHidesBySegment)) mask_segments(block, masked);
+    if (step.hides_by_index) mask(step.block, masked);
+    if (Config::kSegments && step.hides_by_segment) mask_segments(step.block, masked);
   }
 
   // A part of P in 16 bits, from S. With a soft cap, P times the slope of the cap, too.
@@ -568,7 +594,7 @@ class Consumer {
 
   // The index of this thread's first (h = 0) or second key.
   __device__ __forceinline__ int key_of(int h) const {
-    return edges_.first_key + index_ * kWgmmaM + warp() * 16 +
+    return edges_.first_key + index_ * kWgmmaM + warp_of_group() * 16 +
            static_cast<int>(threadIdx.x % kWarp / 4) + 8 * h;
   }
 
@@ -613,7 +639,9 @@ class Consumer {
   __device__ __forceinline__ void write_logit_gradients() {
     const int slot = place_.slot();
     mbarrier_wait_parity(&shared_.logits_empty[slot], place_.parity() ^ 1);
-    unsigned char* rows = shared_.logits[slot] + (index_ * kWgmmaM + warp() * 16) * kSwizzleBytes;
+    if (threadIdx.x == kWarpgroup) shared_.summed[slot] = shared_.steps[slot];
+    unsigned char* rows =
+        shared_.logits[slot] + (index_ * kWgmmaM + warp_of_group() * 16) * kSwizzleBytes;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       StagingBuffer<Element, 128>::write_packed(ds_[i], rows + i / 4 * LogitTile::kBoxBytes, i % 4);
@@ -631,8 +659,8 @@ class Consumer {
   __device__ __forceinline__ void store(const TensorMap& map, const Item& item,
                                         const float (&sums)[kCount], float factor) {
     constexpr int kColumns = ResultBuffer::kColumns;
-    unsigned char* staging = shared_.staging[index_ * 4 + warp()];
-    const int first_row = item.first_key + index_ * kWgmmaM + warp() * 16;
+    unsigned char* staging = shared_.staging[index_ * 4 + warp_of_group()];
+    const int first_row = item.first_key + index_ * kWgmmaM + warp_of_group() * 16;
     const int head = item.kv_head * problem_.group_parts + item.part;
 #pragma unroll
     for (int piece = 0; piece * kColumns < kCount * 2; ++piece) {
@@ -671,20 +699,19 @@ class Consumer {
 class QueryGradients {
  public:
   __device__ __forceinline__ QueryGradients(SharedStorage& shared, const Problem& problem,
-                                            const TensorMap& dq)
-      : shared_(shared), problem_(problem), dq_(dq), warp_(threadIdx.x % kWarpgroup / kWarp) {}
+                                            const Arrays& arrays, const TensorMap& dq)
+      : shared_(shared), problem_(problem), arrays_(arrays), dq_(dq) {}
 
   __device__ __forceinline__ void run(Schedule schedule) {
 #pragma unroll 1
     for (; schedule.has_item(); schedule.advance()) {
       const Item item = schedule.item();
       shared_.key_ring.consumer_wait(kv_);
-      Steps steps(item, problem_);
       const int count = item.num_steps();
 #pragma unroll 1
-      for (int n = 0; n < count; ++n) {
-        step(steps.block(), steps.head(), item.batch);
-        steps.next();
+      for (int n = 0; n < count; ++n) step(item);
+      if constexpr (Config::kInOrder) {
+        if (threadIdx.x % kWarp == 0) end_pending_turn();
       }
       __syncwarp();  // As above.
       shared_.key_ring.consumer_release(0, 0);
@@ -694,19 +721,22 @@ class QueryGradients {
   }
 
  private:
-  __device__ __forceinline__ void step(int block, int head, int batch) {
+  __device__ __forceinline__ void step(const Item& item) {
     mbarrier_wait_parity(&shared_.logits_full[place_.slot()], place_.parity());
-#pragma unroll
+    const Step step = shared_.summed[place_.slot()];
+    // Turns leave no registers for the addresses of all rows.
+    constexpr int kRowsAtOnce = Config::kInOrder ? 1 : kBlockQ / kWgmmaM;
+#pragma unroll kRowsAtOnce
     for (int row = 0; row < kBlockQ; row += kWgmmaM) {
-      add_columns<0>(block * kBlockQ, row, head, batch);
-      if constexpr (Config::kHeadDim > 64) add_columns<64>(block * kBlockQ, row, head, batch);
+      add_columns<0>(item, step, row);
+      if constexpr (Config::kHeadDim > 64) add_columns<64>(item, step, row);
     }
     place_.next();
   }
 
   // 64 queries of dQ = dS^T K, up to 64 columns from kFirst on.
   template <int kFirst>
-  __device__ __forceinline__ void add_columns(int first_query, int row, int head, int batch) {
+  __device__ __forceinline__ void add_columns(const Item& item, const Step& step, int row) {
     // Of products of two widths ptxas makes a queue, unless the widths are 64 and 32. The copy
     // engine has filled columns behind the last one with zeros.
     constexpr int kLeft = Config::kHeadDim - kFirst;
@@ -730,9 +760,10 @@ class QueryGradients {
       mbarrier_arrive(&shared_.logits_empty[place_.slot()]);
     }
     __syncwarp();
+    if constexpr (Config::kInOrder && kFirst == 0) take_turn(item, step, row);
 #pragma unroll
     for (int piece = 0; piece * QueryBuffer::kColumns < kColumns; ++piece) {
-      unsigned char* staging = shared_.query_staging[warp_][piece_];
+      unsigned char* staging = shared_.query_staging[warp_of_group()][piece_];
       if (threadIdx.x % kWarp == 0) cp_async_bulk_wait_group_read<kQueryPieces - 1>();
       __syncwarp();
 #pragma unroll
@@ -743,17 +774,41 @@ class QueryGradients {
         for (int r = 0; r < 8; ++r) values[r] = column < kColumns ? dq[column / 2 + r] : 0.0f;
         QueryBuffer::write(values, staging, c);
       }
-      store_piece<true>(
-          &dq_, 0, staging,
-          {kFirst + piece * QueryBuffer::kColumns, first_query + row + warp_ * 16, head, batch});
+      store_piece<true>(&dq_, 0, staging,
+                        {kFirst + piece * QueryBuffer::kColumns,
+                         step.block * kBlockQ + row + warp_of_group() * 16, step.head, item.batch});
       piece_ = (piece_ + 1) % kQueryPieces;
     }
   }
 
+  // Waits until all blocks of keys before this one have added to this warp's queries.
+  __device__ __forceinline__ void take_turn(const Item& item, const Step& step, int row) {
+    if (threadIdx.x % kWarp == 0) {
+      // The additions before are complete by now; a wait behind each of them would take long.
+      end_pending_turn();
+      const int num_heads = problem_.num_kv_heads * problem_.group_size;
+      const int num_blocks = (problem_.num_queries + kBlockQ - 1) / kBlockQ;
+      const int queries =
+          ((item.batch * num_heads + step.head) * num_blocks + step.block) * (kBlockQ / 16);
+      pending_ = queries + row / 16 + warp_of_group();
+      wait_for_turn(arrays_.turns + pending_, step.turn);
+    }
+    __syncwarp();
+  }
+
+  // One thread calls it.
+  __device__ __forceinline__ void end_pending_turn() {
+    if (pending_ < 0) return;
+    cp_async_bulk_wait_group<0>();
+    end_turn(arrays_.turns + pending_);
+    pending_ = -1;
+  }
+
   SharedStorage& shared_;
   const Problem& problem_;
+  const Arrays& arrays_;
   const TensorMap& dq_;
-  const int warp_;
+  int pending_ = -1;  // The number of the counter of the last turn that was taken.
   int piece_ = 0;
   RingPlace<1> kv_;
   Place place_;
@@ -767,11 +822,12 @@ __global__ void __launch_bounds__(kThreads, 1) attention_backward(
     const __grid_constant__ TensorMap sums, const __grid_constant__ TensorMap dq,
     const __grid_constant__ TensorMap dk, const __grid_constant__ TensorMap dv, const int* plan,
     const int* key_lengths, const int* query_segments, const int* key_segments,
-    const int* segment_blocks, const int* query_offset, const __grid_constant__ Problem problem) {
+    const int* segment_blocks, const int* first_kv_blocks, const int* query_offset, int* turns,
+    const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(dynamic_smem);
-  const Arrays arrays{plan,         key_lengths,    query_segments,
-                      key_segments, segment_blocks, query_offset};
+  const Arrays arrays{plan,           key_lengths,     query_segments, key_segments,
+                      segment_blocks, first_kv_blocks, query_offset,   turns};
   const int warpgroup = threadIdx.x / kWarpgroup;
 
   if (threadIdx.x == 0) {
@@ -797,14 +853,14 @@ __global__ void __launch_bounds__(kThreads, 1) attention_backward(
     setmaxnreg_dec<kProducerRegisters>();
     if (uniform(threadIdx.x / kWarp) == 0 && elect_one()) {
       const Loads loads{queries, keys, values, outputs, sums};
-      Producer(shared, problem, loads).run(schedule);
+      Producer(shared, problem, arrays, loads).run(schedule);
     }
   } else if (warpgroup <= kConsumers) {
     setmaxnreg_inc<kConsumerRegisters>();
     Consumer(shared, problem, arrays).run(schedule, dk, dv);
   } else {
     setmaxnreg_dec<kQueryRegisters>();
-    QueryGradients(shared, problem, dq).run(schedule);
+    QueryGradients(shared, problem, arrays, dq).run(schedule);
   }
 }
 

@@ -2,7 +2,8 @@
 
 Another kernel computes the sums of out * dout first (row_sums.cu). XLA clears padding, and converts dq, which the
 kernel sums in float32. The kernel adds up dq in the
-order in which blocks of keys come: dq may differ between runs by rounding.
+order in which blocks of keys come: dq may differ between runs by rounding. With `deterministic` they add in their own
+order.
 """
 
 from __future__ import annotations
@@ -23,9 +24,15 @@ from jaxkernels.ffi import compiler, custom_call
 from jaxkernels.ffi.attention import forward, launching
 from jaxkernels.ffi.attention.launching import ATOM, LOG2E, STAGING_BYTES, WARPGROUP, padded, rows_of_a_head
 from jaxkernels.ops.attention.blind import row_sums
-from jaxkernels.ops.attention.planning import backward_plan, backward_steps, visible_pairs
+from jaxkernels.ops.attention.planning import backward_plan, backward_steps
 from jaxkernels.ops.attention.spec import AttentionSpec
-from jaxkernels.ops.attention.visibility import is_known_at_run_time, keys_inside, queries_inside, segment_query_blocks
+from jaxkernels.ops.attention.visibility import (
+    is_known_at_run_time,
+    keys_inside,
+    queries_inside,
+    segment_query_blocks,
+    segment_query_blocks_in_order,
+)
 
 __all__ = [
     "VERSION",
@@ -52,14 +59,14 @@ _THREADS_OF_SUMS = 256
 
 #: What an item costs beside its steps, in steps.
 _ITEM_STEPS = 2.0
-#: With more steps than this in an item, on average, a persistent grid no longer gains at head dimensions up to 64.
-_MANY_STEPS = 24
 
-# Rough figures of an H200 for the cost model, not fitted yet: FLOP/s of one SM, a launch with the first and the last
-# products of a CTA, and what a step takes beside its products.
+# The cost model, from six measurements on an H200 (docs/cuda-attention.md): FLOP/s of one SM, a launch, and what a step
+# takes beside its products, by its queries.
 _FLOPS_PER_SM = 6.2e12
-_CTA_SECONDS = 3.0e-6
-_STEP_SECONDS = 0.2e-6
+_LAUNCH_SECONDS = 5.0e-6
+_STEP_SECONDS = {64: 0.42e-6, 128: 0.55e-6}
+#: Blocks of keys that add to dQ in their order wait for each other: a guess, after our Pallas kernel.
+_IN_ORDER = 1.15
 #: Bytes/s of the passes that XLA makes over dq, out and dout.
 _COPY_BYTES = 3.5e12
 
@@ -72,8 +79,8 @@ class Config:
       block_q: queries of a step, 64 or 128.
       num_stages: slots of the ring of queries and of the ring of dout.
       group_parts: items that share the query heads of a key head; XLA adds up what they have.
-      persistent: whether there are as many CTAs as SMs; else each block of keys has its own. With lengths and segments
-        it has in any case: how long it takes is known at run time only.
+      persistent: whether there are as many CTAs as SMs; else each block of keys has its own. With lengths, segments or
+        `spec.deterministic` it has in any case.
       early_gradients: whether dP is multiplied beside the exponentials, not after them. Registers suffice for it with
         block_q=64, head dimensions up to 96 and no soft cap.
     """
@@ -101,8 +108,6 @@ def unsupported(spec: AttentionSpec) -> str | None:
         return reason
     if max(spec.q.shape[3], spec.v.shape[3]) > 128:
         return f"handles head dimensions up to 128, got {spec.q.shape[3]} and {spec.v.shape[3]}"
-    if spec.deterministic:
-        return "adds up dq in any order, and deterministic=True asks for a fixed one"
     return None
 
 
@@ -116,7 +121,7 @@ def smem_bytes(spec: AttentionSpec, config: Config) -> int:
     rows = _BLOCK_KV + config.num_stages * config.block_q
     logits = config.num_stages * 2 * _BLOCK_KV * config.block_q
     staging = 4 * (_CONSUMERS + _QUERY_PIECES) * STAGING_BYTES
-    sums = 4 * config.num_stages * (2 * config.block_q + 1)
+    sums = 4 * config.num_stages * (2 * config.block_q + 2 * 4)
     barriers = 8 * (4 * config.num_stages + 4 + 2 * config.num_stages)
     storage = rows * sum(boxes) + logits + staging + sums + barriers
     return storage + -storage % 1024
@@ -137,7 +142,7 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
     parts = [n for n in range(1, spec.group_size + 1) if spec.group_size % n == 0]
     ctas = -(-spec.k.shape[1] // _BLOCK_KV) * spec.k.shape[0] * spec.k.shape[2]
     enough = next((n for n in parts if n * ctas >= spec.target.num_sms), parts[-1])
-    persistent = [False] if is_known_at_run_time(spec) else [True, False]
+    persistent = [False] if _has_one_item_each(spec) else [True, False]
     for block_q, num_stages, group_parts in itertools.product((128, 64), (2, 3), sorted({1, enough})):
         for switches in itertools.product(persistent, (False, True)):
             config = Config(block_q, num_stages, group_parts, *switches)
@@ -146,20 +151,32 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
 
 
 def estimate(spec: AttentionSpec, config: Config) -> float:
-    """Seconds: steps of all CTAs over the SMs, or of the longest CTA, and XLA's passes."""
-    batch, num_queries, num_heads, _ = spec.q.shape
-    share = visible_pairs(spec)
-    steps = -(-num_queries // config.block_q) * spec.group_size / config.group_parts
-    ctas = batch * spec.k.shape[2] * config.group_parts * -(-spec.k.shape[1] // _BLOCK_KV)
-    flops = 2 * config.block_q * _BLOCK_KV * (3 * padded(spec.q.shape[3]) + 2 * padded(spec.v.shape[3]))
-    seconds = flops / _FLOPS_PER_SM + _STEP_SECONDS
-    waves = ctas / spec.target.num_sms if share < 1 else -(-ctas // spec.target.num_sms)
-    busiest = max(steps * min(1.0, 2 * share), steps * share * waves)
+    """Seconds: steps of all CTAs over the SMs, or of the longest CTA, and the passes of other kernels."""
+    batch, num_queries, num_heads, head_dim = spec.q.shape
+    steps = _steps(spec, config)
+    items = _streams(spec, config) * len(steps)
+    flops = 2 * config.block_q * _BLOCK_KV * (3 * padded(head_dim) + 2 * padded(spec.v.shape[3]))
+    seconds = flops / _FLOPS_PER_SM + _STEP_SECONDS[config.block_q]
+    if min(steps) == max(steps):
+        busiest = (steps[0] + _ITEM_STEPS) * -(-items // spec.target.num_sms)
+    else:
+        busiest = max(*steps, (sum(steps) / len(steps) + _ITEM_STEPS) * items / spec.target.num_sms)
     rows = batch * num_queries * num_heads
-    num_bytes = rows * (10 * spec.q.shape[3] + 4 * spec.v.shape[3])
+    num_bytes = rows * (10 * head_dim + 4 * spec.v.shape[3])
     if config.group_parts > 1:
         num_bytes += 16 * config.group_parts * math.prod(spec.k.shape)
-    return _CTA_SECONDS * max(1.0, waves) + busiest * seconds + num_bytes / _COPY_BYTES
+    in_order = _IN_ORDER if spec.deterministic else 1.0
+    return _LAUNCH_SECONDS + busiest * seconds * in_order + num_bytes / _COPY_BYTES
+
+
+def _streams(spec: AttentionSpec, config: Config) -> int:
+    """Key heads of all batch elements, and parts of their groups."""
+    return spec.k.shape[0] * spec.k.shape[2] * config.group_parts
+
+
+def _steps(spec: AttentionSpec, config: Config) -> list[int]:
+    """The steps of each block of keys, lengths and segments aside."""
+    return [n // config.group_parts for n in backward_steps(spec, config.block_q, _BLOCK_KV)]
 
 
 def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
@@ -188,21 +205,28 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
     sums = jnp.stack([_whole_rows(lse * LOG2E), _whole_rows(delta)])
     plan = jnp.asarray(_plan(spec, config))
     arrays = launching.Arrays(q, k, v, dout, sums, plan, absent=5)
+    blocks, first_kv_blocks = _segment_blocks(spec, config, dict(named))
     extras = [
         *(named.get(name) for name in ("key_lengths", "query_segments", "key_segments")),
-        segment_query_blocks(spec, config.block_q, _BLOCK_KV, dict(named)) if spec.segments else None,
+        blocks,
+        first_kv_blocks,
         named["query_offset"].reshape(1) if spec.query_offset else None,
     ]
     extra_buffers = [arrays.add(x) for x in extras]
-    dq_operand = arrays.add(zeros)
+    aliases = {arrays.add(zeros): 0}
     parts = config.group_parts
     output = k.dtype if parts == 1 else jnp.dtype(jnp.float32)
     apart = lambda x: jax.ShapeDtypeStruct((*x.shape[:2], x.shape[2] * parts, x.shape[3]), output)
     results = [jax.ShapeDtypeStruct(q.shape, jnp.float32), apart(k), apart(v)]
+    if spec.deterministic:
+        batch, num_queries, num_heads, _ = q.shape
+        turns = jnp.zeros((batch, num_heads, -(-num_queries // config.block_q) * config.block_q // 16), jnp.int32)
+        aliases[arrays.add(turns)] = len(results)
+        results.append(jax.ShapeDtypeStruct(turns.shape, turns.dtype))
     first = len(arrays.operands)
     columns = 128 // output.itemsize
     compiled = compile_backward(spec, config)
-    dq, dk, dv = custom_call.launch(
+    dq, dk, dv, *_ = custom_call.launch(
         compiled.cubin,
         compiled.name,
         arrays.operands,
@@ -218,12 +242,13 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
             rows_of_a_head(first + 2, results[2], 16, columns=columns),
             custom_call.Pointer(5),
             *map(custom_call.Pointer, extra_buffers),
+            custom_call.Pointer(first + 3 if spec.deterministic else 5),
             _problem(spec, config, plan.shape[1]),
         ],
         grid=(plan.shape[0],),
         block=((_CONSUMERS + 2) * WARPGROUP,),
         smem_bytes=smem_bytes(spec, config),
-        input_output_aliases={dq_operand: 0},
+        input_output_aliases=aliases,
         target=spec.target,
         label="attention_backward",
     )
@@ -237,13 +262,29 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
     return [dq.astype(spec.q.dtype), dk.astype(spec.k.dtype), dv.astype(spec.v.dtype)]
 
 
+def _has_one_item_each(spec: AttentionSpec) -> bool:
+    """Whether each CTA has one item: in a fixed order it waits for earlier CTAs, and with lengths and segments it is
+    known at run time only how long an item takes.
+    """
+    return spec.deterministic or is_known_at_run_time(spec)
+
+
 @functools.lru_cache(maxsize=256)
 def _plan(spec: AttentionSpec, config: Config) -> np.ndarray:
     """The items of each CTA."""
-    streams = spec.k.shape[0] * spec.k.shape[2] * config.group_parts
-    steps = [n // config.group_parts for n in backward_steps(spec, config.block_q, _BLOCK_KV)]
-    is_persistent = config.persistent and not is_known_at_run_time(spec)
-    return backward_plan(spec, steps, streams, _ITEM_STEPS, is_persistent=is_persistent)
+    is_persistent = config.persistent and not _has_one_item_each(spec)
+    return backward_plan(spec, _steps(spec, config), _streams(spec, config), _ITEM_STEPS, is_persistent=is_persistent)
+
+
+def _segment_blocks(
+    spec: AttentionSpec, config: Config, named: dict[str, jax.Array]
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """For each block of keys its blocks of queries; and in a fixed order, for each of these the first block of keys."""
+    if not spec.segments:
+        return None, None
+    if spec.deterministic:
+        return segment_query_blocks_in_order(spec, config.block_q, _BLOCK_KV, named)
+    return segment_query_blocks(spec, config.block_q, _BLOCK_KV, named), None
 
 
 def _without_padding(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> list[jax.Array]:
@@ -333,6 +374,7 @@ def compile_backward(spec: AttentionSpec, config: Config) -> compiler.CompiledKe
         segments=spec.segments,
         query_offset=spec.query_offset,
         soft_cap=spec.soft_cap is not None,
+        in_order=spec.deterministic,
         smem_bytes=smem_bytes(spec, config),
     )
     try:

@@ -54,13 +54,17 @@ _REGISTERS_OF_TERMS = {0: 0, 1: 32, 2: 20}
 #: Rows of all heads, which the kernel counts in 32 bits.
 _MAX_ROWS = 2**31
 
-# Rough figures of an H200 for the cost model, not fitted yet: FLOP/s of one SM, a launch, and what a step takes beside
-# its products.
-_FLOPS_PER_SM = 6.2e12
+# The cost model, fitted to 40 measurements on an H200, from which it differs by 3 % (docs/cuda-attention.md): FLOP/s
+# and exponentials/s of one SM, a launch, and what each step and each item take in addition.
+_FLOPS_PER_SM = 7.6e12
+_EXPS_PER_SM = 34e9
 _LAUNCH_SECONDS = 2.0e-6
-_STEP_SECONDS = 0.3e-6
-#: What an item costs beside its steps, in steps.
-_ITEM_STEPS = 0.7
+_STEP_SECONDS = 0.21e-6
+_ITEM_STEPS = 1.4
+#: Of a step's exponentials in E seconds and its products in P, so much of E^2 / P is not hidden by each other.
+_UNHIDDEN = {2: 0.75, 3: 0.5}
+#: Products of a step with another number of keys take longer by this factor.
+_USUAL_BLOCK_KVS, _OTHER_BLOCK_KV = (64, 128), 1.03
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,18 +153,22 @@ _BLOCK_KVS = {3: (128, 96, 160, 64, 192), 2: (128, 176, 160, 192, 96, 80, 64, 11
 
 
 def search_space(spec: AttentionSpec) -> Iterator[Config]:
-    """Yields blocks of keys that fit registers and shared memory, each with as many stages as fit, up to 4."""
+    """Yields blocks of keys that fit registers and shared memory, each with as many stages as fit, up to 4; of each the
+    usual schedule first.
+    """
+    # Turns gain where exponentials are half of the work; rare rescaling gains where products are most of it.
+    is_narrow = spec.q.shape[3] <= 64
+    switches = list(itertools.product((is_narrow, not is_narrow), (not is_narrow, is_narrow)))
     for num_consumers in (2, 3, 1):
-        for block_kv, takes_turns in itertools.product(_BLOCK_KVS[num_consumers], (True, False)):
+        for block_kv, (takes_turns, lazy_rescale) in itertools.product(_BLOCK_KVS[num_consumers], switches):
             if takes_turns and num_consumers == 1:
                 continue
-            stages = [Config(block_kv, n, num_consumers, takes_turns) for n in (4, 3, 2)]
+            stages = [Config(block_kv, n, num_consumers, takes_turns, lazy_rescale) for n in (4, 3, 2)]
             config = next((config for config in stages if _fits(spec, config)), None)
             if config is None:
                 continue
-            for lazy_rescale in (False, True):
-                yield dataclasses.replace(config, lazy_rescale=lazy_rescale)
-            if spec.q.shape[3] <= 64:
+            yield config
+            if is_narrow and not lazy_rescale:
                 for num_polynomials in (1, 2):
                     yield dataclasses.replace(config, num_polynomials=num_polynomials)
 
@@ -180,15 +188,22 @@ def estimate(spec: AttentionSpec, config: Config) -> float:
     batch, _, num_heads, _ = spec.q.shape
     steps = _steps(spec, config)
     items = batch * num_heads * len(steps)
-    flops = 2 * config.rows * config.block_kv * (padded(spec.q.shape[3]) + padded(spec.v.shape[3]))
-    seconds = flops / _FLOPS_PER_SM + _STEP_SECONDS
-    if config.num_consumers < 2:
-        seconds *= 1.5  # Nothing runs beside the softmax of the only consumer.
+    seconds = _step_seconds(spec, config)
     if min(steps) == max(steps):
         busiest = (steps[0] + _ITEM_STEPS) * -(-items // spec.target.num_sms)
     else:
         busiest = max(*steps, (sum(steps) / len(steps) + _ITEM_STEPS) * items / spec.target.num_sms)
     return _LAUNCH_SECONDS + busiest * seconds
+
+
+def _step_seconds(spec: AttentionSpec, config: Config) -> float:
+    pairs = config.rows * config.block_kv
+    products = 2 * pairs * (padded(spec.q.shape[3]) + padded(spec.v.shape[3])) / _FLOPS_PER_SM
+    exps = pairs / _EXPS_PER_SM
+    if config.num_consumers < 2:
+        return products + 1.5 * exps + _STEP_SECONDS  # Nothing runs beside the softmax of the only consumer.
+    seconds = products + _UNHIDDEN[config.num_consumers] * exps**2 / products
+    return seconds * (1.0 if config.block_kv in _USUAL_BLOCK_KVS else _OTHER_BLOCK_KV) + _STEP_SECONDS
 
 
 def _steps(spec: AttentionSpec, config: Config) -> list[int]:

@@ -98,6 +98,7 @@ from jaxkernels.ops.attention.visibility import (
     queries_that_see_any,
     query_offset,
     segment_query_blocks,
+    segment_query_blocks_in_order,
 )
 from jaxkernels.pallas.attention import backward, limits
 from jaxkernels.pallas.attention.delta import row_sums
@@ -346,22 +347,12 @@ def _stores_first_by_default(spec: AttentionSpec, block_q: int) -> bool:
 def _inputs(spec: AttentionSpec, block_q: int, extras: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The optional operands of the kernel, with the ranges of segments."""
     inputs = kernel_inputs(extras, block_q, _KEYS)
-    if spec.segments:
-        first, end, *same_segment = jnp.moveaxis(segment_query_blocks(spec, block_q, _KEYS, extras), 2, 0)
-        if spec.deterministic:
-            first, end = _without_gaps(first, end)
-            q_block = jnp.arange(pl.cdiv(spec.q.shape[1], block_q), dtype=jnp.int32)
-            inputs["first_kv_block"] = jnp.sum(end[:, None, :] <= q_block[:, None], axis=2, dtype=jnp.int32)
-        inputs["segment_blocks"] = jnp.stack([first, end, *same_segment], axis=2)
+    if spec.segments and spec.deterministic:
+        blocks, inputs["first_kv_block"] = segment_query_blocks_in_order(spec, block_q, _KEYS, extras)
+        inputs["segment_blocks"] = blocks
+    elif spec.segments:
+        inputs["segment_blocks"] = segment_query_blocks(spec, block_q, _KEYS, extras)
     return inputs
-
-
-def _without_gaps(first: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Widens ranges of blocks of queries, so that consecutive blocks of keys visit each block of queries.
-
-    A block of keys then knows how many others add to a block of dQ before it.
-    """
-    return lax.cummin(first, axis=1, reverse=True), lax.cummax(end, axis=1)
 
 
 def _steps(spec: AttentionSpec, block_q: int) -> list[int]:

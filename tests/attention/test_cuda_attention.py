@@ -104,10 +104,6 @@ def test_search_space_fits_shared_memory_and_is_never_empty(kernel):
             "(compute capability 8.0)",
         ),
         ("attention_backward", dict(head_dim=192), "handles head dimensions up to 128, got 192 and 192"),
-        (
-            "attention_backward", dict(deterministic=True),
-            "adds up dq in any order, and deterministic=True asks for a fixed one",
-        ),
     ],
 )  # fmt: skip
 def test_refusals(kernel, options, reason):

@@ -36,6 +36,7 @@ __all__ = [
     "query_offset",
     "segment_key_blocks",
     "segment_query_blocks",
+    "segment_query_blocks_in_order",
 ]
 
 
@@ -207,6 +208,19 @@ def segment_query_blocks(
     """The range of query blocks for each block of keys, like `segment_key_blocks`."""
     pairs = (jnp.swapaxes(x, 1, 2) for x in _pairs_of_blocks(spec, block_q, block_kv, extras))
     return jnp.stack(_spans_of_blocks(*pairs), axis=2).astype(jnp.int32)
+
+
+def segment_query_blocks_in_order(
+    spec: AttentionSpec, block_q: int, block_kv: int, extras: dict[str, jax.Array]
+) -> tuple[Int32[Array, "B K 4"], Int32[Array, "B Q"]]:
+    """`segment_query_blocks`, widened so that consecutive blocks of keys visit each block of queries; and the first one
+    that does. A block of keys then knows how many others add to a block of dQ before it.
+    """
+    first, end, *same_segment = jnp.moveaxis(segment_query_blocks(spec, block_q, block_kv, extras), 2, 0)
+    first, end = lax.cummin(first, axis=1, reverse=True), lax.cummax(end, axis=1)
+    q_block = jnp.arange(-(-spec.q.shape[1] // block_q), dtype=jnp.int32)
+    first_kv_block = jnp.sum(end[:, None, :] <= q_block[:, None], axis=2, dtype=jnp.int32)
+    return jnp.stack([first, end, *same_segment], axis=2), first_kv_block
 
 
 def kernel_inputs(extras: dict[str, jax.Array], block_q: int, block_kv: int) -> dict[str, jax.Array]:

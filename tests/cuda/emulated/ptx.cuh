@@ -90,6 +90,10 @@ inline void ldmatrix_x4_trans(u32 address, u32& a, u32& b, u32& c, u32& d) {
   emulator::sync_warp();
   a = words[0], b = words[1], c = words[2], d = words[3];
 }
+inline void wait_for_turn(const int* counter, int turn) {
+  emulator::wait_until("for its turn", [=] { return *counter == turn; });
+}
+inline void end_turn(int* counter) { ++*counter; }
 inline void store_shared(u32 address, float a, float b) {
   emulator::write_shared(address, float2{a, b});
 }
