@@ -219,7 +219,7 @@ RUNGS: tuple[Rung, ...] = (
         13, "tma",
         "TMA fills a ring of slots at the request of one thread; A stays row major in a swizzled tile.",
         "95 % of the instructions multiply, so about 95 % of the peak if nothing else waits: above cuBLAS.",
-        Config(128, 256, 32, 8, 16, 8, 4, STAGES=4, UNROLL=8, BLOCKS=1),
+        _ring(128, 256, 1, 4, UNROLL=16),
         uses_tma=True,
     ),
     Rung(
@@ -227,7 +227,7 @@ RUNGS: tuple[Rung, ...] = (
         "multicast",
         "Two blocks form a cluster, and each loads half of the tile of B for both.",
         "A third less traffic from L2, which is no limit (6 bytes a clock and SM): the same speed at less power.",
-        Config(128, 256, 32, 8, 16, 8, 4, STAGES=4, UNROLL=8, CLUSTER=2, BLOCKS=1),
+        _ring(128, 256, 1, 4, UNROLL=16, CLUSTER=2),
         uses_tma=True,
     ),
     Rung(
