@@ -18,8 +18,9 @@
 // cores have work while results are stored. If `kTakesTurns`, the consumers issue their products in
 // turn: the softmax of one runs beside the products of another.
 //
-// Blocks of keys are visited from the last one to the first one. So the blocks at the causal edge
-// come first. A block inside [whole_first, whole_end) needs no mask.
+// Blocks of keys are visited from the last one to the first one, so that the blocks at the causal
+// edge come first; or, if `kUpwards`, from the first one to the last one: then CTAs that begin at
+// the same time read the same keys. A block inside [whole_first, whole_end) needs no mask.
 //
 // Rows in registers: a thread has rows 16 w + l / 4 and 8 further of its warpgroup's 64 (warp w,
 // lane l), and of each 8 columns two (wgmma.cuh). Four neighbouring lanes share a row.
@@ -49,6 +50,8 @@ struct Config {
   static constexpr bool kLazyRescale = JK_LAZY_RESCALE;
   // Of each 8 exponentials of a thread, so many are polynomials on the FMA units.
   static constexpr int kPolynomials = JK_NUM_POLYNOMIALS;
+  // Whether blocks of keys are visited from the first one to the last one.
+  static constexpr bool kUpwards = JK_UPWARDS;
   // A query sees keys from `left` before it to `right` behind it.
   static constexpr bool kHasLeft = JK_HAS_LEFT;
   static constexpr bool kHasRight = JK_HAS_RIGHT;
@@ -140,7 +143,17 @@ struct Item {
   int same_first, same_end;    // Blocks that no mask of segments touches.
   int key_end;                 // Keys from here on are padding.
   int query_end;               // Positions of queries from here on are padding.
+
+  // The blocks of keys that are visited first and last.
+  __device__ __forceinline__ int begin() const {
+    return Config::kUpwards ? first_block : end_block - 1;
+  }
+  __device__ __forceinline__ int last() const {
+    return Config::kUpwards ? end_block - 1 : first_block;
+  }
 };
+// From one block that is visited to the next.
+constexpr int kStride = Config::kUpwards ? 1 : -1;
 
 // The items of this CTA, in the order of the plan.
 class Schedule {
@@ -242,14 +255,14 @@ class Producer {
     for (; schedule.has_item(); schedule.advance(), parity ^= 1) {
       const Item item = schedule.item();
       kv_head_ = item.head / problem.group_size;
-      load_keys(item, item.end_block - 1);
+      load_keys(item, item.begin());
 #pragma unroll
       for (int c = 0; c < kConsumers; ++c) load_queries(item, c, parity);
-      for (int block = item.end_block - 2; block >= item.first_block; --block) {
-        load_keys(item, block);
-        load_values(item, block + 1);
+      for (int block = item.begin(); block != item.last(); block += kStride) {
+        load_keys(item, block + kStride);
+        load_values(item, block);
       }
-      load_values(item, item.first_block);
+      load_values(item, item.last());
     }
   }
 
@@ -385,7 +398,7 @@ class Consumer {
     Item item = schedule.item();
     begin(item);
     while (true) {
-      for (int block = item.end_block - 2; block >= item.first_block; --block) step(item, block);
+      for (int block = item.begin(); block != item.last();) step(item, block += kStride);
       schedule.advance();
       if (!schedule.has_item()) break;
       const Item next = schedule.item();
@@ -447,7 +460,7 @@ class Consumer {
     pin(s_);
     shared_.key_ring.consumer_release(keys_.slot(), 0);
     keys_.next();
-    if (block == item.first_block && threadIdx.x % kWarp == 0) {
+    if (block == item.last() && threadIdx.x % kWarp == 0) {
       mbarrier_arrive(&shared_.queries_empty[index_]);
     }
   }
@@ -487,10 +500,10 @@ class Consumer {
     wait_for_turn();
     issue_logits();
     end_turn();
-    take_logits<0>(item, item.end_block - 1);
+    take_logits<0>(item, item.begin());
     float fade[2];
     start_item(item);
-    change_and_mask(item, item.end_block - 1);
+    change_and_mask(item, item.begin());
     rows_.update(s_, factor(), fade);
     round_weights();
   }
@@ -514,7 +527,7 @@ class Consumer {
 
   // O of an item's last block, and the logits and weights of the next item's first one.
   __device__ __forceinline__ void bridge(const Item& item, const Item& next) {
-    const int block = next.end_block - 1;
+    const int block = next.begin();
     wait_for_queries();
     shared_.key_ring.consumer_wait(keys_);
     wait_for_turn();

@@ -79,6 +79,8 @@ class Config:
         of another.
       lazy_rescale: whether the output is rescaled only if the maximum of some row of a warp has grown by more than 2^8.
       num_polynomials: of each 8 exponentials of a thread, so many are computed on the FMA units.
+      upwards: whether blocks of keys are visited from the first one to the last one. With a causal mask, CTAs that begin
+        at the same time then read the same keys.
     """
 
     block_kv: int = 128
@@ -87,6 +89,7 @@ class Config:
     takes_turns: bool = True
     lazy_rescale: bool = False
     num_polynomials: int = 0
+    upwards: bool = False
 
     def __post_init__(self) -> None:
         check_fields(_LABEL, self)
@@ -168,6 +171,8 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
             if config is None:
                 continue
             yield config
+            if spec.causal and (takes_turns, lazy_rescale) == switches[0]:
+                yield dataclasses.replace(config, upwards=True)
             if is_narrow and not lazy_rescale:
                 for num_polynomials in (1, 2):
                     yield dataclasses.replace(config, num_polynomials=num_polynomials)
@@ -320,6 +325,7 @@ def compile_forward(spec: AttentionSpec, config: Config) -> compiler.CompiledKer
         takes_turns=config.takes_turns,
         lazy_rescale=config.lazy_rescale,
         num_polynomials=config.num_polynomials,
+        upwards=config.upwards,
         has_left=spec.band.left is not None,
         has_right=spec.band.right is not None,
         is_ragged=spec.k.shape[1] % config.block_kv != 0,

@@ -78,6 +78,11 @@ CASES = {
     "three-without-turns": (spec_of(queries=300, causal=True), Config(96, 3, 3, takes_turns=False)),
     "lazy": (spec_of(scale=3.0), Config(32, 2, 2, lazy_rescale=True)),
     "polynomials": (spec_of(causal=True), Config(64, 2, 2, num_polynomials=2)),
+    "upwards": (spec_of(causal=True, queries=300, keys=300), Config(64, 2, 2, upwards=True)),
+    "upwards-with-all-masks": (
+        spec_of(batch=3, window=(50, 10), key_lengths=True, query_lengths=True, segments=True),
+        Config(64, 2, 2, upwards=True),
+    ),
 }
 
 
@@ -124,9 +129,10 @@ def test_numbers_that_are_none_stay_so(num_polynomials: int, emulator: Emulator)
         ("position + problem_.right + 1);\n      end -=", "position + problem_.right);\n      end -=", "causal"),
         ("position - problem_.left - first_key", "position - problem_.left + 1 - first_key", "window"),
         ("maximum[h] - next) : 1.0f", "maximum[h] - next) * 0.5f : 1.0f", "plain"),
-        ("    if (block == item.first_block && threadIdx.x % kWarp == 0) {", "    if (threadIdx.x % kWarp == 0) {",
+        ("    if (block == item.last() && threadIdx.x % kWarp == 0) {", "    if (threadIdx.x % kWarp == 0) {",
          "plain"),
         ("rows_ = Statistics();", "", "plain"),
+        ("load_values(item, block);", "load_values(item, block + kStride);", "upwards"),
         ("    adds_ = false;\n    const u32 warp", "    const u32 warp", "plain"),
         ("const bool is_edge = Config::kKeyLengths &&", "const bool is_edge = false &&", "key-lengths"),
         ("if (id != rows[1])", "if (id != rows[0])", "segments"),
