@@ -79,8 +79,8 @@ class Config:
         of another.
       lazy_rescale: whether the output is rescaled only if the maximum of some row of a warp has grown by more than 2^8.
       num_polynomials: of each 8 exponentials of a thread, so many are computed on the FMA units.
-      upwards: whether blocks of keys are visited from the first one to the last one. With a causal mask, CTAs that begin
-        at the same time then read the same keys.
+      upwards: whether blocks of keys are visited from the first one to the last one. CTAs that begin causal items at
+        the same time then read the same keys.
     """
 
     block_kv: int = 128
