@@ -445,8 +445,8 @@ MUTATIONS: dict[str, Edit | Planted] = {
     ),
     "slot filled before it is empty": Edit(
         "ffi/ring.cuh",
-        "place.parity() ^ 1);\n    tma::mbarrier_arrive",
-        "place.parity());\n    tma::mbarrier_arrive",
+        "&empty[place.slot()], place.parity() ^ 1);",
+        "&empty[place.slot()], place.parity());",
         _ORDERS,
     ),
     "bias of the neighbouring column": Edit(

@@ -161,9 +161,10 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
     """
     # Turns gain where exponentials are half of the work; rare rescaling gains where products are most of it.
     is_narrow = spec.q.shape[3] <= 64
-    switches = list(itertools.product((is_narrow, not is_narrow), (not is_narrow, is_narrow)))
-    for num_consumers in (2, 3, 1):
-        for block_kv, (takes_turns, lazy_rescale) in itertools.product(_BLOCK_KVS[num_consumers], switches):
+    schedules = list(itertools.product((is_narrow, not is_narrow), (not is_narrow, is_narrow)))
+    tiles = [(num_consumers, block_kv) for num_consumers in (2, 3, 1) for block_kv in _BLOCK_KVS[num_consumers]]
+    for num_consumers, block_kv in tiles:
+        for takes_turns, lazy_rescale in schedules:
             if takes_turns and num_consumers == 1:
                 continue
             stages = [Config(block_kv, n, num_consumers, takes_turns, lazy_rescale) for n in (4, 3, 2)]
@@ -171,7 +172,7 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
             if config is None:
                 continue
             yield config
-            if spec.causal and (takes_turns, lazy_rescale) == switches[0]:
+            if spec.causal and (takes_turns, lazy_rescale) == schedules[0]:
                 yield dataclasses.replace(config, upwards=True)
             if is_narrow and not lazy_rescale:
                 for num_polynomials in (1, 2):

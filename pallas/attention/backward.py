@@ -36,9 +36,9 @@ from jaxkernels.ops.attention.blind import mean_gradient
 from jaxkernels.ops.attention.planning import visible_pairs
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.visibility import keys_inside, may_see_nothing, queries_inside
+from jaxkernels.pallas.attention.counting import FLOPS_PER_SM, LAUNCH_SECONDS
 from jaxkernels.pallas.attention.limits import pad_heads, padded_head_dims
 from jaxkernels.pallas.attention.logits import LOG2E
-from jaxkernels.pallas.attention.planning import FLOPS_PER_SM, LAUNCH_SECONDS
 
 __all__ = ["Given", "Operands", "add_up", "gradients", "in_parts", "kernel_seconds", "with_parts"]
 

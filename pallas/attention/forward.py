@@ -73,11 +73,11 @@ from jaxkernels.ops.attention.visibility import (
     query_offset,
     segment_key_blocks,
 )
+from jaxkernels.pallas.attention.counting import FLOPS_PER_SM, LAUNCH_SECONDS, count_up
 from jaxkernels.pallas.attention.layouts import ROWS, TILE, scale_rows, swizzle_span, transforms_of
 from jaxkernels.pallas.attention.limits import features, least_head_multiple, pad_heads, padded_head_dims, unsupported
 from jaxkernels.pallas.attention.logits import LOG2E, change, hide_other_segments, hide_unseen
 from jaxkernels.pallas.attention.mean import fill_in_means
-from jaxkernels.pallas.attention.planning import FLOPS_PER_SM, LAUNCH_SECONDS, count_up
 from jaxkernels.pallas.attention.rings import RING_BARRIER_BYTES, cluster_end, leave_cluster, slot_releases
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unpreferred", "unsupported"]

@@ -26,9 +26,9 @@ import numpy as np
 from faults import Fault
 from simulated_replay import Block, Part, Read, Write
 
-from jaxkernels.ops.attention import visibility
+from jaxkernels.ops.attention import planning, visibility
 from jaxkernels.ops.attention.spec import AttentionSpec
-from jaxkernels.pallas.attention import layouts, limits, logits, planning, rings
+from jaxkernels.pallas.attention import counting, layouts, limits, logits, rings
 
 __all__ = [
     "Case",
@@ -629,7 +629,7 @@ class Sources:
     """
 
     def __init__(self, *modules: ModuleType, fault: Fault | None = None) -> None:
-        shared = (layouts, limits, planning, visibility, logits, rings)
+        shared = (layouts, limits, counting, planning, visibility, logits, rings)
         self.modules = [_copied(module) for module in (*shared, *modules)]
         self.kernels = self.modules[len(shared) :]
         stand_ins = dict(pl=_PL, jnp=_Numpy(), lax=SimpleNamespace(**_LAX), scale_rows=Tile.combined)

@@ -436,11 +436,11 @@ BUGS = {
             Fault("backward_fused:_ctas_that_may_have", for_any_cta), "deadlock", (419, 210, 1361)
         ),
         "gaps between segments": Bug(
-            Fault("backward_fused:_without_gaps", lambda _: lambda first, end: (first, end)),
+            Fault("visibility:_without_gaps", lambda _: lambda first, end: (first, end)),
             "waits for -",
             (91, 0, 46),
         ),
-        "later keys first": Bug(Fault("backward_fused:_in_sets", from_the_last_keys), "deadlock", (49, 11, 70)),
+        "later keys first": Bug(Fault("planning:in_sets", from_the_last_keys), "deadlock", (49, 11, 70)),
     },
     "wide backward": {
         "a slot of both": Bug(Fault("backward_wide:_dkv_allocations", of_a_cta_alone), "race: .*'dout'", (8, 16, 12)),

@@ -217,10 +217,14 @@ def segment_query_blocks_in_order(
     that does. A block of keys then knows how many others add to a block of dQ before it.
     """
     first, end, *same_segment = jnp.moveaxis(segment_query_blocks(spec, block_q, block_kv, extras), 2, 0)
-    first, end = lax.cummin(first, axis=1, reverse=True), lax.cummax(end, axis=1)
+    first, end = _without_gaps(first, end)
     q_block = jnp.arange(-(-spec.q.shape[1] // block_q), dtype=jnp.int32)
     first_kv_block = jnp.sum(end[:, None, :] <= q_block[:, None], axis=2, dtype=jnp.int32)
     return jnp.stack([first, end, *same_segment], axis=2), first_kv_block
+
+
+def _without_gaps(first: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return lax.cummin(first, axis=1, reverse=True), lax.cummax(end, axis=1)
 
 
 def kernel_inputs(extras: dict[str, jax.Array], block_q: int, block_kv: int) -> dict[str, jax.Array]:

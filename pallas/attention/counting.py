@@ -1,4 +1,4 @@
-"""Counts work items, and has the figures of the cost models."""
+"""A counter of work items in global memory, and the figures of the cost models."""
 
 from __future__ import annotations
 
