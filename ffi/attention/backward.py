@@ -197,7 +197,7 @@ def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTAN
 
 def not_estimated(spec: AttentionSpec, config: Config) -> str | None:
     """Which part of the time of `run` the estimate leaves out, or None. It has the sums, zeros and conversion of dq."""
-    return forward.not_estimated(spec, config)
+    return launching.not_estimated(spec)
 
 
 def _streams(spec: AttentionSpec, config: Config) -> int:

@@ -25,12 +25,7 @@ from jaxkernels.ops.attention import tensor_cores
 from jaxkernels.ops.attention.blind import mean_of_values
 from jaxkernels.ops.attention.planning import forward_plan, forward_steps
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
-from jaxkernels.ops.attention.visibility import (
-    is_known_at_run_time,
-    may_see_nothing,
-    queries_inside,
-    segment_key_blocks,
-)
+from jaxkernels.ops.attention.visibility import may_see_nothing, queries_inside, segment_key_blocks
 
 __all__ = [
     "CONSTANTS",
@@ -239,11 +234,7 @@ def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTAN
 
 def not_estimated(spec: AttentionSpec, config: Config) -> str | None:
     """Which part of the time of `run` the estimate leaves out, or None."""
-    if is_known_at_run_time(spec):
-        return "lengths or segments decide at run time how long items take"
-    if spec.q.shape[3] % 8 or spec.v.shape[3] % 8:
-        return "XLA pads the head dimensions"
-    return "XLA looks for queries that see no key" if may_see_nothing(spec) else None
+    return launching.not_estimated(spec)
 
 
 def _step_seconds(spec: AttentionSpec, config: Config, constants: Constants) -> float:

@@ -479,6 +479,10 @@ def not_estimated(spec: MatmulSpec, config: Config) -> str | None:
         return "operands of two dtypes take several products"
     if spec.gemm.lhs_perm or spec.gemm.rhs_perm:
         return "XLA transposes an operand"
+    if spec.bias is not None:
+        return "XLA converts and pads the bias"
+    if spec.residual is not None and spec.residual.dtype != spec.out_dtype:
+        return "XLA converts the residual"
     return "XLA clears the result that parts are added to" if config.reduce_add else None
 
 

@@ -64,10 +64,12 @@ def tune(
             show_default="all",
         ),
     ] = None,
-    chip: Annotated[
+    chip_name: Annotated[
         str | None,
         typer.Option(
-            help="With --calibrate: use times of this chip only.", show_default="this machine's GPU, else an H200"
+            "--chip",
+            help="With --calibrate: use times of this chip only.",
+            show_default="this machine's GPU, else an H200",
         ),
     ] = None,
 ) -> None:
@@ -94,9 +96,9 @@ def tune(
             raise InputError(
                 "tune: --calibrate measures nothing and takes no --shapes, --suite, --force or --table. Leave them out."
             )
-        _calibrate(calibrate, _designs(op, backend, design), _chip(chip))
+        _calibrate(calibrate, _designs(op, backend, design), _chip(chip_name))
         return
-    if design or chip is not None:
+    if design or chip_name is not None:
         raise InputError("tune: --design and --chip need --calibrate. Name a file with it.")
     assert op is not None
     if not shapes and not suite:

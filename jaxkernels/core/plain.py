@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import re
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,7 +37,7 @@ def describe(spec: Any) -> dict[str, Any] | None:
         return None
 
 
-def restore[S](kind: type[S], values: dict[str, Any], target: Chip) -> S:
+def restore[S](kind: Callable[..., S], values: dict[str, Any], target: Chip) -> S:
     """The spec that was described.
 
     Args:
@@ -51,11 +52,12 @@ def restore[S](kind: type[S], values: dict[str, Any], target: Chip) -> S:
     try:
         fields = {name: jnp.dtype(x) if hints[name] is np.dtype else _restored(x) for name, x in values.items()}
         spec = kind(**fields, target=target)
-        if describe(spec) == values:
+        has_arrays = all(isinstance(x, ArrayType) for name, x in fields.items() if hints[name] is ArrayType)
+        if has_arrays and describe(spec) == values:
             return spec
     except (KeyError, TypeError, AttributeError, ValueError) as e:
-        raise ValueError(f"{values} do not describe a {kind.__name__}: {e}") from e
-    raise ValueError(f"{values} do not describe all of a {kind.__name__}")
+        raise ValueError(f"{values} do not describe a {kind.__qualname__}: {e}") from e
+    raise ValueError(f"{values} do not describe all of a {kind.__qualname__}")
 
 
 def _restored(value: Any) -> Any:

@@ -200,7 +200,8 @@ def _fitted(
             if not free or max(errors) <= MAX_STANDARD_ERROR:
                 break
             worst = int(np.argmax(errors))
-            kept[free[worst]] = f"its standard error would be {errors[worst]:.0%}"
+            size = f"{errors[worst]:.0%}" if errors[worst] < 10 else "above 1000%"
+            kept[free[worst]] = f"its standard error would be {size}"
             logs[free[worst]] = start[free[worst]]
         else:
             kept |= dict.fromkeys(without_effect, "no estimate depends on it")
