@@ -35,10 +35,13 @@ from jaxkernels.ops.attention.visibility import (
 )
 
 __all__ = [
+    "CONSTANTS",
     "VERSION",
     "Config",
+    "Constants",
     "compile_backward",
     "estimate",
+    "not_estimated",
     "run",
     "search_space",
     "unpreferred",
@@ -57,18 +60,40 @@ _QUERY_PIECES = 2
 _ROWS_OF_SUMS = 64
 _THREADS_OF_SUMS = 256
 
-#: What an item costs beside its steps, in steps.
-_ITEM_STEPS = 2.0
 
-# The cost model, from six measurements on an H200 (docs/cuda-attention.md): FLOP/s of one SM, a launch, and what a step
-# takes beside its products, by its queries.
-_FLOPS_PER_SM = 6.2e12
-_LAUNCH_SECONDS = 5.0e-6
-_STEP_SECONDS = {64: 0.42e-6, 128: 0.55e-6}
-#: Blocks of keys that add to dQ in their order wait for each other: a guess, after our Pallas kernel.
-_IN_ORDER = 1.15
-#: Bytes/s of the passes that XLA makes over dq, out and dout.
-_COPY_BYTES = 3.5e12
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """The constants of the cost model.
+
+    Attributes:
+      flops_per_sm: FLOP/s of one SM.
+      launch_seconds: the launches of the kernel and of the passes around it.
+      step_seconds_64, step_seconds_128: what a step of 64 and of 128 queries takes beside its products.
+      item_steps: what an item costs beside its steps, in steps. The plan of the kernel uses it, too.
+      in_order: factor of the kernel's time if blocks of keys add to dQ in their order, because they wait for each
+        other.
+      copy_bytes: bytes/s of the passes over dq, out and dout.
+    """
+
+    flops_per_sm: float
+    launch_seconds: float
+    step_seconds_64: float
+    step_seconds_128: float
+    item_steps: float
+    in_order: float
+    copy_bytes: float
+
+
+#: From six measurements on an H200 (docs/cuda-attention.md). `in_order` is a guess, after our Pallas kernel.
+CONSTANTS = Constants(
+    flops_per_sm=6.2e12,
+    launch_seconds=5.0e-6,
+    step_seconds_64=0.42e-6,
+    step_seconds_128=0.55e-6,
+    item_steps=2.0,
+    in_order=1.15,
+    copy_bytes=3.5e12,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,23 +175,29 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
                 yield config
 
 
-def estimate(spec: AttentionSpec, config: Config) -> float:
-    """Seconds: steps of all CTAs over the SMs, or of the longest CTA, and the passes of other kernels."""
+def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTANTS) -> float:
+    """Seconds of `run`: steps of all CTAs over the SMs, or of the longest CTA, and the passes of other kernels."""
     batch, num_queries, num_heads, head_dim = spec.q.shape
     steps = _steps(spec, config)
     items = _streams(spec, config) * len(steps)
     flops = 2 * config.block_q * _BLOCK_KV * (3 * padded(head_dim) + 2 * padded(spec.v.shape[3]))
-    seconds = flops / _FLOPS_PER_SM + _STEP_SECONDS[config.block_q]
+    step_seconds = {64: constants.step_seconds_64, 128: constants.step_seconds_128}[config.block_q]
+    seconds = flops / constants.flops_per_sm + step_seconds
     if min(steps) == max(steps):
-        busiest = (steps[0] + _ITEM_STEPS) * -(-items // spec.target.num_sms)
+        busiest = (steps[0] + constants.item_steps) * -(-items // spec.target.num_sms)
     else:
-        busiest = max(*steps, (sum(steps) / len(steps) + _ITEM_STEPS) * items / spec.target.num_sms)
+        busiest = max(*steps, (sum(steps) / len(steps) + constants.item_steps) * items / spec.target.num_sms)
     rows = batch * num_queries * num_heads
     num_bytes = rows * (10 * head_dim + 4 * spec.v.shape[3])
     if config.group_parts > 1:
         num_bytes += 16 * config.group_parts * math.prod(spec.k.shape)
-    in_order = _IN_ORDER if spec.deterministic else 1.0
-    return _LAUNCH_SECONDS + busiest * seconds * in_order + num_bytes / _COPY_BYTES
+    in_order = constants.in_order if spec.deterministic else 1.0
+    return constants.launch_seconds + busiest * seconds * in_order + num_bytes / constants.copy_bytes
+
+
+def not_estimated(spec: AttentionSpec, config: Config) -> str | None:
+    """Which part of the time of `run` the estimate leaves out, or None. It has the sums, zeros and conversion of dq."""
+    return launching.not_estimated(spec)
 
 
 def _streams(spec: AttentionSpec, config: Config) -> int:
@@ -174,9 +205,10 @@ def _streams(spec: AttentionSpec, config: Config) -> int:
     return spec.k.shape[0] * spec.k.shape[2] * config.group_parts
 
 
-def _steps(spec: AttentionSpec, config: Config) -> list[int]:
+@functools.lru_cache(maxsize=1024)
+def _steps(spec: AttentionSpec, config: Config) -> tuple[int, ...]:
     """The steps of each block of keys, lengths and segments aside."""
-    return [n // config.group_parts for n in backward_steps(spec, config.block_q, _BLOCK_KV)]
+    return tuple(n // config.group_parts for n in backward_steps(spec, config.block_q, _BLOCK_KV))
 
 
 def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
@@ -273,7 +305,8 @@ def _has_one_item_each(spec: AttentionSpec) -> bool:
 def _plan(spec: AttentionSpec, config: Config) -> np.ndarray:
     """The items of each CTA."""
     is_persistent = config.persistent and not _has_one_item_each(spec)
-    return backward_plan(spec, _steps(spec, config), _streams(spec, config), _ITEM_STEPS, is_persistent=is_persistent)
+    steps, streams = _steps(spec, config), _streams(spec, config)
+    return backward_plan(spec, steps, streams, CONSTANTS.item_steps, is_persistent=is_persistent)
 
 
 def _segment_blocks(

@@ -28,10 +28,13 @@ from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.visibility import may_see_nothing, queries_inside, segment_key_blocks
 
 __all__ = [
+    "CONSTANTS",
     "VERSION",
     "Config",
+    "Constants",
     "compile_forward",
     "estimate",
+    "not_estimated",
     "run",
     "search_space",
     "shortlist",
@@ -54,17 +57,50 @@ _REGISTERS_OF_TERMS = {0: 0, 1: 32, 2: 20}
 #: Rows of all heads, which the kernel counts in 32 bits.
 _MAX_ROWS = 2**31
 
-# The cost model, fitted to 40 measurements on an H200, from which it differs by 3 % (docs/cuda-attention.md): FLOP/s
-# and exponentials/s of one SM, a launch, and what each step and each item take in addition.
-_FLOPS_PER_SM = 7.6e12
-_EXPS_PER_SM = 34e9
-_LAUNCH_SECONDS = 2.0e-6
-_STEP_SECONDS = 0.21e-6
-_ITEM_STEPS = 1.4
-#: Of a step's exponentials in E seconds and its products in P, so much of E^2 / P is not hidden by each other.
-_UNHIDDEN = {2: 0.75, 3: 0.5}
-#: Products of a step with another number of keys take longer by this factor.
-_USUAL_BLOCK_KVS, _OTHER_BLOCK_KV = (64, 128), 1.03
+#: Blocks of keys without the factor `Constants.other_block_kv`.
+_USUAL_BLOCK_KVS = (64, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """The constants of the cost model.
+
+    Attributes:
+      flops_per_sm: FLOP/s of one SM.
+      exps_per_sm: exponentials/s of one SM.
+      launch_seconds: a launch.
+      step_seconds: what a step takes beside its products and exponentials.
+      item_steps: what an item costs beside its steps, in steps. The plan of the kernel uses it, too.
+      exposed_exps: with one consumer, the share of a step's exponentials that takes time. It exceeds 1 because the
+        rest of the softmax counts here.
+      unhidden_2, unhidden_3: with two and three consumers, the share of E^2 / P that is not hidden, where a step's
+        exponentials take E seconds and its products P.
+      other_block_kv: factor of the time of products and exponentials if block_kv is neither 64 nor 128.
+    """
+
+    flops_per_sm: float
+    exps_per_sm: float
+    launch_seconds: float
+    step_seconds: float
+    item_steps: float
+    exposed_exps: float
+    unhidden_2: float
+    unhidden_3: float
+    other_block_kv: float
+
+
+#: Fitted to 40 measurements on an H200, from which the model differs by 3 % (docs/cuda-attention.md).
+CONSTANTS = Constants(
+    flops_per_sm=7.6e12,
+    exps_per_sm=34e9,
+    launch_seconds=2.0e-6,
+    step_seconds=0.21e-6,
+    item_steps=1.4,
+    exposed_exps=1.5,
+    unhidden_2=0.75,
+    unhidden_3=0.5,
+    other_block_kv=1.03,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,37 +225,45 @@ def shortlist(spec: AttentionSpec) -> Iterator[Config]:
             yield config
 
 
-def estimate(spec: AttentionSpec, config: Config) -> float:
-    """Seconds: steps of all CTAs over the SMs, or of the longest CTA."""
+def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTANTS) -> float:
+    """Seconds of the kernel alone: steps of all CTAs over the SMs, or of the longest CTA."""
     batch, _, num_heads, _ = spec.q.shape
     steps = _steps(spec, config)
     items = batch * num_heads * len(steps)
-    seconds = _step_seconds(spec, config)
+    seconds = _step_seconds(spec, config, constants)
     if min(steps) == max(steps):
-        busiest = (steps[0] + _ITEM_STEPS) * -(-items // spec.target.num_sms)
+        busiest = (steps[0] + constants.item_steps) * -(-items // spec.target.num_sms)
     else:
-        busiest = max(*steps, (sum(steps) / len(steps) + _ITEM_STEPS) * items / spec.target.num_sms)
-    return _LAUNCH_SECONDS + busiest * seconds
+        busiest = max(*steps, (sum(steps) / len(steps) + constants.item_steps) * items / spec.target.num_sms)
+    return constants.launch_seconds + busiest * seconds
 
 
-def _step_seconds(spec: AttentionSpec, config: Config) -> float:
+def not_estimated(spec: AttentionSpec, config: Config) -> str | None:
+    """Which part of the time of `run` the estimate leaves out, or None."""
+    return launching.not_estimated(spec)
+
+
+def _step_seconds(spec: AttentionSpec, config: Config, constants: Constants) -> float:
     pairs = config.rows * config.block_kv
-    products = 2 * pairs * (padded(spec.q.shape[3]) + padded(spec.v.shape[3])) / _FLOPS_PER_SM
-    exps = pairs / _EXPS_PER_SM
-    if config.num_consumers < 2:
-        return products + 1.5 * exps + _STEP_SECONDS  # Nothing runs beside the softmax of the only consumer.
-    seconds = products + _UNHIDDEN[config.num_consumers] * exps**2 / products
-    return seconds * (1.0 if config.block_kv in _USUAL_BLOCK_KVS else _OTHER_BLOCK_KV) + _STEP_SECONDS
+    products = 2 * pairs * (padded(spec.q.shape[3]) + padded(spec.v.shape[3])) / constants.flops_per_sm
+    exps = pairs / constants.exps_per_sm
+    if config.num_consumers < 2:  # Nothing runs beside the softmax of the only consumer.
+        return products + constants.exposed_exps * exps + constants.step_seconds
+    unhidden = {2: constants.unhidden_2, 3: constants.unhidden_3}[config.num_consumers]
+    seconds = products + unhidden * exps**2 / products
+    factor = 1.0 if config.block_kv in _USUAL_BLOCK_KVS else constants.other_block_kv
+    return seconds * factor + constants.step_seconds
 
 
-def _steps(spec: AttentionSpec, config: Config) -> list[int]:
-    return forward_steps(spec, config.rows, config.block_kv)
+@functools.lru_cache(maxsize=1024)
+def _steps(spec: AttentionSpec, config: Config) -> tuple[int, ...]:
+    return tuple(forward_steps(spec, config.rows, config.block_kv))
 
 
 @functools.lru_cache(maxsize=256)
 def _plan(spec: AttentionSpec, config: Config) -> np.ndarray:
     """The items of each CTA."""
-    return forward_plan(spec, _steps(spec, config), spec.target.num_sms, _ITEM_STEPS)
+    return forward_plan(spec, _steps(spec, config), spec.target.num_sms, CONSTANTS.item_steps)
 
 
 def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:

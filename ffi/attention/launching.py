@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxkernels.ffi import compiler, custom_call, wgmma
 from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.ops.attention.visibility import is_known_at_run_time, may_see_nothing
 
 __all__ = [
     "ATOM",
@@ -22,6 +23,7 @@ __all__ = [
     "Arrays",
     "compile_kernel",
     "factors",
+    "not_estimated",
     "padded",
     "reach",
     "rows_of_a_head",
@@ -46,6 +48,15 @@ _FAR = 2**29
 def padded(size: int) -> int:
     """A head dimension as the kernels compute with it: whole steps of wgmma."""
     return size + -size % 16
+
+
+def not_estimated(spec: AttentionSpec) -> str | None:
+    """Which part of a pass's time the cost models leave out, or None."""
+    if is_known_at_run_time(spec):
+        return "lengths or segments decide at run time how long items take"
+    if spec.q.shape[3] % _UNIT or spec.v.shape[3] % _UNIT:
+        return "XLA pads the head dimensions"
+    return "XLA looks for queries that see no key" if may_see_nothing(spec) else None
 
 
 def factors(spec: AttentionSpec) -> tuple[float, float]:

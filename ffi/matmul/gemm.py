@@ -27,7 +27,19 @@ from jaxkernels.ops.matmul import tensor_cores
 from jaxkernels.ops.matmul.epilogue import apply_epilogue
 from jaxkernels.ops.matmul.spec import MatmulSpec
 
-__all__ = ["VERSION", "Config", "compile_gemm", "estimate", "run", "search_space", "shortlist", "unsupported"]
+__all__ = [
+    "CONSTANTS",
+    "VERSION",
+    "Config",
+    "Constants",
+    "compile_gemm",
+    "estimate",
+    "not_estimated",
+    "run",
+    "search_space",
+    "shortlist",
+    "unsupported",
+]
 
 VERSION = 4
 
@@ -201,34 +213,73 @@ _CANDIDATES = (
     Config(64, 32, 128),
 )
 
-# Of an H200, fitted to 470 times of 40 shapes (2026-11-21).
-# Of one SM: FLOP/s; bytes/s that wgmma reads from shared memory, and that are loaded into it, which only cost power;
-# bytes/s from L2, and of rows that are not whole cache lines, which bind.
-_FLOPS_PER_SM = 8.3e12
-_READ_BYTES_PER_SM = 8.9e11
-_LOAD_BYTES_PER_SM = 1.4e12
-_L2_BYTES_PER_SM = 1.5e11
-_L2_BYTES_PER_SM_OFF_LINES = 7.2e10
-# The same of rows read in place (36 times of 8 shapes, 2026-11-21): each 128 bytes of one lie in two lines.
-_L2_BYTES_PER_SM_IN_PLACE = 3.9e10
-# Of the chip: bytes/s of a kernel that pads rows.
-_COPY_BYTES = 3.5e12
-# Seconds: a launch, with the first block's way; storing a tile of 128 x 256, by TMA and by rows; getting what was asked
-# for; adding up a split product; that the blocks of a cluster wait for each other at each tile; clearing heads of rows.
-_LAUNCH_SECONDS = 2.3e-6
-_STORE_SECONDS = 1.0e-6
-_STORE_ROWS_SECONDS = 2.4e-6
-_LOAD_SECONDS = 0.85e-6
-_REDUCTION_SECONDS = 1.6e-6
-_CLUSTER_SECONDS = 0.2e-6
-_CLEAR_SECONDS = 1.0e-6
-#: Times as long as a store takes one with an activation.
-_EPILOGUE = 2.0
-#: The share of a store by rows that products of the other consumer do not hide.
-_EXPOSED = 0.8
-#: The share of a deferred store that the next tile's products do not hide, of the second half and of packed pieces.
-_EXPOSED_HALF = 0.4
-_EXPOSED_PACKED = 0.45
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """The constants of the cost model.
+
+    Attributes:
+      flops_per_sm: FLOP/s of one SM.
+      read_bytes_per_sm: bytes/s that wgmma reads from shared memory of one SM. They only cost power.
+      load_bytes_per_sm: bytes/s that are loaded into shared memory of one SM. They only cost power.
+      l2_bytes_per_sm: bytes/s of one SM from L2.
+      l2_bytes_per_sm_off_lines: the same of rows that are not whole cache lines.
+      l2_bytes_per_sm_in_place: the same of rows read in place: each 128 bytes of one lie in two lines.
+      copy_bytes: bytes/s of a kernel that pads rows, on the whole chip.
+      launch_seconds: a launch, with the first block's way.
+      store_seconds: storing a tile of 128 x 256 by TMA.
+      store_rows_seconds: storing a tile of 128 x 256 by rows.
+      load_seconds: from a request to the arrival of its data.
+      reduction_seconds: adding up a split product.
+      cluster_seconds: waiting of a cluster's blocks for each other, for each tile.
+      clear_seconds: clearing heads of rows that are read in place, for each tile.
+      epilogue: factor of a store with an activation.
+      exposed: the share of a store by rows that products of the other consumer do not hide.
+      exposed_half: the share of a deferred second half that the next tile's products do not hide.
+      exposed_packed: the share of deferred packed pieces that the next tile's products do not hide.
+    """
+
+    flops_per_sm: float
+    read_bytes_per_sm: float
+    load_bytes_per_sm: float
+    l2_bytes_per_sm: float
+    l2_bytes_per_sm_off_lines: float
+    l2_bytes_per_sm_in_place: float
+    copy_bytes: float
+    launch_seconds: float
+    store_seconds: float
+    store_rows_seconds: float
+    load_seconds: float
+    reduction_seconds: float
+    cluster_seconds: float
+    clear_seconds: float
+    epilogue: float
+    exposed: float
+    exposed_half: float
+    exposed_packed: float
+
+
+#: Fitted to 470 times of 40 shapes on an H200 (2026-11-21); rows read in place, to 36 times of 8 shapes.
+CONSTANTS = Constants(
+    flops_per_sm=8.3e12,
+    read_bytes_per_sm=8.9e11,
+    load_bytes_per_sm=1.4e12,
+    l2_bytes_per_sm=1.5e11,
+    l2_bytes_per_sm_off_lines=7.2e10,
+    l2_bytes_per_sm_in_place=3.9e10,
+    copy_bytes=3.5e12,
+    launch_seconds=2.3e-6,
+    store_seconds=1.0e-6,
+    store_rows_seconds=2.4e-6,
+    load_seconds=0.85e-6,
+    reduction_seconds=1.6e-6,
+    cluster_seconds=0.2e-6,
+    clear_seconds=1.0e-6,
+    epilogue=2.0,
+    exposed=0.8,
+    exposed_half=0.4,
+    exposed_packed=0.45,
+)
 
 # The search space. Tiles: block_m, block_n, block_k, ping_pong.
 _TILES = (
@@ -371,8 +422,8 @@ def _num_stages(spec: MatmulSpec, tile: Config) -> int:
     return max((num_stages for num_stages in range(1, _MAX_STAGES + 1) if fits(num_stages)), default=0)
 
 
-def estimate(spec: MatmulSpec, config: Config) -> float:
-    """Waves of tiles, each step of which is bound by the tensor cores, by L2 or by the loads that are under way.
+def estimate(spec: MatmulSpec, config: Config, constants: Constants = CONSTANTS) -> float:
+    """Seconds: waves of tiles. Each step is bound by the tensor cores, by L2 or by the loads that are under way.
 
     A cluster reads the operand it shares once. What goes through shared memory costs a little beside the products:
     power, which they lack. A wgmma reads both operands: the fewer its columns, the more for each FLOP. Rows read in
@@ -387,31 +438,52 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
     operands = ((g.lhs_layout, g.m * g.k), (g.rhs_layout, g.k * g.n))
     rows = [(2 * dict(m=g.m, n=g.n, k=g.k)[layout[1]], size) for layout, size in operands]
     is_off_lines = any(row % _LINE_BYTES and row % _TMA_BYTES == 0 for row, _ in rows)
-    l2_rates = [_L2_BYTES_PER_SM_OFF_LINES if is_off_lines else _L2_BYTES_PER_SM] * 2
+    l2_rates = [constants.l2_bytes_per_sm_off_lines if is_off_lines else constants.l2_bytes_per_sm] * 2
     if config.in_place:
-        l2_rates[0] = _L2_BYTES_PER_SM_IN_PLACE
+        l2_rates[0] = constants.l2_bytes_per_sm_in_place
         rows = rows[1:]  # The lhs is not padded.
     step = max(
-        flops / _FLOPS_PER_SM + read_bytes / _READ_BYTES_PER_SM + load_bytes / _LOAD_BYTES_PER_SM,
+        flops / constants.flops_per_sm
+        + read_bytes / constants.read_bytes_per_sm
+        + load_bytes / constants.load_bytes_per_sm,
         sum(size / rate for size, rate in zip(l2_bytes, l2_rates)),
-        _LOAD_SECONDS / config.num_stages,
+        constants.load_seconds / config.num_stages,
     )
-    steps = -(-_k_iters(spec, config) // config.split_k) * step + (_CLEAR_SECONDS if config.in_place else 0.0)
+    clear = constants.clear_seconds if config.in_place else 0.0
+    steps = -(-_k_iters(spec, config) // config.split_k) * step + clear
     by_tma = _has_tma_rows(spec)
     tile = config.block_m * config.block_n / (128 * 256)
-    store = tile * (_STORE_SECONDS if by_tma else _STORE_ROWS_SECONDS) * (_EPILOGUE if spec.activation else 1.0)
+    store = tile * (constants.store_seconds if by_tma else constants.store_rows_seconds)
+    store *= constants.epilogue if spec.activation else 1.0
     # The stores of one consumer hide behind the products of the other.
     if not config.ping_pong:
-        exposed = store * _exposed(spec, config)
+        exposed = store * _exposed(spec, config, constants)
         per_wave, at_end = steps + exposed, store - exposed
     elif by_tma:
         per_wave, at_end = max(steps, store), store
     else:
-        per_wave, at_end = steps + _EXPOSED * store, 0.0
-    padding = sum(_LAUNCH_SECONDS + 4 * (g.batch or 1) * size / _COPY_BYTES for row, size in rows if row % _TMA_BYTES)
-    reduction = _REDUCTION_SECONDS if config.split_k > 1 else 0.0
-    clusters = waves * _CLUSTER_SECONDS if config.cluster_blocks > 1 else 0.0
-    return _LAUNCH_SECONDS + waves * per_wave + at_end + padding + reduction + clusters
+        per_wave, at_end = steps + constants.exposed * store, 0.0
+    padding = sum(
+        constants.launch_seconds + 4 * (g.batch or 1) * size / constants.copy_bytes
+        for row, size in rows
+        if row % _TMA_BYTES
+    )
+    reduction = constants.reduction_seconds if config.split_k > 1 else 0.0
+    clusters = waves * constants.cluster_seconds if config.cluster_blocks > 1 else 0.0
+    return constants.launch_seconds + waves * per_wave + at_end + padding + reduction + clusters
+
+
+def not_estimated(spec: MatmulSpec, config: Config) -> str | None:
+    """Which part of the time of `run` the estimate leaves out, or None. It has the kernels that pad rows."""
+    if spec.lhs.dtype != spec.rhs.dtype:
+        return "operands of two dtypes take several products"
+    if spec.gemm.lhs_perm or spec.gemm.rhs_perm:
+        return "XLA transposes an operand"
+    if spec.bias is not None:
+        return "XLA converts and pads the bias"
+    if spec.residual is not None and spec.residual.dtype != spec.out_dtype:
+        return "XLA converts the residual"
+    return "XLA clears the result that parts are added to" if config.reduce_add else None
 
 
 def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
@@ -776,13 +848,13 @@ def _piece_bytes(config: Config, itemsize: int) -> int:
     return 64 if config.block_n * itemsize % _SWIZZLE_BYTES else _SWIZZLE_BYTES
 
 
-def _exposed(spec: MatmulSpec, config: Config) -> float:
+def _exposed(spec: MatmulSpec, config: Config, constants: Constants) -> float:
     """The share of a tile's store that takes time of its own."""
     deferred = _deferred(spec, config)
     if deferred == "kHalf":
-        return 1 - (1 - _EXPOSED_HALF) / 2
+        return 1 - (1 - constants.exposed_half) / 2
     if deferred == "kPacked":
-        return 1 - (1 - _EXPOSED_PACKED) * _num_packed(spec, config) / _num_pieces(config)
+        return 1 - (1 - constants.exposed_packed) * _num_packed(spec, config) / _num_pieces(config)
     return 1.0
 
 

@@ -27,7 +27,8 @@ from jax import export
 
 import jaxkernels as jk
 from jaxkernels import triton
-from jaxkernels.core import dispatch, hardware
+from jaxkernels.bench.results import TimedKernel
+from jaxkernels.core import dispatch, hardware, plain
 from jaxkernels.core.hardware import Chip
 from jaxkernels.core.problems import Contender, Problem
 
@@ -69,32 +70,55 @@ class Lowered:
     Attributes:
       program: operands -> result, or (residuals, cotangent) -> gradients by name.
       forward: operands -> (result, residuals for the backward pass); None if the problem is a forward pass.
-      kernels: the kernels chosen for our operations in the programs.
+      kernels: the kernels chosen for our operations in both programs.
+      timed: those in `program`, in a form that can be read back.
       seconds: the time that lowering took.
     """
 
     program: Any
     forward: Any | None
     kernels: tuple[str, ...]
+    timed: tuple[TimedKernel, ...]
     seconds: float
 
 
 def lower(problem: Problem, contender: Contender) -> Lowered:
     """Lowers in this process, for the default device."""
     begin = time.perf_counter()
-    with dispatch.recording() as choices:
-        forward, program = _lower(problem, contender, lambda f, *xs: jax.jit(f).lower(*xs), lambda x: x.out_info)
-    return Lowered(program, forward, _described(choices), time.perf_counter() - begin)
+    make = lambda f, *xs: jax.jit(f).lower(*xs)
+    return _lower(problem, contender, make, lambda x: x.out_info, begin)
 
 
 def _lower(
+    problem: Problem,
+    contender: Contender,
+    make: Callable[..., Any],
+    results_of: Callable[[Any], Any],
+    begin: float,
+) -> Lowered:
+    """Lowers the forward pass, unless the problem is one, and the program.
+
+    Args:
+      make: lowers a function for its operands' types.
+      results_of: the types of the results of what `make` returns.
+      begin: when lowering began.
+    """
+    with dispatch.recording() as first:
+        forward, make_program = _lower_forward(problem, contender, make, results_of)
+    with dispatch.recording() as choices:
+        program = make_program()
+    timed = tuple(map(_timed, choices))
+    return Lowered(program, forward, _described([*first, *choices]), timed, time.perf_counter() - begin)
+
+
+def _lower_forward(
     problem: Problem, contender: Contender, make: Callable[..., Any], results_of: Callable[[Any], Any]
-) -> tuple[Any | None, Any]:
-    """The forward pass (None if the problem is a forward pass) and the program: `make` of a function and its types."""
+) -> tuple[Any | None, Callable[[], Any]]:
+    """The forward pass (None if the problem is a forward pass), and a function that lowers the program."""
     operands, cotangent = shapes(problem)
     operands = jax.eval_shape(contender.prepare, operands)
     if problem.direction == "forward":
-        return None, make(contender.function, operands)
+        return None, lambda: make(contender.function, operands)
     trees = []
 
     def forward(operands: dict[str, jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
@@ -108,12 +132,18 @@ def _lower(
 
     made = make(forward, operands)
     out, saved = jax.tree.map(struct, results_of(made))
-    return made, make(backward, saved, jax.ShapeDtypeStruct(cotangent.shape, out.dtype))
+    return made, lambda: make(backward, saved, jax.ShapeDtypeStruct(cotangent.shape, out.dtype))
 
 
 def _described(choices: list[dispatch.Choice]) -> tuple[str, ...]:
     designs = (choice.design and f"{choice.design}." for choice in choices)
     return tuple(f"{c.op}: {c.backend} {design}{c.config}, {c.source}" for c, design in zip(choices, designs))
+
+
+def _timed(choice: dispatch.Choice) -> TimedKernel:
+    backend = dispatch.load(choice.op, choice.backend)
+    config, spec = backend.encode(choice.config), plain.describe(choice.spec)
+    return TimedKernel(choice.op, choice.backend, backend.version, config, spec)
 
 
 class Workers:
@@ -187,11 +217,11 @@ def _export(problem: Problem, backend: str, platform: str) -> Lowered:
     make = lambda f, *xs: export.export(jax.jit(f), platforms=(platform,), disabled_checks=allowed)(*xs)
     results_of = lambda made: jax.tree.unflatten(made.out_tree, made.out_avals)
     try:
-        with dispatch.recording() as choices, dispatch.policy(dispatch.Policy(exports_all=True)):
-            made = _lower(problem, Contender(backend, our_function(problem, backend)), make, results_of)
-        forward, program = (None if one is None else one.serialize() for one in made)
+        with dispatch.policy(dispatch.Policy(exports_all=True)):
+            made = _lower(problem, Contender(backend, our_function(problem, backend)), make, results_of, begin)
+        forward, program = (None if one is None else one.serialize() for one in (made.forward, made.program))
     except NotImplementedError:
         raise
     except Exception as e:  # Some classes of errors cannot be pickled.
         raise RuntimeError(f"{type(e).__name__}: {e}") from None
-    return Lowered(program, forward, _described(choices), time.perf_counter() - begin)
+    return dataclasses.replace(made, program=program, forward=forward, seconds=time.perf_counter() - begin)

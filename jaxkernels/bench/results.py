@@ -21,8 +21,8 @@ from jaxkernels.core.measure import Regime, Samples
 from jaxkernels.core.versions import installed_version
 
 __all__ = [
-    "SCHEMA", "Change", "Results", "Row", "Side", "cells", "compare", "environment", "line", "load", "read", "resumed",
-    "save", "write",
+    "SCHEMA", "Change", "Results", "Row", "Side", "TimedKernel", "cells", "compare", "environment", "line", "load",
+    "read", "resumed", "save", "write",
 ]  # fmt: skip
 
 #: The schema of the JSON; files with another schema are refused.
@@ -38,6 +38,24 @@ _MAX_DRIFT = 0.03
 
 
 @dataclasses.dataclass(frozen=True)
+class TimedKernel:
+    """One of our kernels in a timed program, in a form that can be read back (`jaxkernels.tuning.calibration`).
+
+    Attributes:
+      op, backend: the operation and the backend.
+      version: the backend's version.
+      config: the configuration, as `dispatch.Backend.encode` has it.
+      spec: the spec, as `plain.describe` has it; None if it has no such form.
+    """
+
+    op: str
+    backend: str
+    version: int
+    config: dict[str, Any]
+    spec: dict[str, Any] | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Side:
     """One way to compute a row's problem, measured.
 
@@ -47,7 +65,9 @@ class Side:
       seconds: the median time of one call.
       samples: the measured times; None if the side was too slow to compete: `seconds` is then from one round of bursts.
       error_ratio: see `jaxkernels.bench.accuracy.error_ratio`.
-      kernels: kernel and configuration of each of our operations in it, as in `jaxkernels.explain`.
+      kernels: kernel and configuration of each of our operations in it, as in `jaxkernels.explain`. A backward problem
+        has those of its forward pass, too, which is not timed.
+      timed: the kernels of the timed program. Older files have none.
     """
 
     name: str
@@ -56,6 +76,7 @@ class Side:
     samples: Samples | None
     error_ratio: float
     kernels: tuple[str, ...] = ()
+    timed: tuple[TimedKernel, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,9 +278,11 @@ def _commit() -> str | None:
 
 def save(results: Results, path: pathlib.Path) -> None:
     """Writes JSON atomically; times in seconds."""
-    write(
-        dict(schema=SCHEMA, environment=results.environment, rows=[dataclasses.asdict(r) for r in results.rows]), path
-    )
+    rows = [dataclasses.asdict(row) for row in results.rows]
+    for side in (side for row in rows for side in row["sides"]):
+        if not side["timed"]:  # A baseline, or a side of an older file.
+            del side["timed"]
+    write(dict(schema=SCHEMA, environment=results.environment, rows=rows), path)
 
 
 def write(values: dict[str, Any], path: pathlib.Path) -> None:
@@ -276,16 +299,16 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def load(path: pathlib.Path) -> Results:
+def load(path: pathlib.Path, command: str = "bench") -> Results:
     """Reads what `save` wrote.
 
     Raises:
-      InputError: the file is missing or holds something else.
+      InputError: the file is missing or holds something else. The message begins with `command`.
     """
-    values = read(path, "bench")
+    values = read(path, command)
     if not isinstance(values, dict) or values.get("schema") != SCHEMA:
         found = values.get("schema") if isinstance(values, dict) else None
-        raise InputError(f"bench: {path} is not a benchmark of schema {SCHEMA}; its schema is {found}.")
+        raise InputError(f"{command}: {path} is not a benchmark of schema {SCHEMA}; its schema is {found}.")
     return Results(values["environment"], tuple(map(_row, values["rows"])))
 
 
@@ -312,7 +335,8 @@ def _side(values: dict[str, Any]) -> Side:
     if samples is not None:
         as_tuples = {name: tuple(samples[name]) for name in ("round_medians", "probed")}
         samples = Samples(**{**samples, **as_tuples})
-    return Side(**{**values, "samples": samples, "kernels": tuple(values["kernels"])})
+    timed = tuple(TimedKernel(**kernel) for kernel in values.get("timed", ()))
+    return Side(**{**values, "samples": samples, "kernels": tuple(values["kernels"]), "timed": timed})
 
 
 @dataclasses.dataclass(frozen=True)

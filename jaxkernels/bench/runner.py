@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxkernels.bench import accuracy, lowering
 from jaxkernels.bench.lowering import AUTO, Lowered, Workers
-from jaxkernels.bench.results import Row, Side
+from jaxkernels.bench.results import Row, Side, TimedKernel
 from jaxkernels.bench.suites import baselines_of, peak_flops_per_s
 from jaxkernels.bench.telemetry import Telemetry
 from jaxkernels.core import dispatch, hardware
@@ -257,6 +257,7 @@ class _Plan:
                         samples=samples.get(key),
                         error_ratio=errors[key],
                         kernels=self._contestants[key].kernels,
+                        timed=self._contestants[key].timed,
                     )
                     for key, look in seconds.items()
                     if key in samples or key not in timed
@@ -406,6 +407,7 @@ class _Contestant:
       program: operands -> result, or (residuals, cotangent) -> gradients by name.
       forward: operands -> (result, residuals for the backward pass); None if the problem is a forward pass.
       kernels: the kernels chosen for our operations; empty for a baseline.
+      timed: those in `program`, in a form that can be read back.
       seconds: the seconds of lowering, waiting and compiling.
     """
 
@@ -414,6 +416,7 @@ class _Contestant:
     program: Callable[..., Any]
     forward: Callable[..., Any] | None
     kernels: tuple[str, ...]
+    timed: tuple[TimedKernel, ...]
     seconds: dict[str, float]
 
     def arguments(self, operands: _Arrays, cotangent: jax.Array) -> tuple[Any, ...]:
@@ -449,7 +452,8 @@ def _compile(contender: Contender, is_ours: bool, lower: Callable[[], Lowered]) 
         wait=max(lowering_ended - begin - lowered.seconds, 0.0),
         compile=time.perf_counter() - lowering_ended,
     )
-    return _Contestant(contender, is_ours, program, forward, lowered.kernels if is_ours else (), seconds)
+    kernels, timed = (lowered.kernels, lowered.timed) if is_ours else ((), ())
+    return _Contestant(contender, is_ours, program, forward, kernels, timed, seconds)
 
 
 def _compiled(lowered: Any, contender: Contender) -> Any:

@@ -13,17 +13,22 @@ import numpy as np
 import typer
 
 from jaxkernels.bench import suites
-from jaxkernels.core import dispatch, hardware, winners
+from jaxkernels.core import dispatch, hardware, registry, winners
 from jaxkernels.core.errors import InputError
 from jaxkernels.core.explain import explain
 from jaxkernels.core.problems import Problem
-from jaxkernels.tuning import tuner
+from jaxkernels.tuning import calibration, measured, tuner
 
 __all__ = ["tune"]
 
 
 def tune(
-    op: Annotated[str, typer.Argument(help="An operation, with its gradients: gemm, attention.")],
+    op: Annotated[
+        str | None,
+        typer.Argument(
+            help="An operation, with its gradients: gemm, attention.", show_default="all, with --calibrate; else needed"
+        ),
+    ] = None,
     shapes: Annotated[
         list[str] | None,
         typer.Option(
@@ -45,19 +50,57 @@ def tune(
         pathlib.Path | None,
         typer.Option(help="Write all winners of this device to a file, in the format of jaxkernels/core/tables."),
     ] = None,
+    calibrate: Annotated[
+        list[pathlib.Path] | None,
+        typer.Option(
+            help="Measure nothing. Fit the constants of cost models to the times in a file of `bench --json` or of "
+            "`tune --table`, and print them; may be repeated."
+        ),
+    ] = None,
+    design: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --calibrate: fit this cost model only, such as matmul.cuda.gemm; may be repeated.",
+            show_default="all",
+        ),
+    ] = None,
+    chip_name: Annotated[
+        str | None,
+        typer.Option(
+            "--chip",
+            help="With --calibrate: use times of this chip only.",
+            show_default="this machine's GPU, else an H200",
+        ),
+    ] = None,
 ) -> None:
     """Measure which configurations are fastest on this GPU, and keep them for every program on this machine.
 
     `jaxkernels tune gemm --shapes 4096x4096x4096,8192x8192x8192:nt`
+
+    `jaxkernels tune attention --calibrate attention.json`
     """
     operations = suites.kinds()[:-1]
-    if op not in operations:
-        raise InputError(f"tune: unknown operation {op!r}; use one of {', '.join(operations)}.")
+    if op is None and not calibrate:
+        raise InputError(f"tune: no operation is given; use one of {', '.join(operations)}.")
+    if op is not None and op not in operations:
+        is_file = bool(calibrate) and pathlib.Path(op).exists()
+        way_out = "repeat --calibrate for each file" if is_file else f"use one of {', '.join(operations)}"
+        raise InputError(f"tune: unknown operation {op!r}; {way_out}.")
     if backend is not None and backend not in dispatch.backend_names():
         raise InputError(
             f"tune: unknown backend {backend!r}; use one of {', '.join(dispatch.backend_names())}, "
             "or leave --backend out to tune all."
         )
+    if calibrate:
+        if shapes or suite or force or table is not None:
+            raise InputError(
+                "tune: --calibrate measures nothing and takes no --shapes, --suite, --force or --table. Leave them out."
+            )
+        _calibrate(calibrate, _designs(op, backend, design), _chip(chip_name))
+        return
+    if design or chip_name is not None:
+        raise InputError("tune: --design and --chip need --calibrate. Name a file with it.")
+    assert op is not None
     if not shapes and not suite:
         raise InputError("tune: no shapes are given. Name shapes with --shapes, or a suite with --suite.")
     problems = [suites.parse_shape(op, text) for item in shapes or [] for text in item.split(",")]
@@ -82,6 +125,68 @@ def tune(
         _write_table(table, winners.entries(chip))
     if failed:
         raise InputError(f"tune: {failed} kernels could not be tuned; see the reasons above.")
+
+
+def _designs(op: str | None, backend: str | None, names: list[str] | None) -> list[measured.Design]:
+    """The designs to calibrate.
+
+    Raises:
+      InputError: a name is unknown, or no design is left.
+    """
+    known = measured.designs()
+    kernels = None if op is None else registry.OPERATIONS[suites.registry_name(op) or ""].kernels
+    for name in names or []:
+        if name not in known:
+            raise InputError(f"tune: no cost model with constants is called {name!r}; use {_listed(known)}.")
+    found = [
+        design
+        for name, design in known.items()
+        if (not names or name in names)
+        and (kernels is None or design.op in kernels)
+        and backend in (None, design.backend)
+    ]
+    if not found:
+        raise InputError(
+            f"tune: no design of this operation and backend has constants to fit; {_listed(known)} have. "
+            "Leave the operation, --backend or --design out."
+        )
+    return found
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def _chip(name: str | None) -> hardware.Chip:
+    if name is None:
+        return hardware.cuda_target()
+    try:
+        return hardware.lookup(name)
+    except ValueError as e:
+        raise InputError(f"tune: {e}") from e
+
+
+def _calibrate(paths: list[pathlib.Path], designs: list[measured.Design], target: hardware.Chip) -> None:
+    """Fits the constants of designs and prints them."""
+    found = measured.read(paths, target, designs)
+    for reason, count in found.left_out.items():
+        print(f"left out: {count} times {reason}")
+    refused, num_fits = [], 0
+    for design in designs:
+        times, constants = found.times[design.name], design.module.CONSTANTS
+        if (reason := calibration.too_few(constants, times)) is not None:
+            refused.append(f"{design.name}: not fitted: {reason}")
+            continue
+        num_fits += 1
+        fit = calibration.fit(design.module.estimate, constants, times)
+        print(f"{design.name}  {fit.num_times} times of {fit.num_problems} problems on {target}\n{fit}", flush=True)
+    for reason in refused:
+        print(reason)
+    if not num_fits:
+        raise InputError(
+            f"tune: the files have too few times on {target} for any of the cost models; see the reasons above. "
+            "Measure more problems with `jaxkernels bench OP --random N --json FILE`, or name the chip with --chip."
+        )
 
 
 def _kernels(problems: Iterable[Problem], backend: str | None) -> Iterator[tuple[str, Any]]:

@@ -12,12 +12,20 @@ A backend has one or more designs of an operation. A design is a module with six
 - `estimate(spec, config) -> float`: the cost model, in seconds (not needed where the space has one member);
 - `run(spec, config, *arrays)`: the result, computed with JAX operations or a kernel call;
 
-Two more names are optional:
+Two names are optional:
 
 - `shortlist(spec)`, while its cost model is not to be trusted with the whole space: the configurations among which
   `default_config` looks. An empty shortlist says that another design is known to be faster;
 - `unpreferred(spec) -> str | None`: why a call that names no backend takes a later one of the order, although this
   design supports the spec; None if it does not. A backend is unpreferred if all its designs that support the spec are.
+
+A design whose cost model `jaxkernels tune --calibrate` can fit to measurements (`jaxkernels.tuning.calibration`) has
+three more:
+
+- `Constants`: a frozen dataclass of positive floats, the constants of the cost model;
+- `CONSTANTS`: their values. `estimate` takes others as its third argument;
+- `not_estimated(spec, config) -> str | None`: which part of the time of `run` the estimate leaves out, or None. Times
+  of such calls are not compared with the estimate.
 
 `REGISTRY` lists backends in order of preference. A call that names a backend gets that backend or an error. A call that
 names none gets the fastest backend, if that was measured (`jaxkernels.tuning`). Otherwise it gets the first backend

@@ -8,14 +8,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["ArrayType", "short_name"]
+__all__ = ["SHORT_NAMES", "ArrayType", "short_name"]
 
-_SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "bool": "b1"}
+#: A dtype's name -> the name as JAX prints it in types, where it differs.
+SHORT_NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "bool": "b1"}
 
 
 def short_name(dtype: np.dtype) -> str:
     """The dtype's name as JAX prints it in types: "bf16" for bfloat16."""
-    return _SHORT.get(dtype.name, dtype.name)
+    return SHORT_NAMES.get(dtype.name, dtype.name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import functools
 import hashlib
 import json
@@ -27,11 +26,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
+from jaxkernels.core import plain
 from jaxkernels.core.folders import cache_root, read_entry, write_entry
 from jaxkernels.core.hardware import Chip
-from jaxkernels.core.types import ArrayType
 
 __all__ = ["AUTO", "Key", "entries", "lookup", "measured_backends", "store"]
 
@@ -64,14 +61,7 @@ class Key:
 
     def describe(self) -> dict[str, Any] | None:
         """The key as plain values, or None where the spec has none (a size that is not known yet)."""
-        try:
-            spec = {
-                field.name: _plain(value)
-                for field in dataclasses.fields(self.spec)
-                # What has its default is left out: a field that is added to a spec later leaves its entries valid.
-                if field.name != "target" and not _is_default(value := getattr(self.spec, field.name), field)
-            }
-        except TypeError:
+        if (spec := plain.describe(self.spec)) is None:
             return None
         return {
             "device": self.chip.name,
@@ -81,32 +71,6 @@ class Key:
             "version": self.version,
             "spec": spec,
         }
-
-
-def _is_default(value: Any, field: dataclasses.Field[Any]) -> bool:
-    return field.default is not dataclasses.MISSING and value == field.default
-
-
-def _plain(value: Any) -> Any:
-    """A value of a spec for JSON. Raises TypeError where it has no stable form."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, enum.Enum):
-        return f"{type(value).__name__}.{value.name}"
-    if isinstance(value, ArrayType):
-        if not all(isinstance(size, int) for size in value.shape):
-            raise TypeError(f"{value} has a symbolic size")
-        return str(value)
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.dtype):
-        return value.name
-    # The scalar types of a `jax.lax.DotAlgorithm`, numpy's or jax.numpy's.
-    if (isinstance(value, type) and issubclass(value, np.generic)) or isinstance(
-        getattr(value, "dtype", None), np.dtype
-    ):
-        return np.dtype(value).name
-    raise TypeError(f"{value!r} has no form in JSON")
 
 
 def lookup[T](key: Key, decode: Callable[[dict[str, Any]], T]) -> T | None:

@@ -30,7 +30,19 @@ from jaxkernels.ops.matmul.epilogue import apply_epilogue
 from jaxkernels.ops.matmul.spec import Activation, MatmulSpec
 from jaxkernels.triton import calls, chips
 
-__all__ = ["VERSION", "Config", "Params", "estimate", "run", "search_space", "unpreferred", "unsupported"]
+__all__ = [
+    "CONSTANTS",
+    "VERSION",
+    "Config",
+    "Constants",
+    "Params",
+    "estimate",
+    "not_estimated",
+    "run",
+    "search_space",
+    "unpreferred",
+    "unsupported",
+]
 
 VERSION = 1
 
@@ -54,12 +66,55 @@ _MOST = 2**16
 _MOST_TILES = 2**31
 #: Columns that are stored at once: what they need in shared memory would else take room of the pipeline.
 _PIECE_N = 64
-_LAUNCH_SECONDS = 3e-6
-_ADD_SECONDS = 3e-6
-#: Shares of the tensor cores' rate and of the memory's that kernels reach.
-_REACHED_FLOPS, _REACHED_BYTES = 0.8, 0.88
-#: One program alone can have this many times its SM's share of the memory's rate.
-_BYTES_OF_ONE = 1.6
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """The constants of the cost model. The rates that they refer to are those of `jaxkernels.triton.chips`.
+
+    Attributes:
+      launch_seconds: a launch.
+      add_seconds: the launch of XLA's kernel that adds up parts of k.
+      reached_flops: the share of the tensor cores' rate that kernels reach.
+      reached_bytes: the share of the memory's rate that kernels reach.
+      bytes_of_one: how many times its SM's share of the memory's rate one program alone can have.
+      tile_exponent: tiles below 2^15 elements reach (elements / 2^15) to this power of `reached_flops`.
+      few_rows: factor of the rate on Hopper if a tile has fewer than 64 rows.
+      two_programs, many_programs: factor of the rate if an SM has two, and more than two programs.
+      two_stages: factor of the rate with two stages.
+      tile_seconds: what each wave of tiles takes beside its steps.
+      next_tile_seconds: the same if a program computes several tiles.
+    """
+
+    launch_seconds: float
+    add_seconds: float
+    reached_flops: float
+    reached_bytes: float
+    bytes_of_one: float
+    tile_exponent: float
+    few_rows: float
+    two_programs: float
+    many_programs: float
+    two_stages: float
+    tile_seconds: float
+    next_tile_seconds: float
+
+
+#: From measurements on an H200 (docs/triton.md).
+CONSTANTS = Constants(
+    launch_seconds=3e-6,
+    add_seconds=3e-6,
+    reached_flops=0.8,
+    reached_bytes=0.88,
+    bytes_of_one=1.6,
+    tile_exponent=0.2,
+    few_rows=0.5,
+    two_programs=1.1,
+    many_programs=1.15,
+    two_stages=0.92,
+    tile_seconds=2e-6,
+    next_tile_seconds=1.5e-6,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,7 +358,7 @@ def _fills_parts(num_steps: int, parts: int) -> bool:
     return -(-num_steps // parts) * (parts - 1) < num_steps
 
 
-def estimate(spec: MatmulSpec, config: Config) -> float:
+def estimate(spec: MatmulSpec, config: Config, constants: Constants = CONSTANTS) -> float:
     """Seconds: waves of tiles, each its products or its loads, and not less than the bytes of all arrays."""
     g, tile = spec.gemm, _Tiles.of(spec, config)
     rates, num_sms = chips.rates_of(spec.target), chips.num_sms(spec.target)
@@ -320,25 +375,35 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
     fitting = max(1, min(chips.programs_per_sm(spec.target, _shared_bytes(spec, config)), 16 // config.num_warps))
     per_sm = min(config.programs_per_sm or fitting, fitting, -(-tile.items // num_sms))
     # Small tiles leave the tensor cores waiting for operands; a second program on the SM fills some of the gaps.
-    share = _REACHED_FLOPS * min(1.0, config.block_m * config.block_n / 2**15) ** 0.2
+    share = constants.reached_flops * min(1.0, config.block_m * config.block_n / 2**15) ** constants.tile_exponent
     if config.block_m < 64 and spec.target.is_hopper:  # wgmma needs 64 rows.
-        share *= 0.5
-    share = min(_REACHED_FLOPS, share * (1.15 if per_sm > 2 else 1.1 if per_sm > 1 else 1.0)) * (
-        0.92 if config.num_stages == 2 else 1.0
+        share *= constants.few_rows
+    shared = constants.many_programs if per_sm > 2 else constants.two_programs if per_sm > 1 else 1.0
+    share = min(constants.reached_flops, share * shared) * (constants.two_stages if config.num_stages == 2 else 1.0)
+    loads = max(
+        line_bytes / rates.l2_bytes, step_bytes / (rates.memory_bytes * constants.bytes_of_one) if g.m <= 64 else 0
     )
-    loads = max(line_bytes / rates.l2_bytes, step_bytes / (rates.memory_bytes * _BYTES_OF_ONE) if g.m <= 64 else 0)
     step = max(step_flops / (flops * share), loads)
-    latency = 1.5e-6 if config.programs_per_sm else 2e-6
+    latency = constants.next_tile_seconds if config.programs_per_sm else constants.tile_seconds
     # The tiles of the last, partial wave have an SM with fewer others.
     full, rest = divmod(tile.items, num_sms * per_sm)
     tiles_of_sm = full * per_sm + -(-rest // num_sms)
     seconds = tiles_of_sm * tile.k_iters * step + -(-tile.items // (num_sms * per_sm)) * latency
     num_bytes = (g.batch or 1) * ((g.m * g.k + g.k * g.n) * itemsize + g.m * g.n * spec.out_dtype.itemsize)
-    seconds = max(seconds, num_bytes / (rates.memory_bytes * num_sms * _REACHED_BYTES))
+    seconds = max(seconds, num_bytes / (rates.memory_bytes * num_sms * constants.reached_bytes))
     if config.split_k > 1:
         parts = 2 * config.split_k * (g.batch or 1) * g.m * g.n * 4
-        seconds += _ADD_SECONDS + parts / (rates.memory_bytes * num_sms)
-    return _LAUNCH_SECONDS + seconds
+        seconds += constants.add_seconds + parts / (rates.memory_bytes * num_sms)
+    return constants.launch_seconds + seconds
+
+
+def not_estimated(spec: MatmulSpec, config: Config) -> str | None:
+    """Which part of the time of `run` the estimate leaves out, or None. It has the kernel that adds up parts of k."""
+    if spec.lhs.dtype != spec.rhs.dtype:
+        return "operands of two dtypes take several products"
+    if spec.gemm.lhs_perm or spec.gemm.rhs_perm:
+        return "XLA transposes an operand"
+    return "XLA applies the epilogue" if config.split_k > 1 and spec.fused else None
 
 
 def _line_bytes(layout: str, size: int, k: int, block: int, block_k: int, itemsize: int) -> int:

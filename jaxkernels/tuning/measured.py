@@ -1,0 +1,172 @@
+"""Reads the times of our kernels from benchmarks, for `jaxkernels.tuning.calibration`.
+
+A file is the JSON of `jaxkernels bench --json`, or a table of winners that `jaxkernels tune --table` wrote. A time is
+used if the estimate of the kernel's cost model claims to be that time:
+
+- the timed program has exactly one of our kernels, as the forward problems and the backward problems of attention have;
+- `not_estimated` of its design has no reason;
+- the kernel has the version of the code, and the time is from bursts, which is also what the tuner measures.
+
+The estimate of an attention's backward pass has the passes around the kernel. The gradients of a product are two
+products and more, so these rows are left out.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pathlib
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+from typing import Any
+
+from jaxkernels.bench import results
+from jaxkernels.bench.results import TimedKernel
+from jaxkernels.core import dispatch, plain, registry
+from jaxkernels.core.errors import InputError
+from jaxkernels.core.hardware import Chip
+from jaxkernels.tuning.calibration import Time
+
+__all__ = ["Design", "Measured", "designs", "read"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Design:
+    """A design with constants.
+
+    Attributes:
+      op, backend: where it is registered.
+      module: the design.
+    """
+
+    op: str
+    backend: str
+    module: ModuleType
+
+    @property
+    def name(self) -> str:
+        """Its name on the command line: "matmul.cuda.gemm"."""
+        return f"{self.op}.{self.backend}.{dispatch.name_of(self.module)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The times in files.
+
+    Attributes:
+      times: name of a design -> its times.
+      left_out: reason -> the number of times that are not used.
+    """
+
+    times: dict[str, list[Time]]
+    left_out: dict[str, int]
+
+
+def designs() -> dict[str, Design]:
+    """The designs with constants, by name."""
+    found = [
+        Design(op, backend, module)
+        for op, backend in dispatch.REGISTRY
+        for module in dispatch.load(op, backend).designs
+        if hasattr(module, "Constants")
+    ]
+    return {design.name: design for design in found}
+
+
+def read(paths: Iterable[pathlib.Path], target: Chip, wanted: Iterable[Design]) -> Measured:
+    """Reads times of designs on a chip.
+
+    Raises:
+      InputError: a file is missing or holds something else.
+    """
+    by_module = {design.module.__name__: design for design in wanted}
+    pairs = {(design.op, design.backend) for design in by_module.values()}
+    times: dict[str, list[Time]] = {design.name: [] for design in by_module.values()}
+    left_out: collections.Counter[str] = collections.Counter()
+    for path in paths:
+        for kernels, seconds, reason in _of_file(path, target):
+            if kernels and not any((kernel.op, kernel.backend) in pairs for kernel in kernels):
+                continue
+            found = _time(kernels, seconds, target) if reason is None else reason
+            if isinstance(found, str):
+                left_out[found] += 1
+            elif (design := by_module.get(found[0].__name__)) is not None:
+                times[design.name].append(found[1])
+    return Measured(times, dict(left_out))
+
+
+#: The kernels of a time, the time in seconds, and the reason why it is not used or None.
+_Found = tuple[tuple[TimedKernel, ...], float, str | None]
+
+
+def _of_file(path: pathlib.Path, target: Chip) -> Iterator[_Found]:
+    values = results.read(path, "tune")
+    try:
+        yield from _of_table(values, target) if isinstance(values, list) else _of_benchmark(path, target)
+    except (KeyError, TypeError, AttributeError) as e:
+        raise InputError(
+            f"tune: {path} is neither a benchmark nor a table of winners: {type(e).__name__}: {e}. Use a file that "
+            "`jaxkernels bench --json` or `jaxkernels tune --table` wrote."
+        ) from e
+
+
+def _of_table(entries: list[dict[str, Any]], target: Chip) -> Iterator[_Found]:
+    for entry in entries:
+        key = entry["key"]
+        if key["backend"] not in dispatch.backend_names():  # The fastest backend, not a configuration.
+            continue
+        kernel = TimedKernel(key["op"], key["backend"], key["version"], entry["winner"], key["spec"])
+        is_same = (key["device"], key["num_sms"]) == (target.name, target.num_sms)
+        yield (kernel,), entry["seconds"], None if is_same else f"of another chip: {key['device']}"
+
+
+def _of_benchmark(path: pathlib.Path, target: Chip) -> Iterator[_Found]:
+    run = results.load(path, "tune")
+    device = run.environment["device"]
+    for row in run.rows:
+        for side in row.sides:
+            if not side.is_ours:
+                continue
+            reason = None
+            if device != str(target):
+                reason = f"of another chip: {device}"
+            elif row.regime != "burst":
+                reason = f"of the {row.regime} regime"
+            elif side.samples is None:
+                reason = "of a side that was only looked at once"
+            elif not side.timed:
+                reason = "without a record of the kernel: the file is older, or it is a training step"
+            yield side.timed, side.seconds, reason
+
+
+def _time(kernels: tuple[TimedKernel, ...], seconds: float, target: Chip) -> tuple[ModuleType, Time] | str:
+    """The design and the time, or the reason why it is not used."""
+    if len(kernels) != 1:
+        return "of several kernels of ours together"
+    (kernel,) = kernels
+    if (kernel.op, kernel.backend) not in dispatch.REGISTRY:
+        return "of a backend that no longer exists"
+    backend = dispatch.load(kernel.op, kernel.backend)
+    if kernel.version != backend.version:
+        return f"of another version of {kernel.op}[{kernel.backend}]"
+    if kernel.spec is None:
+        return "of a spec that is not kept in files"
+    try:
+        config = backend.decode(kernel.config)
+        spec = plain.restore(_kind(kernel.op, target), kernel.spec, target)
+    except (ValueError, TypeError):
+        return "of a configuration or spec that the code does not have"
+    design = backend.design_of(config)
+    if not hasattr(design, "Constants"):
+        return f"of a design without constants: {kernel.op}.{kernel.backend}.{dispatch.name_of(design)}"
+    if (part := design.not_estimated(spec, config)) is not None:
+        return f"of more than the estimate has: {part}"
+    return design, Time(spec, config, seconds)
+
+
+def _kind(op: str, target: Chip) -> type[Any]:
+    """The class of an operation's specs."""
+    tuning = registry.part(registry.operation_of(op), "tuning")
+    if tuning is None:
+        raise ValueError(f"{op} has no module `tuning`")
+    return type(tuning.probe(target))
