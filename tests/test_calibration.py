@@ -21,7 +21,7 @@ from test_tuning_spaces import attention_spec, matmul_spec
 from typer.testing import CliRunner, Result
 
 from jaxkernels import cli
-from jaxkernels.bench import results
+from jaxkernels.bench import measured, results
 from jaxkernels.bench.results import Results, TimedKernel
 from jaxkernels.core import dispatch, hardware, plain, winners
 from jaxkernels.core.errors import InputError
@@ -35,7 +35,7 @@ from jaxkernels.ops.attention.terms import Band
 from jaxkernels.ops.matmul import reference as xla_matmul
 from jaxkernels.ops.matmul.cases import MatmulCase
 from jaxkernels.ops.matmul.spec import MatmulSpec
-from jaxkernels.tuning import calibration, measured
+from jaxkernels.tuning import calibration
 from jaxkernels.tuning.calibration import Time
 
 H200 = hardware.lookup("NVIDIA H200")

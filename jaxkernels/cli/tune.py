@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 
-from jaxkernels.bench import suites
+from jaxkernels.bench import measured, suites
 from jaxkernels.core import dispatch, hardware, registry, winners
 from jaxkernels.core.errors import InputError
 from jaxkernels.core.explain import explain
 from jaxkernels.core.problems import Problem
-from jaxkernels.tuning import calibration, measured, tuner
+from jaxkernels.tuning import calibration, tuner
 
 __all__ = ["tune"]
 

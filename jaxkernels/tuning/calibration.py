@@ -4,7 +4,7 @@ The constants of a design (`Constants` in `jaxkernels.core.dispatch`) are fitted
 squares of log(estimate / time) over the logarithms of the constants, so that an error of 10 % counts the same for short
 and long kernels, and constants stay positive. Residuals beyond the usual spread count by their size and not by its
 square (Huber's loss): a few wrong times change little. A weak prior holds each constant near its value in the code:
-where times say little, it stays there. `jaxkernels.tuning.measured` reads the times.
+where times say little, it stays there. `jaxkernels.bench.measured` reads the times.
 
 A constant that the times do not determine keeps its value: no estimate depends on it, or its standard error is above
 `MAX_STANDARD_ERROR`, because it has little effect, or the same effect as another one.
