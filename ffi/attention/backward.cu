@@ -17,11 +17,10 @@
 // in their own order: 16 queries of a head have a counter, and a warp waits until it says that all
 // blocks of keys before its own have added. Every CTA waits for earlier ones only.
 //
-// A consumer issues S of the next step behind dV and dK of the present one, so that the tensor
-// cores have work while it waits for its turn:
+// A consumer issues S of the next step behind dK of the present one:
 //
-//   tensor cores    S1 | dP1 | dV1 dK1 S2 | dP2 | dV2 dK2 S3 | ...
-//   other units          P1   dS1           P2   dS2
+//   tensor cores    S1 | dV1 dP1 | dK1 S2 | dV2 dP2 | dK2 S3 | ...
+//   other units        P1       dS1      P2       dS2
 //
 // The two consumers and the warpgroup of dQ are not in step: the gaps of one are filled by others.
 //
@@ -158,12 +157,11 @@ struct SharedStorage {
   // Of each query: its logsumexp in base 2, and delta.
   alignas(128) float lse[Config::kStages][kBlockQ];
   alignas(128) float delta[Config::kStages][kBlockQ];
-  // What is in a slot of queries, and in a slot of dS.
+  // The step of each slot of queries, and of each slot of dS.
   Step steps[Config::kStages], summed[Config::kStages];
   Ring<1> key_ring, value_ring;
   Ring<Config::kStages> query_ring, output_ring;
-  // Consumer warps fill a slot of dS; the warps of dQ empty it.
-  u64 logits_full[Config::kStages], logits_empty[Config::kStages];
+  Ring<Config::kStages> logit_ring;  // Of dS, from the warps of consumers to those of dQ.
 };
 static_assert(sizeof(SharedStorage) <= JK_SMEM_BYTES, "what the host gives is enough");
 
@@ -393,7 +391,7 @@ __device__ __forceinline__ int warp_of_group() {
 
 // ---- Consumers ---------------------------------------------------------------------------------
 
-// What masks need to know of an item.
+// The part of an item that masks read.
 struct Edges {
   int first_key, key_end;
   int first_of_batch;  // The number of the batch element's first query among all queries.
@@ -638,7 +636,7 @@ class Consumer {
   // A slot of dS. A warp's 16 keys of a box of 64 queries are a piece as those that are staged.
   __device__ __forceinline__ void write_logit_gradients() {
     const int slot = place_.slot();
-    mbarrier_wait_parity(&shared_.logits_empty[slot], place_.parity() ^ 1);
+    shared_.logit_ring.producer_wait(place_);
     if (threadIdx.x == kWarpgroup) shared_.summed[slot] = shared_.steps[slot];
     unsigned char* rows =
         shared_.logits[slot] + (index_ * kWgmmaM + warp_of_group() * 16) * kSwizzleBytes;
@@ -648,7 +646,7 @@ class Consumer {
     }
     fence_proxy_async();
     __syncwarp();
-    if (threadIdx.x % kWarp == 0) mbarrier_arrive(&shared_.logits_full[slot]);
+    if (threadIdx.x % kWarp == 0) mbarrier_arrive(&shared_.logit_ring.full[slot]);
     __syncwarp();
   }
 
@@ -713,7 +711,7 @@ class QueryGradients {
       if constexpr (Config::kInOrder) {
         if (threadIdx.x % kWarp == 0) end_pending_turn();
       }
-      __syncwarp();  // As above.
+      __syncwarp();  // As in consumers.
       shared_.key_ring.consumer_release(0, 0);
       kv_.next();
     }
@@ -722,7 +720,7 @@ class QueryGradients {
 
  private:
   __device__ __forceinline__ void step(const Item& item) {
-    mbarrier_wait_parity(&shared_.logits_full[place_.slot()], place_.parity());
+    shared_.logit_ring.consumer_wait(place_);
     const Step step = shared_.summed[place_.slot()];
     // Turns leave no registers for the addresses of all rows.
     constexpr int kRowsAtOnce = Config::kInOrder ? 1 : kBlockQ / kWgmmaM;
@@ -756,8 +754,8 @@ class QueryGradients {
     wgmma_commit();
     wgmma_wait<0>();
     pin(dq);
-    if (kIsLast && row + kWgmmaM == kBlockQ && threadIdx.x % kWarp == 0) {
-      mbarrier_arrive(&shared_.logits_empty[place_.slot()]);
+    if (kIsLast && row + kWgmmaM == kBlockQ) {
+      shared_.logit_ring.consumer_release(place_.slot(), 0);
     }
     __syncwarp();
     if constexpr (Config::kInOrder && kFirst == 0) take_turn(item, step, row);
@@ -840,10 +838,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_backward(
     shared.value_ring.init(kConsumers * 4);
     shared.query_ring.init(kConsumers * 4);
     shared.output_ring.init(kConsumers * 4);
-    for (int i = 0; i < Config::kStages; ++i) {
-      mbarrier_init(&shared.logits_full[i], kConsumers * 4);
-      mbarrier_init(&shared.logits_empty[i], 4);
-    }
+    shared.logit_ring.init(4, kConsumers * 4);
     fence_mbarrier_init();
   }
   __syncthreads();

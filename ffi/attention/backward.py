@@ -24,7 +24,7 @@ from jaxkernels.ffi import compiler, custom_call
 from jaxkernels.ffi.attention import forward, launching
 from jaxkernels.ffi.attention.launching import ATOM, LOG2E, STAGING_BYTES, WARPGROUP, padded, rows_of_a_head
 from jaxkernels.ops.attention.blind import row_sums
-from jaxkernels.ops.attention.planning import backward_plan, backward_steps
+from jaxkernels.ops.attention.planning import backward_plan, backward_steps, longest_cta
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.ops.attention.visibility import (
     is_known_at_run_time,
@@ -179,14 +179,10 @@ def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTAN
     """Seconds of `run`: steps of all CTAs over the SMs, or of the longest CTA, and the passes of other kernels."""
     batch, num_queries, num_heads, head_dim = spec.q.shape
     steps = _steps(spec, config)
-    items = _streams(spec, config) * len(steps)
     flops = 2 * config.block_q * _BLOCK_KV * (3 * padded(head_dim) + 2 * padded(spec.v.shape[3]))
     step_seconds = {64: constants.step_seconds_64, 128: constants.step_seconds_128}[config.block_q]
     seconds = flops / constants.flops_per_sm + step_seconds
-    if min(steps) == max(steps):
-        busiest = (steps[0] + constants.item_steps) * -(-items // spec.target.num_sms)
-    else:
-        busiest = max(*steps, (sum(steps) / len(steps) + constants.item_steps) * items / spec.target.num_sms)
+    busiest = longest_cta(steps, _streams(spec, config), spec.target.num_sms, constants.item_steps)
     rows = batch * num_queries * num_heads
     num_bytes = rows * (10 * head_dim + 4 * spec.v.shape[3])
     if config.group_parts > 1:

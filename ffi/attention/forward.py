@@ -23,7 +23,7 @@ from jaxkernels.ffi.attention import launching
 from jaxkernels.ffi.attention.launching import ATOM, STAGING_BYTES, WARPGROUP, padded
 from jaxkernels.ops.attention import tensor_cores
 from jaxkernels.ops.attention.blind import mean_of_values
-from jaxkernels.ops.attention.planning import forward_plan, forward_steps
+from jaxkernels.ops.attention.planning import forward_plan, forward_steps, longest_cta
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.visibility import may_see_nothing, queries_inside, segment_key_blocks
 
@@ -229,13 +229,8 @@ def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTAN
     """Seconds of the kernel alone: steps of all CTAs over the SMs, or of the longest CTA."""
     batch, _, num_heads, _ = spec.q.shape
     steps = _steps(spec, config)
-    items = batch * num_heads * len(steps)
-    seconds = _step_seconds(spec, config, constants)
-    if min(steps) == max(steps):
-        busiest = (steps[0] + constants.item_steps) * -(-items // spec.target.num_sms)
-    else:
-        busiest = max(*steps, (sum(steps) / len(steps) + constants.item_steps) * items / spec.target.num_sms)
-    return constants.launch_seconds + busiest * seconds
+    busiest = longest_cta(steps, batch * num_heads, spec.target.num_sms, constants.item_steps)
+    return constants.launch_seconds + busiest * _step_seconds(spec, config, constants)
 
 
 def not_estimated(spec: AttentionSpec, config: Config) -> str | None:

@@ -23,7 +23,7 @@ struct Config {
 // The sizes of a launch.
 struct Problem {
   int num_queries, num_heads;
-  int row_length;  // Of a row of sums: queries, and zeros behind them.
+  int row_length;  // Sums of a head: one for each query, then zeros.
   int num_blocks;  // Of 64 queries.
 };
 

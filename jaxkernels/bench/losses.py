@@ -97,7 +97,7 @@ class Group:
         return [self.kind, str(len(self.ratios)), *numbers, *(f"{share:.1%}" for share in shares)]
 
 
-#: What `Group.cells` holds.
+#: The names of `Group.cells`.
 HEAD = ("kind", "rows", "geometric mean", "least", "most", *(f"below {limit}" for limit in THRESHOLDS))
 
 

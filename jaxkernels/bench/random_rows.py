@@ -1,7 +1,7 @@
 """Random problems for `jaxkernels bench --random`.
 
-What is drawn, and how often, is in the module `random_problems` of each operation
-(`jaxkernels/ops/<op>/random_problems.py`). The problem at an index follows from the seed, the index and the largest
+The module `random_problems` of each operation (`jaxkernels/ops/<op>/random_problems.py`) draws them, and states how
+often each kind is drawn. The problem at an index follows from the seed, the index and the largest
 size alone.
 """
 

@@ -609,8 +609,7 @@ def _sgemm_profiles(points: Sequence[Any], console: Any) -> list[Any]:
 
     sizes = [sgemm.parse_size(point.size) for point in points]
     size = max(sizes, key=lambda size: (math.prod(size) <= 4096**3, math.prod(size)))
-    text = "x".join(map(str, size))
-    rungs = [point.rung for point in points if point.size == text and point.rung]
+    rungs = [point.rung for point, of in zip(points, sizes) if of == size and point.rung]
     try:
         found = sgemm_profile.profile(size, rungs)
     except InputError as reason:

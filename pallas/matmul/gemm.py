@@ -245,7 +245,7 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
             split_k for split_k in _PARTS
             if num_tiles(block_m, block_n) * split_k <= spec.target.num_sms
             and pl.cdiv(g.k, block_k) >= _MIN_SPLIT_STEPS * split_k
-            and _fills_parts(pl.cdiv(g.k, block_k), split_k)
+            and tensor_cores.fills_parts(pl.cdiv(g.k, block_k), split_k)
         ]  # fmt: skip
         # dict.fromkeys removes duplicates: the usual order is often among the others.
         for delay_release in dict.fromkeys(_trimmed(spec, config).delay_release * late for late in (1, 0)):
@@ -254,11 +254,6 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
                 yield dataclasses.replace(late, cluster=cluster, minor=minor, strip=strip)
             for split_k in parts:
                 yield dataclasses.replace(late, split_k=split_k)
-
-
-def _fills_parts(num_steps: int, split_k: int) -> bool:
-    """Whether every part of k has a step, if each but the last has as many as the first."""
-    return pl.cdiv(num_steps, split_k) * (split_k - 1) < num_steps
 
 
 def _max_stages(spec: MatmulSpec, block_m: int, block_n: int, block_k: int) -> int:
@@ -317,7 +312,7 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
     if config.split_k == 1:
         outs = [spec.unfold(x) for x in _launch(spec, config, operands)]
         return outs if spec.fused else outs[0]
-    if not _fills_parts(pl.cdiv(spec.gemm.k, config.block_k), config.split_k):
+    if not tensor_cores.fills_parts(pl.cdiv(spec.gemm.k, config.block_k), config.split_k):
         raise ValueError(
             f"matmul[pallas]: every part of split_k={config.split_k} must have some of k={spec.gemm.k}, in blocks of "
             f"{config.block_k}. Use a smaller split_k."

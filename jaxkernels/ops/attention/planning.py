@@ -23,6 +23,7 @@ __all__ = [
     "forward_plan",
     "forward_steps",
     "in_sets",
+    "longest_cta",
     "num_even_ctas",
     "numbered",
     "planned_offset",
@@ -90,6 +91,21 @@ def balanced_plan(
     for row, numbers in zip(plan, taken):
         row[: 1 + len(numbers)] = len(numbers), *numbers
     return plan, float(loads.max())
+
+
+def longest_cta(steps: Sequence[int], num_streams: int, num_ctas: int, item_steps: float) -> float:
+    """The steps of the busiest CTA, for cost models.
+
+    Args:
+      steps: of each block of a stream.
+      num_streams: streams with such blocks.
+      num_ctas: the number of CTAs.
+      item_steps: what an item costs beside its steps, in steps.
+    """
+    items = num_streams * len(steps)
+    if min(steps) == max(steps):
+        return (steps[0] + item_steps) * -(-items // num_ctas)
+    return max(*steps, (sum(steps) / len(steps) + item_steps) * items / num_ctas)
 
 
 def planned_offset(spec: AttentionSpec) -> int:

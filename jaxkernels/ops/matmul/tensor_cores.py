@@ -17,7 +17,7 @@ from jax import lax
 from jaxkernels.ops.matmul.spec import MatmulSpec
 
 __all__ = [
-    "INPUTS", "OUTPUTS", "is_default", "multiply_mixed", "unsupported", "unsupported_16_bit_precision",
+    "INPUTS", "OUTPUTS", "fills_parts", "is_default", "multiply_mixed", "unsupported", "unsupported_16_bit_precision",
     "unsupported_dtypes", "unsupported_sizes",
 ]  # fmt: skip
 
@@ -88,6 +88,11 @@ def unsupported_sizes(spec: MatmulSpec) -> str | None:
     if (most := max(sizes[1:])) >= _MOST:
         return f"counts the bytes of a row in 32 bits, which {most} elements exceed"
     return None
+
+
+def fills_parts(num_steps: int, parts: int) -> bool:
+    """Whether every part of k has a step, if each but the last has as many as the first."""
+    return -(-num_steps // parts) * (parts - 1) < num_steps
 
 
 def multiply_mixed(

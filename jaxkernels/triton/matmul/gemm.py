@@ -348,14 +348,9 @@ def _splits(spec: MatmulSpec, tile: Config) -> Iterator[int]:
     yield 1
     parts, items = 2, _Tiles.of(spec, tile).items
     while items * parts <= 4 * chips.num_sms(spec.target) and _steps(spec, tile) >= 4 * parts:
-        if _fills_parts(_steps(spec, tile), parts):
+        if tensor_cores.fills_parts(_steps(spec, tile), parts):
             yield parts
         parts *= 2
-
-
-def _fills_parts(num_steps: int, parts: int) -> bool:
-    """Whether every part of k has a step, if each but the last has as many as the first."""
-    return -(-num_steps // parts) * (parts - 1) < num_steps
 
 
 def estimate(spec: MatmulSpec, config: Config, constants: Constants = CONSTANTS) -> float:
@@ -424,7 +419,7 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
     if config.split_k == 1:
         outs = [spec.unfold(x) for x in _launch(spec, config, operands)]
         return outs if spec.fused else outs[0]
-    if not _fills_parts(_steps(spec, config), config.split_k):
+    if not tensor_cores.fills_parts(_steps(spec, config), config.split_k):
         raise ValueError(
             f"{_LABEL}: every part of split_k={config.split_k} must have some of k={spec.gemm.k}, in blocks of "
             f"{config.block_k}. Use a smaller split_k."
