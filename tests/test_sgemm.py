@@ -169,15 +169,18 @@ def test_missing_waits_are_noticed(number: int, before: str, after: str, emulato
     assert is_wrong(rung, emulator, config=config)
 
 
-#: All tiles of rungs 15 and 16, with k divided once or several times.
-SPLIT = [(rung, config) for rung, config in CHOICES if config.SPLIT_K in (2, 4)]
+#: All tiles of rungs 15 and 16, with k whole or divided.
+TILES = [(rung, config) for rung, config in CHOICES if config.SPLIT_K in (1, 2, 4)]
+SPLIT = [(rung, config) for rung, config in TILES if config.SPLIT_K > 1]
 
 
 @pytest.mark.sampled(one_in=4)
 @NEEDS_COMPILER
-@pytest.mark.parametrize(("rung", "config"), SPLIT, ids=named)
+@pytest.mark.parametrize(("rung", "config"), TILES, ids=named)
 @pytest.mark.parametrize("sizes", [(67, 129, 300), (130, 68, 70), (1, 1, 31)], ids=str)
-def test_split_k_on_the_emulator(rung: Rung, config: Config, sizes: tuple[int, int, int], emulator: Emulator) -> None:
+def test_tiles_to_choose_from_on_the_emulator(
+    rung: Rung, config: Config, sizes: tuple[int, int, int], emulator: Emulator
+) -> None:
     """With parts of k that differ in length, or are empty."""
     for emulator.seed in range(2):
         assert error(rung, sizes, alpha=-1.5, beta=0.5, config=config) < 1

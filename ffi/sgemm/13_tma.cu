@@ -32,6 +32,7 @@ struct Shared {
   Slot slots[STAGES];
   Ring<STAGES> ring;
 };
+static_assert(sizeof(Shared) <= SMEM_BYTES, "what the host gives is enough");
 using Place = RingPlace<STAGES>;
 
 // sums += a slot's tile of A times its tile of B, for the results of one thread.

@@ -25,10 +25,11 @@ struct Slot {
 struct Shared {
   union {
     Slot slots[STAGES];
-    float partial[BM][BN + 4];  // Padded: rows begin in different banks.
+    float partial[SPLIT_K == 1 ? 1 : BM][BN + 4];  // Padded: rows begin in different banks.
   };
   Ring<STAGES> ring;
 };
+static_assert(sizeof(Shared) <= SMEM_BYTES, "what the host gives is enough");
 using Place = RingPlace<STAGES>;
 
 // sums += a slot's tile of A times its tile of B, for the results of one thread.

@@ -43,11 +43,12 @@ struct Shared {
   float staged[kStaged][BM * BK];
   union {
     Slot slots[STAGES];
-    float partial[BM][BN + 4];  // Padded: rows begin in different banks.
+    float partial[SPLIT_K == 1 ? 1 : BM][BN + 4];  // Padded: rows begin in different banks.
   };
   Ring<kStaged> staged_ring;
   Ring<STAGES> ring;
 };
+static_assert(sizeof(Shared) <= SMEM_BYTES, "what the host gives is enough");
 
 // sums += a slot's tile of A times its tile of B, for the results of one thread.
 __device__ __forceinline__ void multiply(const Slot& slot, int row, int column,

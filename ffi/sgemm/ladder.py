@@ -434,11 +434,12 @@ def _tma_plan(config: Config, common: Mapping[str, Any], defines: Mapping[str, A
         TensorMap("x0", box=(config.BM, config.BK), swizzle="128B"),
         TensorMap("x1", box=(config.BK // config.CLUSTER, config.BN)),
     ]
+    smem_bytes = config.staged_bytes + max(config.ring_bytes, config.partial_bytes) + 16 * (config.STAGES + 2)
     return LaunchPlan(
         parameters=[*maps, Pointer("out"), *scalars],
-        smem_bytes=config.staged_bytes + max(config.ring_bytes, config.partial_bytes) + 16 * (config.STAGES + 2),
+        smem_bytes=smem_bytes,
         cluster=(config.SPLIT_K * config.CLUSTER,),
-        defines=defines,
+        defines={**defines, "SMEM_BYTES": smem_bytes},
         **common,
     )
 
