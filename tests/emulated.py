@@ -72,6 +72,8 @@ class Emulator:
     Attributes:
       seed: decides the order in which threads, copies and products run.
       edits: what to change in the kernels' text.
+      is_at_once: whether the blocks of a grid run together, for kernels whose blocks wait for each other. Clusters of
+        several blocks run one after the other all the same.
       smem_alignment: bytes that the kernels' dynamic shared memory is declared to be aligned to.
     """
 
@@ -79,6 +81,7 @@ class Emulator:
         """`translated`: by a kernel's name, what of its text no C++ compiler takes, and what stands for it."""
         self._folder, self._translated = folder, translated
         self.seed = 0
+        self.is_at_once = False
         self.edits: dict[str, str] = {}
         self.smem_alignment = smem_alignment
         headers = folder / _PRECOMPILED
@@ -157,7 +160,9 @@ class Emulator:
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         run = ctypes.CDLL(cubin).run
         run.restype = ctypes.c_char_p
-        error = run(pointers, grid[0], block[0], cluster[0], smem_bytes, self.smem_alignment, self.seed)
+        error = run(
+            pointers, grid[0], block[0], cluster[0], smem_bytes, self.smem_alignment, self.is_at_once, self.seed
+        )
         if error:
             raise RuntimeError(error.decode())
         return [jnp.asarray(out) for out in outs]

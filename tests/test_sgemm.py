@@ -45,8 +45,8 @@ def emulator(libraries: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     emulator = Emulator(libraries, {f"sgemm_{rung.name}": translated(rung) for rung in RUNGS})
 
     def call(kernel: CudaKernel, *operands: Any, **constants: Any) -> jax.Array:
-        (result,) = kernel._run(constants, hardware.lookup("NVIDIA H200"), *map(jnp.asarray, operands))
-        return result
+        results = kernel._run(constants, hardware.lookup("NVIDIA H200"), *map(jnp.asarray, operands))
+        return results[0] if len(results) == 1 else results
 
     monkeypatch.setattr(CudaKernel, "__call__", call)
     with emulator.installed():
@@ -134,6 +134,7 @@ BUGS = {
     14: ("tile * BK + rank * kPart", "tile * BK"),
     15: ("const int begin = ", "const int begin = 1 + "),
     16: ("from[swizzled ^ k4]", "from[swizzled + k4]"),
+    17: ("return share(block) <= first_step();", "return share(block) < first_step();"),
 }
 
 
@@ -160,6 +161,7 @@ def test_planted_bugs_are_noticed(rung: Rung, emulator: Emulator) -> None:
         (16, "    shared.ring.producer_wait(filled);\n", ""),
         (16, "    shared.staged_ring.consumer_wait(read);\n", ""),
         (16, "shared.ring.init(kConsumers, 1 + TRANSPOSERS)", "shared.ring.init(kConsumers, TRANSPOSERS)"),
+        (17, "      if (step + 1 < work.end) requested.next();\n", ""),
     ],
 )
 def test_missing_waits_are_noticed(number: int, before: str, after: str, emulator: Emulator) -> None:
@@ -169,7 +171,7 @@ def test_missing_waits_are_noticed(number: int, before: str, after: str, emulato
     assert is_wrong(rung, emulator, config=config)
 
 
-#: All tiles of rungs 15 and 16, with k whole or divided.
+#: All tiles of rungs 15 to 17, with k whole or divided.
 TILES = [(rung, config) for rung, config in CHOICES if config.SPLIT_K in (1, 2, 4)]
 SPLIT = [(rung, config) for rung, config in TILES if config.SPLIT_K > 1]
 
@@ -182,6 +184,7 @@ def test_tiles_to_choose_from_on_the_emulator(
     rung: Rung, config: Config, sizes: tuple[int, int, int], emulator: Emulator
 ) -> None:
     """With parts of k that differ in length, or are empty."""
+    emulator.is_at_once = rung.streams
     for emulator.seed in range(2):
         assert error(rung, sizes, alpha=-1.5, beta=0.5, config=config) < 1
 
@@ -199,6 +202,23 @@ def test_tiles_to_choose_from_on_the_emulator(
 def test_split_k_with_planted_bugs(before: str, after: str, emulator: Emulator) -> None:
     emulator.edits = {before: after}
     assert is_wrong(lookup("split_k"), emulator, config=SPLIT[0][1], k=300)
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("        if (threadIdx.x == 0) wait_for_turn(&has_given[other], 1);\n", ""),
+        ("      named_barrier_sync<32 * kConsumers>(1);  // All consumers have written.\n", ""),
+        ("        named_barrier_sync<32 * kConsumers>(1);  // The other block's sums are there for all.\n", ""),
+        ("all / blocks * block + min(all % blocks, block)", "all / blocks * block"),
+        ("} while (!work.begins_with(other));", "} while (false);"),
+    ],
+)
+def test_stream_k_with_planted_bugs(before: str, after: str, emulator: Emulator) -> None:
+    emulator.edits = {before: after}
+    emulator.is_at_once = True
+    assert is_wrong(lookup("stream_k"), emulator, k=700)
 
 
 def is_wrong(rung: Rung, emulator: Emulator, k: int = 40, **options: Any) -> bool:
@@ -286,9 +306,25 @@ def test_tiles_to_choose_from_compile(rung: Rung, config: Config) -> None:
 def test_tiles_are_chosen_by_size(rung: Rung) -> None:
     chosen = lambda *sizes: choose(*sizes, rung)
     assert chosen(8192, 8192, 8192).SPLIT_K == 1
-    assert chosen(1024, 1024, 1024).SPLIT_K > 1
+    assert rung.streams or chosen(1024, 1024, 1024).SPLIT_K > 1
     assert chosen(100, 100, 60).SPLIT_K == 1
     assert chosen(1024, 1024, 1024).BM * chosen(1024, 1024, 1024).BN > chosen(128, 128, 128).BM * 64
+
+
+@pytest.mark.parametrize(
+    "sizes", [(8192, 8192, 8192), (4096, 4096, 4096), (1000, 999, 70), (300, 200, 1), (128, 64, 9999)]
+)
+@pytest.mark.parametrize("config", ladder.candidates(4096, "stream_k"), ids=str)
+def test_stream_k_gives_all_blocks_as_many_steps(sizes: tuple[int, int, int], config: Config) -> None:
+    m, n, k = sizes
+    tiles, steps = -(-m // config.BM) * -(-n // config.BN), -(-k // config.BK)
+    blocks, whole_tiles = ladder._stream(config, m, n, k)
+    assert whole_tiles % blocks == 0
+    assert 1 <= blocks <= 132 * config.BLOCKS
+    # Fewer blocks where a block would have too little to do, or a tile too many blocks.
+    assert blocks == 132 * config.BLOCKS or blocks == tiles or tiles * steps <= blocks * 5 or blocks == 16 * tiles
+    assert tiles - whole_tiles < 2 * blocks
+    assert tiles == whole_tiles or (tiles - whole_tiles) * steps >= blocks
 
 
 @pytest.mark.sampled(one_in=8)

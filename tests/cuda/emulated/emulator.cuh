@@ -2,10 +2,10 @@
 // wait for ever, reuse a buffer too early or leave too early: the headers beside this file stand in
 // for those of the engine.
 //
-// Every CUDA thread is a fiber; blocks of one cluster run together, clusters one after the other.
-// What the hardware does by itself (copies, products, arrivals at another block) is done as late as
-// the program allows, or at a random moment before, and blocks run at random speeds. Registers and
-// time are not modelled.
+// Every CUDA thread is a fiber; blocks of one cluster run together, clusters one after the other
+// or, for kernels whose blocks wait for each other, all of the grid at once. What the hardware does
+// by itself (copies, products, arrivals at another block) is done as late as the program allows, or
+// at a random moment before, and blocks run at random speeds. Registers and time are not modelled.
 //
 // Proxies are: the copy engine and wgmma (the async proxy) may not touch a byte of shared memory
 // that a thread last wrote or, for a copy into it, read the ordinary way (the generic proxy) and
@@ -105,7 +105,8 @@ inline Accesses no_accesses() {
 
 struct Block {
   alignas(1024) unsigned char smem[kSmemBytes];
-  uint32_t rank = 0;  // In its cluster.
+  uint32_t rank = 0;   // In its cluster,
+  uint32_t first = 0;  // whose first block has this index.
   int alive = 0;
   std::map<int, Barrier> barriers;  // 0 is __syncthreads.
   std::map<uint32_t, Mbarrier> mbarriers;
@@ -136,7 +137,9 @@ struct Thread {
   std::vector<Mbarrier*> unfenced_mbarriers;
 };
 
+// A cluster, or the grid if its clusters are of one block each.
 struct Cluster {
+  uint32_t size;  // Of a cluster.
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<std::unique_ptr<Thread>> threads;
   Barrier barrier;
@@ -205,7 +208,9 @@ inline uint32_t offset_of(const void* p) {
 inline uint32_t address_of(const void* p, uint32_t rank) {
   return rank << kRankShift | offset_of(p);
 }
-inline Block& block_at(uint32_t address) { return *cluster->blocks[address >> kRankShift]; }
+// A block of this thread's cluster.
+inline Block& block_of(uint32_t rank) { return *cluster->blocks[thread->block->first + rank]; }
+inline Block& block_at(uint32_t address) { return block_of(address >> kRankShift); }
 inline uint32_t offset_at(uint32_t address) { return address & ((1u << kRankShift) - 1); }
 inline unsigned char* at_address(uint32_t address) {
   return block_at(address).smem + offset_at(address);
@@ -214,8 +219,9 @@ inline unsigned char* at_address(uint32_t address) {
 // ---- Proxies -----------------------------------------------------------------------------------
 
 inline void note_accesses(Access* accesses, size_t bytes) {
-  const uint32_t block = thread->block->rank * (cluster->threads.size() / cluster->blocks.size());
-  const uint32_t me = 1 + block + thread->index;
+  const uint32_t block = thread->block->first + thread->block->rank;
+  const uint32_t me =
+      1 + block * (cluster->threads.size() / cluster->blocks.size()) + thread->index;
   for (Access* access = accesses; access < accesses + bytes; ++access) {
     if (access->thread == me && access->fenced_at == 0) continue;
     *access = {me, 0};
@@ -276,7 +282,13 @@ inline void need_fenced(const Access* accesses, uint32_t offset, int bytes, cons
   }
 }
 
-inline void later(std::function<void()> run) { cluster->operations.push_back(std::move(run)); }
+// Lets the hardware do something for this thread at a later moment.
+inline void later(std::function<void()> run) {
+  cluster->operations.push_back([asked_by = thread, run = std::move(run)] {
+    thread = asked_by;
+    run();
+  });
+}
 
 inline void need_alive(const Block& block, const char* what) {
   if (block.alive == 0) fail(std::string(what) + " of a block that has left");
@@ -304,17 +316,18 @@ inline void run_operations() {
   }
 }
 
-// Runs the blocks of one cluster to their end; returns what went wrong.
-inline std::string run_cluster(unsigned first_block, int num_blocks, unsigned num_threads,
-                               unsigned seed) {
-  Cluster here;
+// Runs the blocks of one cluster, or of several at once, to their end; returns what went wrong.
+inline std::string run_blocks(unsigned first_block, int num_blocks, unsigned cluster_blocks,
+                              unsigned num_threads, unsigned seed) {
+  Cluster here{.size = cluster_blocks};
   cluster = &here;
   here.random.seed(seed);
   constexpr size_t kStack = 64 * 1024;
   for (int b = 0; b < num_blocks; ++b) {
     auto block = std::make_unique<Block>();
     std::memset(block->smem, 0xff, kSmemBytes);
-    block->rank = b;
+    block->rank = b % cluster_blocks;
+    block->first = b - block->rank;
     block->alive = num_threads;
     block->warps.resize(num_threads / 32);
     for (unsigned t = 0; t < num_threads; ++t) {

@@ -73,7 +73,7 @@ inline void mbarrier_wait_parity(u64* barrier, u32 parity) {
 }
 inline void mbarrier_arrive_cluster_relaxed(u64* barrier, u32 rank) {
   const u32 address = emulator::offset_of(barrier);
-  emulator::Block* block = emulator::cluster->blocks[rank].get();
+  emulator::Block* block = &emulator::block_of(rank);
   emulator::later([=] {
     emulator::need_alive(*block, "an arrival at a barrier");
     --fenced_mbarrier(*block, address).pending;
@@ -144,9 +144,9 @@ void for_each_element(const TensorMap& map, u32 tile, const Place& at, Move move
 inline void load(void* tile, const TensorMap* map, u64* full, const Place& at, u16 ranks) {
   const u32 to = emulator::offset_of(tile), barrier = emulator::offset_of(full);
   const u32 fences = emulator::cluster->fences;
-  for (u32 rank = 0; rank < emulator::cluster->blocks.size(); ++rank) {
+  for (u32 rank = 0; rank < emulator::cluster->size; ++rank) {
     if (!(ranks >> rank & 1)) continue;
-    emulator::Block* block = emulator::cluster->blocks[rank].get();
+    emulator::Block* block = &emulator::block_of(rank);
     // From now on the content must not be read until the copy is complete.
     for_each_element(*map, to, at, [&](u32 place, unsigned char*) {
       const int bytes = map->element_bytes;
