@@ -28,8 +28,9 @@ constexpr int kThreads = 32 * (kConsumers + TRANSPOSERS);
 constexpr int kStaged = 2;
 // Whether registers move from the transposers to the consumers: both are whole warpgroups.
 constexpr bool kMoves = kConsumers % 4 == 0 && TRANSPOSERS % 4 == 0;
-// Of 512 for each thread of a warpgroup and SM. ptxas finds the best order with some to spare.
-constexpr int kConsumerRegisters = 192;
+// Of 512 for each thread of a warpgroup and SM. With these, ptxas reads shared memory early enough:
+// 30 or more products before the values' first use.
+constexpr int kConsumerRegisters = BLOCKS == 1 ? 216 : 192;
 constexpr int kTransposerRegisters = (504 / BLOCKS - kConsumers / 4 * kConsumerRegisters) / 8 * 8;
 
 struct Slot {

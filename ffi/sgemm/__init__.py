@@ -5,6 +5,6 @@
 `ladder` has the table of rungs, docs/sgemm.md the explanations.
 """
 
-from jaxkernels.ffi.sgemm.ladder import RUNGS, Config, Rung, choose, lookup, search_space, sgemm
+from jaxkernels.ffi.sgemm.ladder import RUNGS, Config, Rung, choose, estimate, lookup, search_space, sgemm
 
-__all__ = ["RUNGS", "Config", "Rung", "choose", "lookup", "search_space", "sgemm"]
+__all__ = ["RUNGS", "Config", "Rung", "choose", "estimate", "lookup", "search_space", "sgemm"]

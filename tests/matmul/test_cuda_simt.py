@@ -19,8 +19,8 @@ from jaxkernels.ops.matmul.spec import MatmulSpec
 HIGHEST = lax.Precision.HIGHEST
 
 
-def spec_of(dtype: str = "float32", **options) -> MatmulSpec:
-    x = ArrayType((48, 48), jnp.dtype(dtype))
+def spec_of(dtype: str = "float32", size: int = 48, **options) -> MatmulSpec:
+    x = ArrayType((size, size), jnp.dtype(dtype))
     common = dict(precision=HIGHEST, target=hardware.lookup("NVIDIA H200"), out_dtype=jnp.dtype(dtype))
     return MatmulSpec(x, x, dimension_numbers=(((1,), (0,)), ((), ())), **common | options)
 
@@ -66,10 +66,39 @@ def test_calls_lower_with_gradients_and_epilogues(layouts):
         assert "sgemm_" in jax.jit(f).trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_none_leaves_them_to_cublas():
-    x = jax.ShapeDtypeStruct((130, 130), jnp.float32)
-    explained = str(jk.explain(lambda a, b: jk.matmul(a, b, precision=HIGHEST), x, x, platform="cuda"))
-    assert "-> cuda" not in explained
+@pytest.mark.parametrize(
+    ("sizes", "layouts", "chosen"),
+    [
+        ((4096, 4096, 4096), "mk,kn", "cuda"),
+        ((640, 8000, 8000), "mk,kn", "cuda"),
+        ((130, 132, 136), "mk,kn", "xla"),
+        ((4096, 4096, 4095), "mk,kn", "xla"),
+        ((4096, 4095, 4096), "mk,kn", "xla"),
+        ((4096, 4096, 4096), "mk,nk", "xla"),
+        ((4096, 4096, 4096), "km,kn", "xla"),
+    ],
+)
+def test_none_takes_them_where_they_are_faster_than_cublas(sizes, layouts, chosen, monkeypatch):
+    monkeypatch.setenv("JAXKERNELS_TARGET", "NVIDIA H200")
+    m, n, k = sizes
+    lhs, rhs = layouts.split(",")
+    a = jax.ShapeDtypeStruct((m, k) if lhs == "mk" else (k, m), jnp.float32)
+    b = jax.ShapeDtypeStruct((k, n) if rhs == "kn" else (n, k), jnp.float32)
+    dims = ((lhs.index("k"),), (rhs.index("k"),)), ((), ())
+    f = lambda a, b: jk.dot_general(a, b, dims, precision=HIGHEST)
+    explained = str(jk.explain(f, a, b, platform="cuda"))
+    assert ("-> cuda" in explained) == (chosen == "cuda"), explained
+
+
+@pytest.mark.parametrize("config", list(simt.search_space(spec_of())), ids=str)
+@pytest.mark.parametrize("chip", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
+def test_estimates_grow_with_the_product(config, chip):
+    target = hardware.lookup(chip)
+    seconds = [simt.estimate(spec_of(size=size, target=target), config) for size in (64, 512, 2048, 8192)]
+    assert sorted(seconds) == seconds
+    # No faster than the chip's peak, and no slower than a hundredth of it on a large product.
+    peak = target.fp32_flops_per_s
+    assert 2 * 8192**3 / peak < seconds[-1] < 200 * 8192**3 / peak
 
 
 def test_a_configuration_of_before_is_the_first_designs():
