@@ -89,8 +89,9 @@ class Constants:
     other_block_kv: float
 
 
-#: Fitted to 47 rows of attention-train on an H200, from which the model differs by 3 % (median; docs/cuda-attention.md).
-#: No such row tells `exposed_exps`, `unhidden_3` and `other_block_kv`, which come from 40 earlier measurements.
+#: Fitted to 47 rows of attention-train on an H200, from which the model differs by 3 % in the median
+#: (docs/cuda-attention.md). These rows do not tell `exposed_exps`, `unhidden_3` and `other_block_kv`: they come from 40
+#: earlier measurements.
 CONSTANTS = Constants(
     flops_per_sm=8.55e12,
     exps_per_sm=44.4e9,
