@@ -498,6 +498,16 @@ def test_a_worker_lowers_for_the_chip_it_does_not_have(name, target):
     assert target in exported.program.as_text()
 
 
+def test_a_worker_lowers_cudnns_custom_calls():
+    with Workers(1, H200) as pool:
+        exported = pool.start(Problem(AttentionCase(1, 64, 64, 2, 2, 64), "backward"), "cudnn")()
+    assert [kernel.partition(" C")[0] for kernel in exported.kernels] == [
+        "attention_forward: cudnn",
+        "attention_backward: cudnn",
+    ]
+    assert "__cudnn$fmhaSoftmaxBackward" in exported.program.as_text()
+
+
 def test_chips_that_workers_cannot_know():
     assert Workers.can_serve(H200)
     assert Workers.can_serve(hardware.host())
@@ -1187,7 +1197,7 @@ def test_suites_are_listed():
         (["conv"], "bench: unknown operation 'conv'; use one of gemm, attention, train."),
         (["train", "--suite", "gemm-odd"], "bench: unknown suite 'gemm-odd'; train has train-tiny, train-124m, "
          "train-350m, train-1b."),
-        (["gemm", "--backend", "cudnn"], "bench: unknown backend 'cudnn'; use one of "
+        (["gemm", "--backend", "cublas"], "bench: unknown backend 'cublas'; use one of "
          f"{', '.join(dispatch.backend_names())}."),
         (["gemm", "--baseline", "cudnn"], "bench: unknown baseline 'cudnn'; use one of xla, cublaslt, jax-pallas."),
         (["gemm", "--regime", "hot"], "bench: unknown regime 'hot'; use one of burst, sustained."),

@@ -228,14 +228,14 @@ DOT_GENERALS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
 ATTENTIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "unknown backend": (
         (Q, K, V),
-        dict(backend="cudnn"),
-        f"dot_product_attention: unknown backend='cudnn'; use one of {KNOWN}, or None to let the op choose.",
+        dict(backend="flash"),
+        f"dot_product_attention: unknown backend='flash'; use one of {KNOWN}, or None to let the op choose.",
     ),
     "unknown implementation": (
         (Q, K, V),
-        dict(implementation="cudnn"),
-        "dot_product_attention[cudnn]: implementation must be \"xla\" or None; got 'cudnn'. Name our kernels with "
-        "backend=; call jax.nn.dot_product_attention for cuDNN's.",
+        dict(implementation="flash"),
+        'dot_product_attention[flash]: implementation must be "xla", "cudnn" or None; got \'flash\'. Name other '
+        "kernels with backend=.",
     ),
     "implementation and backend": (
         (Q, K, V),

@@ -16,7 +16,7 @@ import pytest
 import jaxkernels
 
 ROOT = pathlib.Path(jaxkernels.__file__).parent
-BACKENDS = ("pallas", "ffi", "triton")
+BACKENDS = ("pallas", "ffi", "triton", "cudnn")
 
 #: Folders of the package from the top; "" is the public face, the modules in the package's own folder.
 LAYERS = (("cli", "__main__"), ("bench",), ("models",), ("",), ("tuning",), ("ops",), BACKENDS, ("core",))

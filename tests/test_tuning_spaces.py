@@ -25,6 +25,9 @@ pytestmark = pytest.mark.usefixtures("as_if_triton_was_installed")
 
 H200 = hardware.lookup("NVIDIA H200")
 KERNELS = [(op, backend) for (op, backend), entry in dispatch.REGISTRY.items() if entry.platforms is not None]
+#: How many specs the others take at least. The CUDA kernels have no gradient of wide heads, and cuDNN takes heads in
+#: steps of 8.
+FEWER = {("attention_backward", "cuda"): 20, ("attention_forward", "cudnn"): 5, ("attention_backward", "cudnn"): 5}
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (160, 256))
 
 
@@ -58,13 +61,14 @@ def random_specs(op: str, count: int) -> list[Any]:
 def test_default_is_in_the_space_of_every_spec(kernel):
     op, backend = kernel
     specs = [spec for spec in random_specs(op, 150) if dispatch.load(op, backend).unsupported(spec) is None]
-    # The CUDA kernels have no gradient of wide heads.
-    assert len(specs) == 150 or (kernel == ("attention_backward", "cuda") and len(specs) > 20)
+    assert len(specs) == 150 or (kernel in FEWER and len(specs) > FEWER[kernel])
     for spec in specs:
         space = dispatch.search_space(op, backend, spec)
         assert len(set(space)) == len(space) <= 400
         default = dispatch.default_config(op, backend, spec)
         assert default in space, spec
+        if len(space) == 1:
+            continue
         estimates = [dispatch.load(op, backend).estimate(spec, config) for config in space]
         assert all(1e-7 < estimate < 1e4 for estimate in estimates)
 

@@ -26,7 +26,7 @@ import numpy as np
 from jax import export
 
 import jaxkernels as jk
-from jaxkernels import triton
+from jaxkernels import cudnn, triton
 from jaxkernels.bench.results import TimedKernel
 from jaxkernels.core import dispatch, hardware, plain
 from jaxkernels.core.hardware import Chip
@@ -213,7 +213,9 @@ def _export(problem: Problem, backend: str, platform: str) -> Lowered:
     """Lowers in a worker. The programs are serialised."""
     begin = time.perf_counter()
     # The check is about other versions; both processes have the same one.
-    allowed = [export.DisabledSafetyCheck.custom_call(name) for name in (jk.ffi.TARGET, *triton.TARGETS)]
+    allowed = [
+        export.DisabledSafetyCheck.custom_call(name) for name in (jk.ffi.TARGET, *triton.TARGETS, *cudnn.TARGETS)
+    ]
     make = lambda f, *xs: export.export(jax.jit(f), platforms=(platform,), disabled_checks=allowed)(*xs)
     results_of = lambda made: jax.tree.unflatten(made.out_tree, made.out_avals)
     try:

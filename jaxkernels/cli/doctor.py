@@ -14,6 +14,7 @@ import jax
 from jaxkernels.core import dispatch, hardware, registry, winners
 from jaxkernels.core.folders import cache_root
 from jaxkernels.core.versions import installed_version
+from jaxkernels.cudnn import calls as cudnn_calls
 from jaxkernels.triton import calls as triton_calls
 
 __all__ = ["Availability", "Report", "as_json", "as_text", "examine"]
@@ -21,6 +22,7 @@ __all__ = ["Availability", "Report", "as_json", "as_text", "examine"]
 _PACKAGES = (
     "jaxkernels", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "orbax-checkpoint",
     "numpy", "tokenizers", "jax-triton", "triton", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12",
+    "nvidia-cudnn-cu13", "nvidia-cudnn-cu12",
 )  # fmt: skip
 
 
@@ -138,6 +140,8 @@ def _availability(name: str, chip: hardware.Chip) -> Availability:
         return _cuda(chip)
     if name == "triton":
         return _triton(chip)
+    if name == "cudnn":
+        return _cudnn(chip)
     return Availability(name, tuple(_kernel_reasons(name, chip)))
 
 
@@ -188,6 +192,14 @@ def _triton(chip: hardware.Chip) -> Availability:
     if chip.platform == "cuda" and "triton" not in winners.measured_backends(chip):
         notes.append(f"no configuration was measured on {chip.name}: a cost model chooses, `jaxkernels tune` measures")
     return Availability("triton", tuple(reasons), ", ".join(notes))
+
+
+def _cudnn(chip: hardware.Chip) -> Availability:
+    """Whether cuDNN's attention runs: cuDNN, chip, and the limits of its kernels."""
+    found = cudnn_calls.version()
+    reasons = ["JAX finds no cuDNN"] if found is None else []
+    reasons += [reason for reason in _kernel_reasons("cudnn", chip) if reason not in reasons]
+    return Availability("cudnn", tuple(reasons), "" if found is None else f"cuDNN {'.'.join(map(str, found))}")
 
 
 def _caches() -> dict[str, int]:

@@ -36,6 +36,7 @@ __all__ = [
     "canonical_precision",
     "concrete_mesh_of",
     "convert",
+    "cudnn_version",
     "devices_during_lowering",
     "evaluate_eagerly",
     "explicit_axes_of",
@@ -256,6 +257,16 @@ def has_triton_calls() -> bool:
     except ImportError:
         return False
     return hasattr(gpu_triton, "TritonKernelCall")
+
+
+def cudnn_version() -> int | None:
+    """The version of cuDNN as a number, 90800 for 9.8.0; None if JAX finds no cuDNN (`lib.cuda_versions`)."""
+    try:
+        from jax._src.lib import cuda_versions
+
+        return None if cuda_versions is None else int(cuda_versions.cudnn_get_version())
+    except (ImportError, RuntimeError):  # No CUDA plugin, or no library beside it.
+        return None
 
 
 def adapt_dead_code_rule(primitive: Any) -> None:

@@ -76,6 +76,7 @@ OPERATIONS: dict[str, Operation] = {
                 "pallas": Entry(("jaxkernels.pallas.attention.forward",), _CUDA),
                 "cuda": Entry(("jaxkernels.ffi.attention.forward",), _CUDA, is_exportable=False),
                 "triton": Entry(("jaxkernels.triton.attention.forward",), _CUDA, is_exportable=False),
+                "cudnn": Entry(("jaxkernels.cudnn.attention.forward",), _CUDA, is_exportable=False),
                 "xla": Entry(("jaxkernels.ops.attention.reference_forward",)),
             },
             "attention_backward": {
@@ -89,6 +90,7 @@ OPERATIONS: dict[str, Operation] = {
                 ),
                 "cuda": Entry(("jaxkernels.ffi.attention.backward",), _CUDA, is_exportable=False),
                 "triton": Entry(("jaxkernels.triton.attention.backward",), _CUDA, is_exportable=False),
+                "cudnn": Entry(("jaxkernels.cudnn.attention.backward",), _CUDA, is_exportable=False),
                 "xla": Entry(("jaxkernels.ops.attention.reference_backward",)),
             },
             "attention_tangent": {

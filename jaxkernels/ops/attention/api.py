@@ -28,7 +28,7 @@ def dot_product_attention(
     scale: ArrayLike | None = None, is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None, key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
-    implementation: Literal["xla"] | None = None, return_residual: Literal[False] = False,
+    implementation: Literal["xla", "cudnn"] | None = None, return_residual: Literal[False] = False,
     logits_soft_cap: float | None = None,
     query_segment_ids: ArrayLike | None = None, key_value_segment_ids: ArrayLike | None = None,
     return_lse: Literal[False] = False, alignment: Literal["top_left", "bottom_right"] = "top_left",
@@ -42,7 +42,7 @@ def dot_product_attention(
     scale: ArrayLike | None = None, is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None, key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
-    implementation: Literal["xla"] | None = None, return_residual: Literal[True],
+    implementation: Literal["xla", "cudnn"] | None = None, return_residual: Literal[True],
     logits_soft_cap: float | None = None,
     query_segment_ids: ArrayLike | None = None, key_value_segment_ids: ArrayLike | None = None,
     return_lse: Literal[False] = False, alignment: Literal["top_left", "bottom_right"] = "top_left",
@@ -56,7 +56,7 @@ def dot_product_attention(
     scale: ArrayLike | None = None, is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None, key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
-    implementation: Literal["xla"] | None = None, return_residual: Literal[False] = False,
+    implementation: Literal["xla", "cudnn"] | None = None, return_residual: Literal[False] = False,
     logits_soft_cap: float | None = None,
     query_segment_ids: ArrayLike | None = None, key_value_segment_ids: ArrayLike | None = None,
     return_lse: Literal[True], alignment: Literal["top_left", "bottom_right"] = "top_left",
@@ -70,7 +70,7 @@ def dot_product_attention(
     scale: ArrayLike | None = None, is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None, key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
-    implementation: Literal["xla"] | None = None, return_residual: bool = False,
+    implementation: Literal["xla", "cudnn"] | None = None, return_residual: bool = False,
     logits_soft_cap: float | None = None,
     query_segment_ids: ArrayLike | None = None, key_value_segment_ids: ArrayLike | None = None,
     return_lse: bool = False, alignment: Literal["top_left", "bottom_right"] = "top_left",
@@ -90,7 +90,7 @@ def dot_product_attention(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
-    implementation: Literal["xla"] | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: bool = False,
     logits_soft_cap: float | None = None,
     query_segment_ids: ArrayLike | None = None,
@@ -124,7 +124,7 @@ def dot_product_attention(
       key_value_seq_lengths: (B,) int32; keys and values from there on are padding and not seen.
       local_window_size: (left, right): query i sees keys i - left <= j <= i + right; an int for both
         sides; None leaves a side open. Known at trace time, as `is_causal` is: give what is traced as a mask.
-      implementation: jax.nn's name for the backend: "xla" or None; "cudnn" is refused.
+      implementation: jax.nn's name for the backend: "xla", "cudnn" or None.
       return_residual: also return jax.nn's residual: the logsumexp in the key's dtype, without gradient.
       logits_soft_cap: c, from 2^-126 to 2^100: logits become c * tanh(logits / c), after the bias, before the masks.
       query_segment_ids: (B, T) or (T,) int32; given together with `key_value_segment_ids`, (B, S) or
@@ -166,10 +166,10 @@ def dot_product_attention(
     """
     op = f"dot_product_attention[{backend or implementation or 'auto'}]"
     dispatch.check_backend("dot_product_attention", backend)
-    if implementation not in (None, "xla"):
+    if implementation not in (None, "xla", "cudnn"):
         raise ValueError(
-            f'{op}: implementation must be "xla" or None; got {implementation!r}. Name our kernels with backend=; call '
-            "jax.nn.dot_product_attention for cuDNN's."
+            f'{op}: implementation must be "xla", "cudnn" or None; got {implementation!r}. Name other kernels with '
+            "backend=."
         )
     if implementation is not None and backend not in (None, implementation):
         raise ValueError(f"{op}: implementation={implementation!r} and backend={backend!r} disagree. Give one of them.")

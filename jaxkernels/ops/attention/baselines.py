@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxkernels.core.hardware import Chip
 from jaxkernels.core.problems import Baseline, Contender, Problem, needs_cuda
+from jaxkernels.ops.attention import cudnn_limits
 from jaxkernels.ops.attention.cases import AttentionCase
 
 __all__ = ["BASELINES", "cudnn_refuses"]
@@ -51,8 +52,15 @@ def _needs_index_mask(case: AttentionCase, implementation: str) -> bool:
     """Whether the causal mask and the window must be given as an array."""
     if case.query_offset and (case.causal or case.window is not None):
         return True  # jax.nn counts from the first query and the first key.
-    # cuDNN's window has a left side only, and is causal.
-    return implementation == "cudnn" and case.window is not None and not case.causal
+    if implementation != "cudnn" or case.window is None:
+        return False
+    return not cudnn_limits.takes_window(
+        causal=case.causal,
+        has_lengths=case.query_lengths or case.key_lengths,
+        has_bias=case.bias is not None or case.mask is not None or case.segments,
+        queries=case.queries,
+        keys=case.keys,
+    )
 
 
 def _index_mask(case: AttentionCase) -> jax.Array:
@@ -106,21 +114,18 @@ def _attention_xla(problem: Problem[AttentionCase]) -> Iterator[Contender]:
 
 def cudnn_refuses(dtype: str, chip: Chip) -> str | None:
     """Why cuDNN has no attention for the dtype on the chip, or None."""
-    if dtype not in ("bfloat16", "float16"):
-        return f"computes in 16 bits, not in {dtype}"
-    return needs_cuda(chip)
+    return cudnn_limits.unsupported_dtype(dtype) or cudnn_limits.unsupported_chip(chip)
 
 
 def _cudnn_refuses(problem: Problem[AttentionCase], chip: Chip) -> str | None:
     case = problem.case
     if reason := cudnn_refuses(case.dtype, chip) or _jax_nn_refuses(case):
         return reason
-    if case.head_dim % 8 or case.head_dim > 256:
-        return f"needs a head dimension of at most 256, in steps of 8, not {case.head_dim}"
-    # JAX makes a bias of a mask.
+    if reason := cudnn_limits.unsupported_heads(case.head_dim, case.value_dim or case.head_dim, chip):
+        return reason
     has_bias = case.bias or case.mask or case.segments or _needs_index_mask(case, "cudnn")
-    if has_bias and problem.direction == "backward" and (case.queries % 2 or case.keys % 2):
-        return f"needs even lengths for gradients with a bias or a mask, not {case.queries} and {case.keys}"
+    if has_bias and problem.direction == "backward":
+        return cudnn_limits.odd_lengths_of_gradients(case.queries, case.keys)
     return None
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec, Extras
 from jaxkernels.ops.attention.terms import Places, group_heads
 
-__all__ = ["Config", "attend", "backward", "search_space", "tangent", "visibility"]
+__all__ = ["Config", "attend", "backward", "search_space", "tangent", "visibility", "without_padding"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ def attend(
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Returns attention's output, in v's dtype, and the natural logsumexp of the logits, in float32."""
     p, lse = _Logits.of(spec, q, k, extras).softmax()
-    _, _, v = _without_padding(extras, q, k, v)
+    _, _, v = without_padding(extras, q, k, v)
     p = p.astype(k.dtype)
     if spec.q.shape[1] == 1:  # XLA's CPU backend multiplies one row faster from the right, by a factor of 1.3.
         out = jnp.moveaxis(_dot("bskd,bkgts->bkdgt", v, p, None), 2, -1)
@@ -55,7 +55,7 @@ def backward(
     dS = P * (dP - delta + dlse), zero where the logits are masked. The kernels take delta = rowsum(dO * O), which is
     the same but for O's rounding. If one P is nearly 1, dP - delta nearly cancels, and that rounding is all it leaves.
     """
-    q, k, v = _without_padding(extras, q, k, v)
+    q, k, v = without_padding(extras, q, k, v)
     grouped = _heads_first(q, k.shape[2])
     douts = _heads_first(_without_padded_queries(extras, dout), k.shape[2])
     logits = _Logits.of(spec, q, k, extras)
@@ -82,10 +82,10 @@ def tangent(
     spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, tangents: Sequence[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Forward mode: returns the tangents of out and lse for tangents of q, k, v (and the bias)."""
-    q, k, v = _without_padding(extras, q, k, v)
+    q, k, v = without_padding(extras, q, k, v)
     if spec.target.platform == "cpu":  # XLA's CPU backend fuses a product with zeros into the next loop, wrongly.
         tangents = jax.lax.optimization_barrier(list(tangents))
-    q_dot, k_dot, v_dot = _without_padding(extras, *tangents[:3])
+    q_dot, k_dot, v_dot = without_padding(extras, *tangents[:3])
     logits = _Logits.of(spec, q, k, extras)
     wide = _wide(q)
     raw_dot = (_products(q_dot, k) + _products(q, k_dot)) * spec.scale
@@ -188,9 +188,7 @@ def _heads_last(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
 
 
-def _without_padding(
-    extras: Extras, q: jax.Array, k: jax.Array, v: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def without_padding(extras: Extras, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """q, k and v, or their tangents, with zeros for padding: a product of a NaN and a probability of 0 is NaN.
 
     Values keep what is finite, for queries that see no key: they get the mean of all values, as in jax.nn.

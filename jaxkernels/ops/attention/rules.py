@@ -78,7 +78,8 @@ def _tangent_transpose(cts: Any, *args: Any, static: AttentionSpec, backend: str
     operands = static.named(tangent_op.name, args)
     wanted = [f"d{name}" for name in static.linear_names if ad.is_undefined_primal(operands[f"d{name}"])]
     # A bias that is a constant of the differentiation is spared its gradient.
-    spec = dataclasses.replace(static, bias_gradient="dbias" in wanted)
+    has_dlse = type(cts[1]) is not ad.Zero
+    spec = dataclasses.replace(static, bias_gradient="dbias" in wanted, lse_gradient=has_dlse)
     dout, dlse = (ad.instantiate_zeros(ct) for ct in cts)
     grads = backward_op.bind(spec, dict(operands, dout=dout, dlse=dlse), backend=backend)
     named = dict(zip(spec.outputs(backward_op.name), grads))

@@ -49,6 +49,7 @@ class AttentionSpec(Spec):
       query_offset: whether an int32 () offset is added to the query's index in `causal` and `window`
         and taken off the query lengths (the shard's place in the sequence, under a mesh).
       bias_gradient: the backward pass returns the bias's gradient.
+      lse_gradient: the logsumexp has a cotangent; without it, the operand `dlse` of the backward pass is zero.
       deterministic: equal operands must give equal bits in every run.
       terms: mask terms and score terms beside those that the fields above stand for, in the order in which they apply.
       target: the chip.
@@ -70,6 +71,7 @@ class AttentionSpec(Spec):
     self_segments: bool = False
     query_offset: bool = False
     bias_gradient: bool = False
+    lse_gradient: bool = False
     deterministic: bool = False
     terms: tuple[MaskTerm | ScoreTerm, ...] = ()
 
@@ -111,6 +113,13 @@ class AttentionSpec(Spec):
     def group_size(self) -> int:
         """Query heads for each key/value head."""
         return self.q.shape[2] // self.k.shape[2]
+
+    def unsupported_sizes(self) -> str | None:
+        """Why no kernel has these sizes, or None."""
+        sizes = (*self.q.shape, *self.k.shape, *self.v.shape)
+        if not all(isinstance(size, int) for size in sizes):
+            return "needs static shapes"
+        return "has no work in an empty attention" if 0 in sizes else None
 
     @property
     def depends_on_query_index(self) -> bool:
@@ -184,7 +193,11 @@ class AttentionSpec(Spec):
             arrays["bias"] = Operand(self.bias, logits, broadcasts=True)
         if self.mask is not None:
             arrays["mask"] = Operand(self.mask, logits, broadcasts=True)
-        return arrays | {f"d{name}": arrays[name] for name in (*self.linear_names, "out", "lse")}
+        arrays |= {f"d{name}": arrays[name] for name in (*self.linear_names, "out", "lse")}
+        if not self.lse_gradient:
+            zeros = lambda: np.zeros(arrays["lse"].type.shape, np.float32)
+            arrays["dlse"] = dataclasses.replace(arrays["lse"], draw=zeros)
+        return arrays
 
     @property
     def factor_sizes(self) -> Mapping[str, int]:

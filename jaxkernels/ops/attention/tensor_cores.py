@@ -37,10 +37,8 @@ def unsupported(spec: AttentionSpec, *, operands: str | None, cap_bits: int) -> 
         )
     if max(spec.q.shape[3], spec.v.shape[3]) > 256:
         return f"handles head dimensions up to 256, got {spec.q.shape[3]} and {spec.v.shape[3]}"
-    if not all(isinstance(size, int) for size in (*spec.q.shape, *spec.k.shape, *spec.v.shape)):
-        return "needs static shapes"
-    if 0 in (*spec.q.shape, *spec.k.shape, *spec.v.shape):
-        return "has no work in an empty attention"
+    if reason := spec.unsupported_sizes():
+        return reason
     if (longest := max(spec.q.shape[1], spec.k.shape[1])) > _MAX_LENGTH:
         return f"needs at most {_MAX_LENGTH} queries and keys, got {longest}"
     return None

@@ -192,10 +192,8 @@ def unsupported(spec: AttentionSpec) -> str | None:
         return f"handles head dimensions up to 256, got {spec.q.shape[3]} and {spec.v.shape[3]}"
     arrays = {name: x.shape for name, x in (("q", spec.q), ("k", spec.k), ("v", spec.v))}
     arrays |= {name: x.shape for name, x in (("bias", spec.bias), ("mask", spec.mask)) if x is not None}
-    if not all(isinstance(size, int) for shape in arrays.values() for size in shape):
-        return "needs static shapes"
-    if any(0 in shape for shape in arrays.values()):
-        return "has no work in an empty attention"
+    if reason := spec.unsupported_sizes():
+        return reason
     for name, shape in arrays.items():
         if math.prod(shape[1:]) >= _MOST_ELEMENTS:
             return f"counts the elements of a batch element in 32 bits, {name} has {math.prod(shape[1:])}"
