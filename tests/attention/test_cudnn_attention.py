@@ -297,6 +297,7 @@ REFUSALS = [
     (dict(value_dim=32), "takes values as wide as keys, or padded to be, not 16 and 32"),
     (dict(soft_cap=2.0), "has no soft cap and no score terms of your own"),
     (dict(scale=-1.0), "needs a positive scale, got -1.0"),
+    (dict(queries=1, keys=1), "needs more than one query or more than one key"),
     (dict(batch=0), "has no work in an empty attention"),
     (
         dict(target=TURING),

@@ -47,7 +47,7 @@ def unsupported(spec: AttentionSpec) -> str | None:
         return "has no soft cap and no score terms of your own"
     if spec.scale <= 0:
         return f"needs a positive scale, got {spec.scale}"
-    if reason := spec.unsupported_sizes():
+    if reason := spec.unsupported_sizes() or cudnn_limits.unsupported_lengths(spec.q.shape[1], spec.k.shape[1]):
         return reason
     return cudnn_limits.unsupported_heads(spec.q.shape[3], spec.v.shape[3], spec.target) or calls.missing()
 

@@ -123,6 +123,8 @@ def _cudnn_refuses(problem: Problem[AttentionCase], chip: Chip) -> str | None:
         return reason
     if reason := cudnn_limits.unsupported_heads(case.head_dim, case.value_dim or case.head_dim, chip):
         return reason
+    if reason := cudnn_limits.unsupported_lengths(case.queries, case.keys):
+        return reason
     has_bias = case.bias or case.mask or case.segments or _needs_index_mask(case, "cudnn")
     if has_bias and problem.direction == "backward":
         return cudnn_limits.odd_lengths_of_gradients(case.queries, case.keys)

@@ -11,7 +11,7 @@ from jaxkernels.core.problems import needs_cuda
 
 __all__ = [
     "largest_head_dim", "odd_lengths_of_gradients", "takes_window", "unsupported_chip", "unsupported_dtype",
-    "unsupported_heads",
+    "unsupported_heads", "unsupported_lengths",
 ]  # fmt: skip
 
 #: Compute capability from which on cuDNN has fused attention.
@@ -49,6 +49,11 @@ def unsupported_heads(head_dim: int, value_dim: int, chip: Chip) -> str | None:
     if head_dim % _HEAD_STEP or head_dim > largest:
         return f"needs a head dimension of at most {largest}, in steps of {_HEAD_STEP}, not {head_dim}"
     return None
+
+
+def unsupported_lengths(queries: int, keys: int) -> str | None:
+    """Why cuDNN does not take the lengths, or None."""
+    return "needs more than one query or more than one key" if queries == keys == 1 else None
 
 
 def odd_lengths_of_gradients(queries: int, keys: int) -> str | None:
