@@ -165,6 +165,74 @@ def test_measured_choice_holds_if_an_unpreferred_backend_is_new(install, monkeyp
     assert not dispatch.is_tuned("matmul", spec, None)
 
 
+@pytest.fixture
+def estimated(install) -> Callable[..., None]:
+    """Registers backends whose estimates were fitted on this machine's chip, the last one first."""
+
+    def estimated(
+        name: str, seconds: float, *, not_estimated: str | None = None, fitted_on: str = "cpu", **fields: Any
+    ):
+        install(name, **fields)
+        module = sys.modules[f"backend_{name}"]
+        module.FITTED_ON = (fitted_on,)
+        module.estimate = lambda spec, config: seconds * config.block / 64
+        module.not_estimated = lambda spec, config: not_estimated
+
+    return estimated
+
+
+def chosen() -> tuple[str, tuple[tuple[str, str], ...], tuple[tuple[str, float], ...]]:
+    (choice,) = jk.explain(jk.matmul, A, B).choices
+    return choice.backend, choice.passed_over, choice.estimates
+
+
+def test_later_backend_is_taken_if_it_is_estimated_to_be_faster_by_the_margin(estimated):
+    estimated("third", 1.1e-5)
+    estimated("second", 1.0e-5)
+    estimated("first", (1 + dispatch.MARGIN) * 1.01e-5)
+    backend, passed_over, estimates = chosen()
+    assert (backend, passed_over) == ("second", (("first", "estimated at 12.1 us, second at 10 us"),))
+    assert dict(estimates) == dict(first=(1 + dispatch.MARGIN) * 1.01e-5, second=1.0e-5, third=1.1e-5)
+    assert (
+        str(jk.explain(jk.matmul, A, B)).splitlines()[-1] == "     estimated: first 12.1 us, second 10 us, third 11 us"
+    )
+
+
+def test_order_decides_within_the_margin(estimated):
+    estimated("second", 1.0e-5)
+    estimated("first", (1 + dispatch.MARGIN) * 0.99e-5)
+    assert chosen()[:2] == ("first", ())
+
+
+@pytest.mark.parametrize(
+    "of_first",
+    [dict(fitted_on="NVIDIA H200"), dict(not_estimated="XLA pads an operand")],
+    ids=["fitted on another chip", "not all of the time"],
+)
+def test_order_decides_if_an_estimate_is_not_comparable(estimated, of_first):
+    estimated("second", 1.0e-5)
+    estimated("first", 1.0e-3, **of_first)
+    assert chosen() == ("first", (), (("second", 1.0e-5),))
+    assert "estimated" not in str(jk.explain(jk.matmul, A, B))
+
+
+@pytest.mark.parametrize("field", ["reason", "unpreferred"])
+def test_estimates_do_not_choose_what_is_refused_or_unpreferred(estimated, field):
+    estimated("second", 1.0e-6, **{field: "needs care"})
+    estimated("first", 1.0e-3)
+    assert chosen() == ("first", (), (("first", 1.0e-3),))
+
+
+def test_named_and_measured_backends_need_no_estimate(estimated, monkeypatch, tmp_path):
+    estimated("second", 1.0e-6)
+    estimated("first", 1.0e-3)
+    (choice,) = jk.explain(functools.partial(jk.matmul, backend="first"), A, B).choices
+    assert (choice.backend, choice.estimates) == ("first", ())
+    monkeypatch.setenv("JAXKERNELS_CACHE_DIR", str(tmp_path))
+    dispatch.store_fastest("matmul", "first", choice.spec, 1e-6)
+    assert chosen()[::2] == ("first", ())
+
+
 def test_backend_is_unpreferred_if_all_designs_that_support_the_spec_are():
     def design(reason: str | None, *unpreferred: str | None) -> types.SimpleNamespace:
         made = types.SimpleNamespace(__name__="design", unsupported=lambda spec: reason)

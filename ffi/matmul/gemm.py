@@ -225,6 +225,7 @@ class Constants:
       l2_bytes_per_sm: bytes/s of one SM from L2.
       l2_bytes_per_sm_off_lines: the same of rows that are not whole cache lines.
       l2_bytes_per_sm_in_place: the same of rows read in place: each 128 bytes of one lie in two lines.
+      memory_bytes_per_sm: bytes/s from and to memory that the loads under way of one SM allow.
       copy_bytes: bytes/s of a kernel that pads rows, on the whole chip.
       launch_seconds: a launch, with the first block's way.
       store_seconds: storing a tile of 128 x 256 by TMA.
@@ -245,6 +246,7 @@ class Constants:
     l2_bytes_per_sm: float
     l2_bytes_per_sm_off_lines: float
     l2_bytes_per_sm_in_place: float
+    memory_bytes_per_sm: float
     copy_bytes: float
     launch_seconds: float
     store_seconds: float
@@ -259,7 +261,11 @@ class Constants:
     exposed_packed: float
 
 
-#: Fitted to 470 times of 40 shapes on an H200 (2026-11-21); rows read in place, to 36 times of 8 shapes.
+#: Chips whose times the constants were fitted to.
+FITTED_ON = ("NVIDIA H200",)
+
+#: Fitted to 470 times of 40 shapes on an H200 (2026-11-21); rows read in place, to 36 times of 8 shapes; the memory, to
+#: 165 times in docs/benchmarks, 28 of them with few rows.
 CONSTANTS = Constants(
     flops_per_sm=8.3e12,
     read_bytes_per_sm=8.9e11,
@@ -267,6 +273,7 @@ CONSTANTS = Constants(
     l2_bytes_per_sm=1.5e11,
     l2_bytes_per_sm_off_lines=7.2e10,
     l2_bytes_per_sm_in_place=3.9e10,
+    memory_bytes_per_sm=3.159e10,
     copy_bytes=3.5e12,
     launch_seconds=2.3e-6,
     store_seconds=1.0e-6,
@@ -427,7 +434,8 @@ def estimate(spec: MatmulSpec, config: Config, constants: Constants = CONSTANTS)
 
     A cluster reads the operand it shares once. What goes through shared memory costs a little beside the products:
     power, which they lack. A wgmma reads both operands: the fewer its columns, the more for each FLOP. Rows read in
-    place are slow to come from L2, and of each tile's the heads are cleared; but nothing is spent on padding them.
+    place are slow to come from L2, and of each tile's the heads are cleared; but nothing is spent on padding them. Few
+    CTAs draw less than the memory gives.
     """
     g = spec.gemm
     waves = hardware.waves(_num_groups(spec, config), _num_clusters(spec, config.cluster_blocks))
@@ -470,7 +478,16 @@ def estimate(spec: MatmulSpec, config: Config, constants: Constants = CONSTANTS)
     )
     reduction = constants.reduction_seconds if config.split_k > 1 else 0.0
     clusters = waves * constants.cluster_seconds if config.cluster_blocks > 1 else 0.0
-    return constants.launch_seconds + waves * per_wave + at_end + padding + reduction + clusters
+    tiles = waves * per_wave + at_end + clusters
+    return constants.launch_seconds + hardware.soft_max(tiles, _memory(spec, config, constants)) + padding + reduction
+
+
+def _memory(spec: MatmulSpec, config: Config, constants: Constants) -> float:
+    """Seconds to read the operands from memory and to write the result."""
+    g = spec.gemm
+    num_bytes = (g.batch or 1) * (2 * (g.m + g.n) * g.k + spec.out_dtype.itemsize * g.m * g.n)
+    ctas = min(_num_groups(spec, config) * config.cluster_blocks, spec.target.num_sms)
+    return num_bytes / (ctas * constants.memory_bytes_per_sm)
 
 
 def not_estimated(spec: MatmulSpec, config: Config) -> str | None:

@@ -32,7 +32,7 @@ from jaxkernels.core import dispatch, hardware, plain
 from jaxkernels.core.hardware import Chip
 from jaxkernels.core.problems import Contender, Problem
 
-__all__ = ["AUTO", "Lowered", "Workers", "lower", "masks", "our_function", "save", "shapes", "struct"]
+__all__ = ["AUTO", "Lowered", "Workers", "kernels_of", "lower", "masks", "our_function", "save", "shapes", "struct"]
 
 #: The name of the side without a named backend.
 AUTO = "auto"
@@ -146,6 +146,24 @@ def _timed(choice: dispatch.Choice) -> TimedKernel:
     return TimedKernel(choice.op, choice.backend, backend.version, config, spec)
 
 
+def kernels_of(problem: Problem, backend: str | None) -> list[tuple[str, Any]]:
+    """The (operation, spec) of every kernel that a problem calls, including the kernels of gradients."""
+    case = problem.case
+    operands: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct(draw.shape, jnp.dtype(draw.dtype)) for name, draw in case.draws.items()
+    }
+    operands |= masks(problem)
+
+    def program(operands: dict[str, Any]) -> Any:
+        run = lambda moved: case.forward(operands | moved, backend=backend)
+        if not case.one_reference and problem.direction == "forward":
+            return run({})
+        out, pull = jax.vjp(run, {name: operands[name] for name in case.moving})
+        return out, pull(out)
+
+    return [(choice.op, choice.spec) for choice in jk.explain(program, operands).choices]
+
+
 class Workers:
     """Processes that lower our kernels for a chip. Leaving the context ends them.
 
@@ -213,9 +231,8 @@ def _export(problem: Problem, backend: str, platform: str) -> Lowered:
     """Lowers in a worker. The programs are serialised."""
     begin = time.perf_counter()
     # The check is about other versions; both processes have the same one.
-    allowed = [
-        export.DisabledSafetyCheck.custom_call(name) for name in (jk.ffi.TARGET, *triton.TARGETS, *cudnn.TARGETS)
-    ]
+    targets = (jk.ffi.TARGET, *triton.TARGETS, *cudnn.TARGETS)
+    allowed = [export.DisabledSafetyCheck.custom_call(name) for name in targets]
     make = lambda f, *xs: export.export(jax.jit(f), platforms=(platform,), disabled_checks=allowed)(*xs)
     results_of = lambda made: jax.tree.unflatten(made.out_tree, made.out_avals)
     try:

@@ -7,6 +7,9 @@ used if the estimate of the kernel's cost model claims to be that time:
 - `not_estimated` of its design has no reason;
 - the kernel has the version of the code, and the time is from bursts, which is also what the tuner measures.
 
+The baselines "xla" and "cudnn" run what the backends of these names run. Their times count for the designs of these
+backends. Files have no specs of them: a row's problem is looked up in the suites.
+
 The estimate of an attention's backward pass has the passes around the kernel. The gradients of a product are two
 products and more, so these rows are left out.
 """
@@ -15,16 +18,19 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
-from jaxkernels.bench import results
-from jaxkernels.bench.results import TimedKernel
+from jaxkernels.bench import results, suites
+from jaxkernels.bench.lowering import kernels_of
+from jaxkernels.bench.results import Row, Side, TimedKernel
 from jaxkernels.core import dispatch, plain, registry
 from jaxkernels.core.errors import InputError
 from jaxkernels.core.hardware import Chip
+from jaxkernels.core.problems import Problem
 from jaxkernels.tuning.calibration import Time
 
 __all__ = ["Design", "Measured", "designs", "read"]
@@ -84,7 +90,7 @@ def read(paths: Iterable[pathlib.Path], target: Chip, wanted: Iterable[Design]) 
     times: dict[str, list[Time]] = {design.name: [] for design in by_module.values()}
     left_out: collections.Counter[str] = collections.Counter()
     for path in paths:
-        for kernels, seconds, reason in _of_file(path, target):
+        for kernels, seconds, reason in _of_file(path, target, {backend for _, backend in pairs}):
             if kernels and not any((kernel.op, kernel.backend) in pairs for kernel in kernels):
                 continue
             found = _time(kernels, seconds, target) if reason is None else reason
@@ -99,10 +105,10 @@ def read(paths: Iterable[pathlib.Path], target: Chip, wanted: Iterable[Design]) 
 _Found = tuple[tuple[TimedKernel, ...], float, str | None]
 
 
-def _of_file(path: pathlib.Path, target: Chip) -> Iterator[_Found]:
+def _of_file(path: pathlib.Path, target: Chip, backends: set[str]) -> Iterator[_Found]:
     values = results.read(path, "tune")
     try:
-        yield from _of_table(values, target) if isinstance(values, list) else _of_benchmark(path, target)
+        yield from _of_table(values, target) if isinstance(values, list) else _of_benchmark(path, target, backends)
     except (KeyError, TypeError, AttributeError) as e:
         raise InputError(
             f"tune: {path} is neither a benchmark nor a table of winners: {type(e).__name__}: {e}. Use a file that "
@@ -120,23 +126,54 @@ def _of_table(entries: list[dict[str, Any]], target: Chip) -> Iterator[_Found]:
         yield (kernel,), entry["seconds"], None if is_same else f"of another chip: {key['device']}"
 
 
-def _of_benchmark(path: pathlib.Path, target: Chip) -> Iterator[_Found]:
+def _of_benchmark(path: pathlib.Path, target: Chip, backends: set[str]) -> Iterator[_Found]:
     run = results.load(path, "tune")
     device = run.environment["device"]
     for row in run.rows:
         for side in row.sides:
-            if not side.is_ours:
+            if not side.is_ours and side.name not in backends:
                 continue
             reason = None
             if device != str(target):
                 reason = f"of another chip: {device}"
             elif row.regime != "burst":
                 reason = f"of the {row.regime} regime"
+            elif not side.is_ours:
+                yield _of_baseline(row, side, target)
+                continue
             elif side.samples is None:
                 reason = "of a side that was only looked at once"
             elif not side.timed:
                 reason = "without a record of the kernel: the file is older, or it is a training step"
             yield side.timed, side.seconds, reason
+
+
+def _of_baseline(row: Row, side: Side, target: Chip) -> _Found:
+    """The time of a baseline as one of the backend of its name. A side that was looked at once counts: slow baselines
+    are looked at only, and they show what is slow.
+    """
+    problem = _problems().get(row.problem)
+    if problem is None:
+        return (), side.seconds, "of a baseline, for a problem that no suite has"
+    of_op = registry.OPERATIONS[suites.registry_name(row.op) or ""].kernels
+    kernels = kernels_of(problem, "xla")
+    if len(of_op) > 1:  # The forward pass of a backward problem is not timed, nor the other way round.
+        forward, is_forward = next(iter(of_op)), problem.direction == "forward"
+        kernels = [(op, spec) for op, spec in kernels if (op == forward) == is_forward]
+    found = [
+        TimedKernel(op, side.name, backend.version, backend.encode(config), plain.describe(spec))
+        for op, spec in kernels
+        if (op, side.name) in dispatch.REGISTRY
+        for backend in [dispatch.load(op, side.name)]
+        for config in backend.search_space(dataclasses.replace(spec, target=target))
+    ]
+    reason = None if found else "of a baseline that does not support the problem as a backend"
+    return tuple(found), side.seconds, reason
+
+
+@functools.cache
+def _problems() -> dict[tuple[str, ...], Problem]:
+    return {problem.key(suite.name): problem for suite in suites.all_suites().values() for problem in suite.problems}
 
 
 def _time(kernels: tuple[TimedKernel, ...], seconds: float, target: Chip) -> tuple[ModuleType, Time] | str:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import typer
 
 from jaxkernels.bench import measured, suites
+from jaxkernels.bench.lowering import kernels_of
 from jaxkernels.core import dispatch, hardware, registry, winners
 from jaxkernels.core.errors import InputError
-from jaxkernels.core.explain import explain
-from jaxkernels.core.problems import Problem
 from jaxkernels.tuning import calibration, tuner
 
 __all__ = ["tune"]
@@ -109,7 +106,7 @@ def tune(
     if chip.platform != "cuda":
         raise InputError(f"tune: needs a CUDA GPU to measure on; this machine has {chip}.")
     failed = 0
-    for name, spec in dict.fromkeys(_kernels(problems, backend)):
+    for name, spec in dict.fromkeys(kernel for p in problems for kernel in kernels_of(p, backend)):
         if not force and dispatch.is_tuned(name, spec, backend):
             print(f"{name}  {spec}\n  already tuned, or there is only one configuration")
             continue
@@ -187,26 +184,6 @@ def _calibrate(paths: list[pathlib.Path], designs: list[measured.Design], target
             f"tune: the files have too few times on {target} for any of the cost models; see the reasons above. "
             "Measure more problems with `jaxkernels bench OP --random N --json FILE`, or name the chip with --chip."
         )
-
-
-def _kernels(problems: Iterable[Problem], backend: str | None) -> Iterator[tuple[str, Any]]:
-    """The (operation, spec) of every kernel that the problems call, including the kernels of gradients."""
-    for problem in problems:
-        case = problem.case
-        operands: dict[str, Any] = {
-            name: jax.ShapeDtypeStruct(draw.shape, jnp.dtype(draw.dtype)) for name, draw in case.draws.items()
-        }
-        operands |= case.masks(np.random.default_rng(0))
-
-        def program(operands: dict[str, Any], problem: Problem = problem) -> Any:
-            case = problem.case
-            run = lambda moved: case.forward(operands | moved, backend=backend)
-            if not case.one_reference and problem.direction == "forward":
-                return run({})
-            out, pull = jax.vjp(run, {name: operands[name] for name in case.moving})
-            return out, pull(out)
-
-        yield from ((choice.op, choice.spec) for choice in explain(program, operands).choices)
 
 
 def _write_table(path: pathlib.Path, entries: list[dict[str, Any]]) -> None:

@@ -14,7 +14,9 @@ from typing import Any
 
 import jax
 
-__all__ = ["DEFAULT_CUDA_TARGET", "PLATFORMS", "Chip", "chip_of", "cuda_target", "host", "lookup", "waves"]
+__all__ = [
+    "DEFAULT_CUDA_TARGET", "PLATFORMS", "Chip", "chip_of", "cuda_target", "host", "lookup", "soft_max", "waves",
+]  # fmt: skip
 
 
 #: The JAX lowering platforms that operations have a rule for.
@@ -301,3 +303,8 @@ def waves(pieces: int, places: int) -> float:
     """How many times as long as one piece of work many equal ones take, of which a chip holds `places` at once."""
     count = float(-(-pieces // places))
     return count - (count - pieces / places) * _REGAINED if count > _FEW_WAVES else count
+
+
+def soft_max(*seconds: float) -> float:
+    """The time of pieces of work that overlap: that of the longest, and up to 19 % more for two that are as long."""
+    return float(sum(x**4 for x in seconds) ** 0.25)

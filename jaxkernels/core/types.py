@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,6 +34,10 @@ class ArrayType:
     @property
     def ndim(self) -> int:
         return len(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         dims = ",".join(map(str, self.shape))

@@ -266,10 +266,4 @@ def _fitting(spec: AttentionSpec, work: Work, tile: Tile) -> int:
 
 def bytes_of(*arrays: Any) -> int:
     """Bytes of arrays' types."""
-    total = 0
-    for array in arrays:
-        size = array.dtype.itemsize
-        for extent in array.shape:
-            size *= extent
-        total += size
-    return total
+    return sum(array.num_bytes for array in arrays)
