@@ -181,6 +181,17 @@ def estimated(install) -> Callable[..., None]:
     return estimated
 
 
+def test_ranking_orders_configurations(install):
+    install("first")
+    module = sys.modules["backend_first"]
+    module.estimate = lambda spec, config, constants=1: constants * float(config.block)
+    assert jk.explain(jk.matmul, A, B).choices[0].config == Config()
+    install("second")
+    module = sys.modules["backend_second"]
+    module.estimate, module.RANKING = lambda spec, config, constants=1: constants * float(config.block), -1
+    assert jk.explain(jk.matmul, A, B).choices[0].config == Config(block=128)
+
+
 def chosen() -> tuple[str, tuple[tuple[str, str], ...], tuple[tuple[str, float], ...]]:
     (choice,) = jk.explain(jk.matmul, A, B).choices
     return choice.backend, choice.passed_over, choice.estimates

@@ -29,6 +29,8 @@ from jaxkernels.ops.matmul.spec import MatmulSpec
 
 __all__ = [
     "CONSTANTS",
+    "FITTED_ON",
+    "RANKING",
     "VERSION",
     "Config",
     "Constants",
@@ -287,6 +289,8 @@ CONSTANTS = Constants(
     exposed_half=0.4,
     exposed_packed=0.45,
 )
+#: Memory bounds products with few rows. Which tiles draw most from it has not been measured.
+RANKING = dataclasses.replace(CONSTANTS, memory_bytes_per_sm=math.inf)
 
 # The search space. Tiles: block_m, block_n, block_k, ping_pong.
 _TILES = (

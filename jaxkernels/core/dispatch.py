@@ -27,9 +27,10 @@ three more:
 - `not_estimated(spec, config) -> str | None`: which part of the time of `run` the estimate leaves out, or None. Times
   of such calls are not compared with the estimate.
 
-If its constants were fitted to times, it may have one more:
+If its constants were fitted to times, it may have two more:
 
-- `FITTED_ON`: names of the chips. There its estimates are compared with those of other backends.
+- `FITTED_ON`: names of the chips. There its estimates are compared with those of other backends;
+- `RANKING`: constants in place of `CONSTANTS` where `default_config` compares configurations with each other.
 
 `REGISTRY` lists backends in order of preference. A call that names a backend gets that backend or an error. A call that
 names none gets the fastest backend, if that was measured (`jaxkernels.tuning`). Otherwise it gets the first backend
@@ -206,6 +207,13 @@ class Backend:
         if not hasattr(design, "estimate") or (hasattr(design, "Constants") and not spec.target.num_sms):
             return None
         return design.estimate(spec, config)
+
+    def rank(self, spec: Spec, config: Any) -> float:
+        """The least is the default among configurations: the estimate, with the design's `RANKING` if it has one."""
+        design, estimate = self.design_of(config), self.estimate(spec, config)
+        if estimate is None:
+            return 0.0
+        return design.estimate(spec, config, design.RANKING) if hasattr(design, "RANKING") else estimate
 
     def comparable(self, spec: Spec, config: Any) -> float | None:
         """The estimate, if it was fitted on the chip and has all of the time; else None."""
@@ -460,7 +468,7 @@ def _default_config(backend: Backend, spec: Spec) -> Any:
     candidates = [config for config in backend.shortlist(spec) if config in space] or list(space)
     if len(candidates) == 1:
         return candidates[0]
-    return min(candidates, key=lambda config: backend.estimate(spec, config) or 0.0)
+    return min(candidates, key=lambda config: backend.rank(spec, config))
 
 
 def _winner(op: str, name: str, spec: Spec) -> Any | None:
