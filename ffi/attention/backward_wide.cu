@@ -5,7 +5,7 @@
 //
 //   producers     one thread copies keys, queries and lse by TMA, another one values, dO and delta.
 //                 Each CTA loads half of a block of queries and of dO for both CTAs (multicast).
-//                 A third thread describes steps
+//                 Two more threads describe items and steps
 //   weights       S  = K Q^T, P = exp2(S - lse), dV = dV + P dO
 //                                  | P in 16 bits, through shared memory
 //   gradients     dP = V dO^T, dS = P (dP - delta), dK = dK + dS Q
@@ -102,7 +102,7 @@ static_assert(Config::kHeadDim % 16 == 0 && Config::kValueDim % 16 == 0, "whole 
 constexpr int kLogits = kBlockQ / 2;  // A thread has so many in a step.
 constexpr int kSteps = kBlockQ / kWgmmaK<Element>;
 // P is computed in so many parts: dV of one part runs beside the arithmetic of the next.
-constexpr int kParts = Config::kSoftCap || Config::kSegments ? 1 : 2;
+constexpr int kParts = 2;
 
 // Registers of a thread by role. Together they are those that the CTA has at launch.
 constexpr int kProducerRegisters = 32;
@@ -110,10 +110,14 @@ constexpr int kConsumerRegisters = 208;
 constexpr int kQueryRegisters = 64;
 
 // A warp of the warpgroup of dQ has so many staging buffers, of 32 columns each.
-constexpr int kQueryPieces = 2;
+constexpr int kQueryPieces = 2;                   // Of 64 columns.
 using QueryBuffer = StagingBuffer<Float32, 128>;  // Of dQ.
 using ResultBuffer = StagingBuffer<Config::Output, 128>;
 using LogitBuffer = StagingBuffer<Element, 128>;  // Of P and dS: a warp's 16 keys, 64 queries.
+
+// Slots of descriptions: steps for the consumer of weights and the warpgroup of dQ, items for all.
+constexpr int kStepStages = 4;
+constexpr int kItemStages = 2;
 
 struct SharedStorage {
   alignas(1024) unsigned char keys[KeyTile::kBytes];
@@ -129,8 +133,10 @@ struct SharedStorage {
   // Of each query: its logsumexp in base 2, and delta.
   alignas(128) float lse[Config::kStages][kBlockQ];
   alignas(128) float delta[Config::kOutputStages][kBlockQ];
-  // The step of each slot of queries, and of each slot of dS.
-  Step steps[Config::kStages], summed[Config::kLogitStages];
+  Step steps[kStepStages];
+  Item items[kItemStages];
+  Ring<kStepStages> step_ring;
+  Ring<kItemStages> item_ring;
   Ring<1> key_ring, value_ring;
   Ring<Config::kStages, Pair> query_ring;
   Ring<Config::kOutputStages, Pair> output_ring;
@@ -149,13 +155,44 @@ __device__ __forceinline__ int cta_rank() {
   return static_cast<int>(recomputed(cluster_ctarank()));
 }
 
-// The slot before the one at this place.
+// The place in a ring of consumers that have passed so many slots. They pass one slot of each ring
+// in a step, so that a number of steps is all that they keep.
 template <int kStages>
-__device__ __forceinline__ int previous_slot(const RingPlace<kStages>& place) {
-  return place.slot() == 0 ? kStages - 1 : place.slot() - 1;
+__device__ __forceinline__ RingPlace<kStages> place_at(int steps) {
+  RingPlace<kStages> place;
+  place.skip(steps);
+  return place;
 }
 
-// ---- Producers: three threads ------------------------------------------------------------------
+// The items of this CTA in their order, as shared memory has them. Behind the last one is an item
+// of no batch element. An item is read where it is needed, so that it takes no registers meanwhile.
+class Items {
+ public:
+  __device__ __forceinline__ explicit Items(SharedStorage& shared) : shared_(shared) {}
+
+  // Waits for the item; false behind the last one.
+  __device__ __forceinline__ bool has_item() {
+    shared_.item_ring.consumer_wait(place_);
+    return item().batch >= 0;
+  }
+  __device__ __forceinline__ const Item& item() const { return shared_.items[place_.slot()]; }
+  // A whole warp has read the item for the last time.
+  __device__ __forceinline__ void next() {
+    shared_.item_ring.consumer_release(place_.slot(), 0);
+    place_.next();
+  }
+  // Likewise one thread, which is the only one of its warp.
+  __device__ __forceinline__ void next_of_thread() {
+    mbarrier_arrive(&shared_.item_ring.empty[place_.slot()]);
+    place_.next();
+  }
+
+ private:
+  SharedStorage& shared_;
+  RingPlace<kItemStages> place_;
+};
+
+// ---- Producers: four threads -------------------------------------------------------------------
 
 struct Loads {
   const TensorMap& queries;
@@ -176,10 +213,10 @@ class QueryProducer {
                                            const Loads& loads)
       : shared_(shared), problem_(problem), loads_(loads) {}
 
-  __device__ __forceinline__ void run(Schedule schedule) {
+  __device__ __forceinline__ void run(Items items) {
 #pragma unroll 1
-    for (; schedule.has_item(); schedule.advance()) {
-      const Item item = schedule.item();
+    for (; items.has_item(); items.next_of_thread()) {
+      const Item& item = items.item();
       load_keys(item);
       Steps steps(item, problem_);
 #pragma unroll 1
@@ -224,10 +261,10 @@ class OutputProducer {
                                             const Loads& loads)
       : shared_(shared), problem_(problem), loads_(loads) {}
 
-  __device__ __forceinline__ void run(Schedule schedule) {
+  __device__ __forceinline__ void run(Items items) {
 #pragma unroll 1
-    for (; schedule.has_item(); schedule.advance()) {
-      const Item item = schedule.item();
+    for (; items.has_item(); items.next_of_thread()) {
+      const Item& item = items.item();
       u64* full = shared_.value_ring.producer_acquire(values_, ValueTile::kBytes);
       TileLoad<ValueTile>::load(shared_.values, &loads_.values, full,
                                 first_key_of(item, cta_rank()), 0, item.kv_head, item.batch);
@@ -258,27 +295,50 @@ class OutputProducer {
   OutputPlace outputs_;
 };
 
-// Describes the step of each slot of queries. A thread of its own: the threads that copy have no
-// registers left.
+// Describes items: the others have no registers to find out themselves.
+class ItemProducer {
+ public:
+  __device__ __forceinline__ explicit ItemProducer(SharedStorage& shared) : shared_(shared) {}
+
+  __device__ __forceinline__ void run(Schedule schedule) {
+#pragma unroll 1
+    for (; schedule.has_item(); schedule.advance()) describe(schedule.item());
+    Item end = {};
+    end.batch = -1;
+    describe(end);
+  }
+
+ private:
+  __device__ __forceinline__ void describe(const Item& item) {
+    shared_.item_ring.producer_wait(place_);
+    shared_.items[place_.slot()] = item;
+    mbarrier_arrive(&shared_.item_ring.full[place_.slot()]);
+    place_.next();
+  }
+
+  SharedStorage& shared_;
+  RingPlace<kItemStages> place_;
+};
+
+// Describes steps, for the consumer of weights and the warpgroup of dQ.
 class StepProducer {
  public:
   __device__ __forceinline__ StepProducer(SharedStorage& shared, const Problem& problem)
       : shared_(shared), problem_(problem) {}
 
-  __device__ __forceinline__ void run(Schedule schedule) {
+  __device__ __forceinline__ void run(const Schedule& schedule, Items items) {
     const int offset = schedule.offset();
 #pragma unroll 1
-    for (; schedule.has_item(); schedule.advance()) {
-      const Item item = schedule.item();
-      const int first_key = first_key_of(item, cta_rank());
+    for (; items.has_item(); items.next_of_thread()) {
+      const Item& item = items.item();
       Steps steps(item, problem_);
 #pragma unroll 1
       for (int n = item.num_steps(); n > 0; --n, steps.next()) {
-        shared_.query_ring.producer_wait(queries_);
-        shared_.steps[queries_.slot()] =
-            schedule.describe<kKeys>(item, first_key, offset, steps.block(), steps.head());
-        mbarrier_arrive(&shared_.query_ring.full[queries_.slot()]);
-        queries_.next();
+        shared_.step_ring.producer_wait(place_);
+        shared_.steps[place_.slot()] = schedule.describe<kKeys>(
+            item, first_key_of(item, cta_rank()), offset, steps.block(), steps.head());
+        mbarrier_arrive(&shared_.step_ring.full[place_.slot()]);
+        place_.next();
       }
     }
   }
@@ -286,7 +346,7 @@ class StepProducer {
  private:
   SharedStorage& shared_;
   const Problem& problem_;
-  QueryPlace queries_;
+  RingPlace<kStepStages> place_;
 };
 
 // ---- Consumers ---------------------------------------------------------------------------------
@@ -357,19 +417,19 @@ class WeightConsumer {
                                             const Arrays& arrays)
       : shared_(shared), problem_(problem), arrays_(arrays) {}
 
-  __device__ __forceinline__ void run(Schedule schedule, const TensorMap& dv) {
+  __device__ __forceinline__ void run(const Schedule& schedule, Items items, const TensorMap& dv) {
     offset_ = schedule.offset();
 #pragma unroll 1
-    for (; schedule.has_item(); schedule.advance()) {
-      const int count = begin(schedule.item());
+    for (; items.has_item(); items.next()) {
+      const Item& item = items.item();
+      const int count = begin(item);
       if (count > 0) add_up(count);
       __syncwarp();  // Without steps, all threads have seen that the keys are there.
       shared_.key_ring.consumer_release(0, 0);
       keys_.next();
-      // The weights of the last step have been read: their buffer is free. The item is read again,
-      // so that it takes no registers meanwhile.
-      shared_.weight_ring.producer_wait(weights_);
-      store_result(dv, problem_, schedule.item(), dv_, 1.0f, shared_.weights[warp_of_group()]);
+      // The weights of the last step have been read: their buffer is free.
+      shared_.weight_ring.producer_wait(weight_place());
+      store_result(dv, problem_, item, dv_, 1.0f, shared_.weights[warp_of_group()]);
     }
   }
 
@@ -388,24 +448,28 @@ class WeightConsumer {
   // dV of an item.
   __device__ __forceinline__ void add_up(int count) {
 #pragma unroll 1
-    for (int n = 0; n < count; ++n) step(n > 0);
+    for (int n = count; n > 0; --n) step(n < count);
     dv_.wait();
-    shared_.output_ring.consumer_release(previous_slot(outputs_), cta_rank());
+    shared_.output_ring.consumer_release(place_at<Config::kOutputStages>(steps_ - 1).slot(),
+                                         cta_rank());
   }
 
   // In the beginning dV of the step before is on its way, in the end that of this one.
   __device__ __forceinline__ void step(bool has_previous) {
-    shared_.query_ring.consumer_wait(queries_);
+    shared_.query_ring.consumer_wait(query_place());
     issue_logits();
     wgmma_wait<1>();
-    if (has_previous) shared_.output_ring.consumer_release(previous_slot(outputs_), cta_rank());
+    if (has_previous)
+      shared_.output_ring.consumer_release(place_at<Config::kOutputStages>(steps_ - 1).slot(),
+                                           cta_rank());
     wgmma_wait<0>();
     pin(s_);
+    shared_.step_ring.consumer_wait(step_place());
     change_and_mask<Config>(s_, problem_, arrays_, edges_, segments_, offset_,
-                            shared_.steps[queries_.slot()]);
-    shared_.weight_ring.producer_wait(weights_);
-    shared_.output_ring.consumer_wait(outputs_);
-    const u32 lse = shared_address(shared_.lse[queries_.slot()]) + threadIdx.x % 4 * 8;
+                            shared_.steps[step_place().slot()]);
+    shared_.weight_ring.producer_wait(weight_place());
+    shared_.output_ring.consumer_wait(output_place());
+    const u32 lse = shared_address(shared_.lse[query_place().slot()]) + threadIdx.x % 4 * 8;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       compute_weights<Config, kParts>(s_, p_, slopes_, problem_, lse, part);
@@ -417,16 +481,16 @@ class WeightConsumer {
     __syncwarp();
     if (threadIdx.x % kWarp == 0) mbarrier_arrive(&shared_.weight_ring.full[0]);
     __syncwarp();
-    shared_.query_ring.consumer_release(queries_.slot(), cta_rank());
-    queries_.next();
-    outputs_.next();
-    weights_.next();
+    shared_.query_ring.consumer_release(query_place().slot(), cta_rank());
+    shared_.step_ring.consumer_release(step_place().slot(), 0);
+    ++steps_;
   }
 
   // S = K Q^T.
   __device__ __forceinline__ void issue_logits() {
     const u32 keys = KeyTile::descriptor(shared_address(shared_.keys));
-    const u32 queries = QueryTile::descriptor(shared_address(shared_.queries[queries_.slot()]));
+    const u32 queries =
+        QueryTile::descriptor(shared_address(shared_.queries[query_place().slot()]));
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < Config::kHeadDim / kWgmmaK<Element>; ++i) {
@@ -449,7 +513,7 @@ class WeightConsumer {
   // dV = dV + P dO.
   __device__ __forceinline__ void issue_dv(int part) {
     const u32 outputs =
-        OutputTileByRows::descriptor(shared_address(shared_.outputs[outputs_.slot()]));
+        OutputTileByRows::descriptor(shared_address(shared_.outputs[output_place().slot()]));
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < kSteps / kParts; ++j) {
@@ -458,12 +522,23 @@ class WeightConsumer {
     }
   }
 
+  // Places in rings.
+  __device__ __forceinline__ RingPlace<kStepStages> step_place() const {
+    return place_at<kStepStages>(steps_);
+  }
+  __device__ __forceinline__ QueryPlace query_place() const {
+    return place_at<Config::kStages>(steps_);
+  }
+  __device__ __forceinline__ OutputPlace output_place() const {
+    return place_at<Config::kOutputStages>(steps_);
+  }
+  __device__ __forceinline__ RingPlace<1> weight_place() const { return place_at<1>(steps_); }
+
   SharedStorage& shared_;
   const Problem& problem_;
   const Arrays& arrays_;
-  RingPlace<1> keys_, weights_;
-  QueryPlace queries_;
-  OutputPlace outputs_;
+  RingPlace<1> keys_;
+  int steps_ = 0;
   Edges edges_;
   int segments_[2];
   int offset_ = 0;
@@ -479,10 +554,11 @@ class GradientConsumer {
   __device__ __forceinline__ GradientConsumer(SharedStorage& shared, const Problem& problem)
       : shared_(shared), problem_(problem) {}
 
-  __device__ __forceinline__ void run(Schedule schedule, const TensorMap& dk) {
+  __device__ __forceinline__ void run(Items items, const TensorMap& dk) {
 #pragma unroll 1
-    for (; schedule.has_item(); schedule.advance()) {
-      const int count = schedule.item().num_steps();
+    for (; items.has_item(); items.next()) {
+      const Item& item = items.item();
+      const int count = item.num_steps();
       shared_.value_ring.consumer_wait(values_);
       dk_.clear();
       if (count > 0) add_up(count);
@@ -490,8 +566,8 @@ class GradientConsumer {
       shared_.value_ring.consumer_release(0, 0);
       values_.next();
       // dQ of both CTAs has been multiplied from the slot.
-      shared_.logit_ring.producer_wait(logits_);
-      store_result(dk, problem_, schedule.item(), dk_, problem_.scale, rows_of_slot());
+      shared_.logit_ring.producer_wait(logit_place());
+      store_result(dk, problem_, item, dk_, problem_.scale, rows_of_slot());
     }
   }
 
@@ -499,36 +575,35 @@ class GradientConsumer {
   // dK of an item.
   __device__ __forceinline__ void add_up(int count) {
 #pragma unroll 1
-    for (int n = 0; n < count; ++n) step(n > 0);
+    for (int n = count; n > 0; --n) step(n < count);
     dk_.wait();
-    shared_.query_ring.consumer_release(previous_slot(queries_), cta_rank());
+    shared_.query_ring.consumer_release(place_at<Config::kStages>(steps_ - 1).slot(), cta_rank());
   }
 
   // In the beginning dK of the step before is on its way, in the end that of this one.
   __device__ __forceinline__ void step(bool has_previous) {
-    shared_.output_ring.consumer_wait(outputs_);
+    shared_.output_ring.consumer_wait(output_place());
     issue_weight_gradients();
     wgmma_wait<1>();
-    if (has_previous) shared_.query_ring.consumer_release(previous_slot(queries_), cta_rank());
-    shared_.weight_ring.consumer_wait(weights_);
+    if (has_previous)
+      shared_.query_ring.consumer_release(place_at<Config::kStages>(steps_ - 1).slot(), cta_rank());
+    shared_.weight_ring.consumer_wait(weight_place());
     wgmma_wait<0>();
     pin(dp_);
     compute_logit_gradients();
     shared_.weight_ring.consumer_release(0, 0);
-    shared_.output_ring.consumer_release(outputs_.slot(), cta_rank());
-    shared_.query_ring.consumer_wait(queries_);
+    shared_.output_ring.consumer_release(output_place().slot(), cta_rank());
+    shared_.query_ring.consumer_wait(query_place());
     write_logit_gradients();
     issue_dk();
-    queries_.next();
-    outputs_.next();
-    weights_.next();
-    logits_.next();
+    ++steps_;
   }
 
   // dP = V dO^T.
   __device__ __forceinline__ void issue_weight_gradients() {
     const u32 values = ValueTile::descriptor(shared_address(shared_.values));
-    const u32 outputs = OutputTile::descriptor(shared_address(shared_.outputs[outputs_.slot()]));
+    const u32 outputs =
+        OutputTile::descriptor(shared_address(shared_.outputs[output_place().slot()]));
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < Config::kValueDim / kWgmmaK<Element>; ++i) {
@@ -540,7 +615,7 @@ class GradientConsumer {
 
   // dS in 16 bits, from the weights of the other consumer and dP.
   __device__ __forceinline__ void compute_logit_gradients() {
-    const u32 delta = shared_address(shared_.delta[outputs_.slot()]) + threadIdx.x % 4 * 8;
+    const u32 delta = shared_address(shared_.delta[output_place().slot()]) + threadIdx.x % 4 * 8;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       u32 words[4];
@@ -558,15 +633,14 @@ class GradientConsumer {
 
   // This warp's 16 keys of the slot of dS: a piece like those that are staged.
   __device__ __forceinline__ unsigned char* rows_of_slot() {
-    return shared_.logits[logits_.slot()] + cta_rank() * kHalfOfLogits +
+    return shared_.logits[logit_place().slot()] + cta_rank() * kHalfOfLogits +
            warp_of_group() * kStagingBytes;
   }
 
   // Writes dS here, and copies it to the other CTA.
   __device__ __forceinline__ void write_logit_gradients() {
-    const int slot = logits_.slot();
-    shared_.logit_ring.producer_wait(logits_);
-    if (threadIdx.x % kWarpgroup == 0) shared_.summed[slot] = shared_.steps[queries_.slot()];
+    const int slot = logit_place().slot();
+    shared_.logit_ring.producer_wait(logit_place());
     unsigned char* rows = rows_of_slot();
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) LogitBuffer::write_packed(ds_[i], rows, i);
@@ -584,7 +658,7 @@ class GradientConsumer {
   // dK = dK + dS Q.
   __device__ __forceinline__ void issue_dk() {
     const u32 queries =
-        QueryTileByRows::descriptor(shared_address(shared_.queries[queries_.slot()]));
+        QueryTileByRows::descriptor(shared_address(shared_.queries[query_place().slot()]));
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
@@ -593,12 +667,22 @@ class GradientConsumer {
     wgmma_commit();
   }
 
+  // Places in rings.
+  __device__ __forceinline__ QueryPlace query_place() const {
+    return place_at<Config::kStages>(steps_);
+  }
+  __device__ __forceinline__ OutputPlace output_place() const {
+    return place_at<Config::kOutputStages>(steps_);
+  }
+  __device__ __forceinline__ RingPlace<1> weight_place() const { return place_at<1>(steps_); }
+  __device__ __forceinline__ LogitPlace logit_place() const {
+    return place_at<Config::kLogitStages>(steps_);
+  }
+
   SharedStorage& shared_;
   const Problem& problem_;
-  RingPlace<1> values_, weights_;
-  QueryPlace queries_;
-  OutputPlace outputs_;
-  LogitPlace logits_;
+  RingPlace<1> values_;
+  int steps_ = 0;
   float dp_[kLogits];
   u32 ds_[kSteps][4];
   Accumulators<Config::kHeadDim> dk_;
@@ -612,14 +696,13 @@ class QueryGradients {
                                             const Arrays& arrays, const TensorMap& dq)
       : shared_(shared), problem_(problem), dq_(dq), turns_(arrays) {}
 
-  __device__ __forceinline__ void run(Schedule schedule) {
+  __device__ __forceinline__ void run(Items items) {
 #pragma unroll 1
-    for (; schedule.has_item(); schedule.advance()) {
-      const Item item = schedule.item();
+    for (; items.has_item(); items.next()) {
+      const Item& item = items.item();
       shared_.key_ring.consumer_wait(keys_);
-      const int count = item.num_steps();
 #pragma unroll 1
-      for (int n = 0; n < count; ++n) step(item);
+      for (int n = item.num_steps(); n > 0; --n) step(item);
       if constexpr (Config::kInOrder) {
         if (threadIdx.x % kWarp == 0) turns_.end_pending();
       }
@@ -632,32 +715,34 @@ class QueryGradients {
 
  private:
   __device__ __forceinline__ void step(const Item& item) {
-    shared_.logit_ring.consumer_wait(logits_);
-    const Step step = shared_.summed[logits_.slot()];
+    shared_.step_ring.consumer_wait(step_place());
+    const Step& step = shared_.steps[step_place().slot()];
+    shared_.logit_ring.consumer_wait(logit_place());
     if constexpr (Config::kInOrder) take_turn(item, step);
-    // At narrow head dimensions CTA 1 may have fewer columns, or none.
-    const int num_columns = min(Config::kHeadDim - cta_rank() * kQueryColumns, kQueryColumns);
-    if (num_columns <= 0) shared_.logit_ring.consumer_release(logits_.slot(), cta_rank());
-#pragma unroll 1
-    for (int column = 0; column < num_columns; column += kPiece) {
-      add_columns(item, step, column, column + kPiece >= num_columns);
-    }
-    logits_.next();
+    add_columns<0>(item, step);
+    if constexpr (kQueryColumns > kPiece) add_columns<kPiece>(item, step);
+    shared_.step_ring.consumer_release(step_place().slot(), 0);
+    ++steps_;
   }
 
-  // 64 queries of dQ = dS^T K, 64 of this CTA's columns. Columns behind the last one are zeros, by
-  // the copies of keys, and are not stored.
-  __device__ __forceinline__ void add_columns(const Item& item, const Step& step, int column,
-                                              bool is_last) {
-    const int first_column = cta_rank() * kQueryColumns + column;
-    multiply(first_column, column);
-    if (is_last) shared_.logit_ring.consumer_release(logits_.slot(), cta_rank());
+  // 64 queries of dQ = dS^T K: of this CTA's columns, 64 from kColumn on. CTA 1 may have fewer than
+  // CTA 0. Of its last 64, the copy engine leaves out those behind the head dimension.
+  template <int kColumn>
+  __device__ __forceinline__ void add_columns(const Item& item, const Step& step) {
+    constexpr bool kIsLast = kColumn + kPiece == kQueryColumns;
+    const int first_column = cta_rank() * kQueryColumns + kColumn;
+    const bool is_inside = uniform(first_column < Config::kHeadDim) != 0;
+    if (is_inside) multiply(first_column, kColumn);
+    if constexpr (kIsLast) shared_.logit_ring.consumer_release(logit_place().slot(), cta_rank());
     __syncwarp();
+    if (is_inside) add_sums(item, step, first_column);
+  }
+
+  __device__ __forceinline__ void add_sums(const Item& item, const Step& step, int first_column) {
 #pragma unroll
     for (int piece = 0; piece * QueryBuffer::kColumns < kPiece; ++piece) {
       const int to = first_column + piece * QueryBuffer::kColumns;
-      if (to >= Config::kHeadDim) break;
-      unsigned char* staging = shared_.query_staging[warp_of_group()][piece_];
+      unsigned char* staging = shared_.query_staging[warp_of_group()][piece];
       if (threadIdx.x % kWarp == 0) cp_async_bulk_wait_group_read<kQueryPieces - 1>();
       __syncwarp();
 #pragma unroll
@@ -670,13 +755,12 @@ class QueryGradients {
       }
       store_piece<true>(&dq_, 0, staging,
                         {to, step.block * kBlockQ + warp_of_group() * 16, step.head, item.batch});
-      piece_ = (piece_ + 1) % kQueryPieces;
     }
   }
 
   // Both tiles of keys: the other CTA's has this CTA's columns only.
   __device__ __forceinline__ void multiply(int first_column, int column) {
-    const u32 logits = LogitTile::descriptor(shared_address(shared_.logits[logits_.slot()]));
+    const u32 logits = LogitTile::descriptor(shared_address(shared_.logits[logit_place().slot()]));
     const u32 own = KeyTileByRows::descriptor(shared_address(shared_.keys)) +
                     first_column / kPiece * (KeyTileByRows::kBoxBytes >> 4);
     const u32 other = OtherKeyTile::descriptor(shared_address(shared_.other_keys)) +
@@ -713,13 +797,20 @@ class QueryGradients {
     __syncwarp();
   }
 
+  // Places in rings.
+  __device__ __forceinline__ RingPlace<kStepStages> step_place() const {
+    return place_at<kStepStages>(steps_);
+  }
+  __device__ __forceinline__ LogitPlace logit_place() const {
+    return place_at<Config::kLogitStages>(steps_);
+  }
+
   SharedStorage& shared_;
   const Problem& problem_;
   const TensorMap& dq_;
   Turns turns_;
-  int piece_ = 0;
   RingPlace<1> keys_;
-  LogitPlace logits_;
+  int steps_ = 0;
   float sums_[kPiece / 2];
 };
 
@@ -728,9 +819,11 @@ class QueryGradients {
 // Before another CTA copies to this one or arrives at its barriers.
 __device__ __forceinline__ void init_rings(SharedStorage& shared) {
   if (threadIdx.x == 0) {
+    shared.item_ring.init(3 * 4 + 3);  // The warps of consumers, and three producers.
     shared.key_ring.init(2 * 4);
     shared.value_ring.init(4);
-    shared.query_ring.init(2 * 4, 2);  // The copies, and the description of the step.
+    shared.step_ring.init(2 * 4);
+    shared.query_ring.init(2 * 4);
     shared.output_ring.init(2 * 4);
     shared.weight_ring.init(4, 4);
     shared.logit_ring.init(4, 4);
@@ -756,22 +849,24 @@ __global__ void __launch_bounds__(kThreads, 1) attention_backward_wide(
   init_rings(shared);
 
   const Schedule schedule(problem, arrays);
+  const Items items(shared);
   if (warpgroup == 0) {
     setmaxnreg_dec<kProducerRegisters>();
     const int warp = uniform(threadIdx.x / kWarp);
     const Loads loads{queries, keys, values, outputs, sums};
-    if (warp == 0 && elect_one()) QueryProducer(shared, problem, loads).run(schedule);
-    if (warp == 1 && elect_one()) OutputProducer(shared, problem, loads).run(schedule);
-    if (warp == 2 && elect_one()) StepProducer(shared, problem).run(schedule);
+    if (warp == 0 && elect_one()) QueryProducer(shared, problem, loads).run(items);
+    if (warp == 1 && elect_one()) OutputProducer(shared, problem, loads).run(items);
+    if (warp == 2 && elect_one()) StepProducer(shared, problem).run(schedule, items);
+    if (warp == 3 && elect_one()) ItemProducer(shared).run(schedule);
   } else if (warpgroup == 1) {
     setmaxnreg_inc<kConsumerRegisters>();
-    WeightConsumer(shared, problem, arrays).run(schedule, dv);
+    WeightConsumer(shared, problem, arrays).run(schedule, items, dv);
   } else if (warpgroup == 2) {
     setmaxnreg_inc<kConsumerRegisters>();
-    GradientConsumer(shared, problem).run(schedule, dk);
+    GradientConsumer(shared, problem).run(items, dk);
   } else {
     setmaxnreg_dec<kQueryRegisters>();
-    QueryGradients(shared, problem, arrays, dq).run(schedule);
+    QueryGradients(shared, problem, arrays, dq).run(items);
   }
   __syncwarp();
   // The other CTA releases slots of this one, and copies to it, until it has ended, too.

@@ -32,11 +32,13 @@ __all__ = [
 
 VERSION = 0
 
-# As in backward_wide.cu: queries of a step, keys of a CTA, and CTAs of a cluster.
+# As in backward_wide.cu: queries of a step, keys of a CTA, CTAs of a cluster, and slots of descriptions.
 _BLOCK_Q = 64
 _KEYS = 64
 _NUM_CTAS = 2
 _BLOCK_KV = _NUM_CTAS * _KEYS
+_STEP_STAGES = 4
+_ITEM_STAGES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,9 +119,9 @@ def smem_bytes(spec: AttentionSpec, config: Config) -> int:
     tiles = head_boxes + other_keys + value_boxes + queries + outputs + _NUM_CTAS * config.logit_stages
     staging = 4 * (1 + gradients.QUERY_PIECES) * STAGING_BYTES
     sums = 4 * _BLOCK_Q * (config.num_stages + config.output_stages)
-    steps = 16 * (config.num_stages + config.logit_stages)
-    barriers = 16 * (config.num_stages + config.output_stages + config.logit_stages + 3)
-    storage = tiles * box + staging + sums + steps + barriers
+    descriptions = _STEP_STAGES * 4 * 4 + _ITEM_STAGES * 4 * 12
+    rings = config.num_stages + config.output_stages + config.logit_stages + _STEP_STAGES + _ITEM_STAGES + 3
+    storage = tiles * box + staging + sums + descriptions + 2 * 8 * rings
     return storage + -storage % 1024
 
 
