@@ -391,7 +391,7 @@ __device__ __forceinline__ void store_result(const TensorMap& map, const Problem
                                              const Item& item, const Accumulators<kColumns>& sums,
                                              float factor, unsigned char* staging) {
   constexpr int kPieceColumns = ResultBuffer::kColumns;
-  const int first_row = item.first_key + cta_rank() * kKeys + warp_of_group() * 16;
+  const int first_row = first_key_of(item, cta_rank()) + warp_of_group() * 16;
   const int head = item.kv_head * problem.group_parts + item.part;
 #pragma unroll
   for (int piece = 0; piece * kPieceColumns < kColumns; ++piece) {
@@ -437,7 +437,7 @@ class WeightConsumer {
   // Returns the number of steps.
   __device__ __forceinline__ int begin(const Item& item) {
     dv_.clear();
-    edges_ = {item.first_key + cta_rank() * kKeys, item.key_end, item.batch * problem_.num_queries};
+    edges_ = {first_key_of(item, cta_rank()), item.key_end, item.batch * problem_.num_queries};
     if constexpr (Config::kSegments) {
       load_key_segments(problem_, arrays_, item.batch, edges_.first_key, segments_);
     }
@@ -450,8 +450,7 @@ class WeightConsumer {
 #pragma unroll 1
     for (int n = count; n > 0; --n) step(n < count);
     dv_.wait();
-    shared_.output_ring.consumer_release(place_at<Config::kOutputStages>(steps_ - 1).slot(),
-                                         cta_rank());
+    release_previous_outputs();
   }
 
   // In the beginning dV of the step before is on its way, in the end that of this one.
@@ -459,9 +458,7 @@ class WeightConsumer {
     shared_.query_ring.consumer_wait(query_place());
     issue_logits();
     wgmma_wait<1>();
-    if (has_previous)
-      shared_.output_ring.consumer_release(place_at<Config::kOutputStages>(steps_ - 1).slot(),
-                                           cta_rank());
+    if (has_previous) release_previous_outputs();
     wgmma_wait<0>();
     pin(s_);
     shared_.step_ring.consumer_wait(step_place());
@@ -484,6 +481,12 @@ class WeightConsumer {
     shared_.query_ring.consumer_release(query_place().slot(), cta_rank());
     shared_.step_ring.consumer_release(step_place().slot(), 0);
     ++steps_;
+  }
+
+  // Gives back dO of the step before.
+  __device__ __forceinline__ void release_previous_outputs() {
+    const int slot = place_at<Config::kOutputStages>(steps_ - 1).slot();
+    shared_.output_ring.consumer_release(slot, cta_rank());
   }
 
   // S = K Q^T.
@@ -577,7 +580,7 @@ class GradientConsumer {
 #pragma unroll 1
     for (int n = count; n > 0; --n) step(n < count);
     dk_.wait();
-    shared_.query_ring.consumer_release(place_at<Config::kStages>(steps_ - 1).slot(), cta_rank());
+    release_previous_queries();
   }
 
   // In the beginning dK of the step before is on its way, in the end that of this one.
@@ -585,8 +588,7 @@ class GradientConsumer {
     shared_.output_ring.consumer_wait(output_place());
     issue_weight_gradients();
     wgmma_wait<1>();
-    if (has_previous)
-      shared_.query_ring.consumer_release(place_at<Config::kStages>(steps_ - 1).slot(), cta_rank());
+    if (has_previous) release_previous_queries();
     shared_.weight_ring.consumer_wait(weight_place());
     wgmma_wait<0>();
     pin(dp_);
@@ -597,6 +599,12 @@ class GradientConsumer {
     write_logit_gradients();
     issue_dk();
     ++steps_;
+  }
+
+  // Gives back the queries of the step before.
+  __device__ __forceinline__ void release_previous_queries() {
+    const int slot = place_at<Config::kStages>(steps_ - 1).slot();
+    shared_.query_ring.consumer_release(slot, cta_rank());
   }
 
   // dP = V dO^T.

@@ -130,10 +130,13 @@ def _fits(spec: AttentionSpec, config: Config) -> bool:
 
 
 def search_space(spec: AttentionSpec) -> Iterator[Config]:
-    """Yields numbers of slots that fit, the fewest first, and the parts of a group that fill the chip."""
+    """Yields numbers of slots that fit, and the parts of a group that fill the chip.
+
+    A second slot of dout and of dS comes first: with it, copies and dQ run ahead. At head dimension 256 it does not fit.
+    """
     enough = gradients.enough_parts(spec, _BLOCK_KV, spec.target.num_sms // _NUM_CTAS)
     persistent = [False] if gradients.has_one_item_each(spec) else [True, False]
-    for stages in itertools.product((2, 3), (1, 2), (1, 2)):
+    for stages in itertools.product((2, 3), (2, 1), (2, 1)):
         for switches in itertools.product(sorted({1, enough}), persistent):
             config = Config(*stages, *switches)
             if _fits(spec, config):
