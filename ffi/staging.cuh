@@ -52,7 +52,7 @@ struct StagingBuffer {
   static __device__ __forceinline__ void add(float (&values)[8], unsigned char* buffer, int c) {
     if constexpr (T::kBytes == 2) {
       u32 packed[4];
-      ldmatrix_x4(matrix_row(buffer, c), packed[0], packed[1], packed[2], packed[3]);
+      read_packed(packed, buffer, c);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         values[i * 2] += T::low(packed[i]);
@@ -68,7 +68,7 @@ struct StagingBuffer {
     }
   }
 
-  // `write` in two steps, for 16-bit values that wait in registers.
+  // `write` in two steps, for 16-bit values that wait in registers, and its inverse.
   static __device__ __forceinline__ void pack(const float (&values)[8], u32 (&packed)[4]) {
     if constexpr (T::kBytes == 2) {
 #pragma unroll
@@ -78,6 +78,10 @@ struct StagingBuffer {
   static __device__ __forceinline__ void write_packed(const u32 (&packed)[4], unsigned char* buffer,
                                                       int c) {
     stmatrix_x4(matrix_row(buffer, c), packed[0], packed[1], packed[2], packed[3]);
+  }
+  static __device__ __forceinline__ void read_packed(u32 (&packed)[4], unsigned char* buffer,
+                                                     int c) {
+    ldmatrix_x4(matrix_row(buffer, c), packed[0], packed[1], packed[2], packed[3]);
   }
 
  private:

@@ -144,6 +144,18 @@ __device__ __forceinline__ void mbarrier_arrive_cluster_relaxed(u64* barrier, u3
       : "memory");
 }
 
+// Copies `bytes` bytes of this block's shared memory to where `to` lies in block `rank`, and adds
+// them to that block's `full`. Addresses and sizes are multiples of 16 bytes. (Section
+// "cp.async.bulk".)
+__device__ __forceinline__ void cp_async_bulk_to_block(void* to, const void* from, u32 bytes,
+                                                       u64* full, u32 rank) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(mapa(to, rank)),
+      "r"(shared_address(from)), "r"(bytes), "r"(mapa(full, rank))
+      : "memory");
+}
+
 // ---- Tensor copies ------------------------------------------------------------------------------
 
 // Brings the map into the cache ahead of its first use.

@@ -31,7 +31,7 @@
 // (arXiv:2407.08608); a warpgroup of its own for dQ as in our Pallas kernel
 // (docs/pallas-kernels.md).
 
-#include "masks.cuh"
+#include "gradients.cuh"
 #include "ring.cuh"
 #include "staging.cuh"
 #include "tiles.cuh"
@@ -62,36 +62,6 @@ struct Config {
   static constexpr bool kInOrder = JK_IN_ORDER;
 };
 
-// The sizes of a launch.
-struct Problem {
-  int num_queries, num_keys, num_kv_heads, group_size;
-  int group_parts;  // Items that share the query heads of a key head.
-  int num_kv_blocks;
-  int plan_columns;
-  int heads_inside;  // Whether steps visit a block of queries of all heads, then the next block.
-  int left, right;
-  float factor;  // What a product is multiplied by: to logits in base 2, or to those over the cap.
-  float cap;     // The soft cap in base 2.
-  float scale;   // What dk is multiplied by.
-};
-
-// Arrays that are read by ordinary instructions. Those that Config leaves out are not touched.
-struct Arrays {
-  // For each CTA: how many items it has, and their numbers: twice that of the block of keys, among
-  // all heads, plus one if blocks of queries are visited from the first one.
-  const int* plan;
-  const int* key_lengths;
-  const int* query_segments;
-  const int* key_segments;
-  // (batch, block of keys, 4): the blocks of queries that may share a segment, and those of one
-  // segment only.
-  const int* segment_blocks;
-  // (batch, block of queries): the first block of keys that visits it, as far as segments decide.
-  const int* first_kv_blocks;
-  const int* query_offset;
-  int* turns;  // (batch, head, 16 queries): how many blocks of keys have added.
-};
-
 // ---- Constants that follow from Config ---------------------------------------------------------
 
 using Element = Config::Element;
@@ -101,6 +71,7 @@ constexpr int kConsumers = 2;
 constexpr int kThreads = (kConsumers + 2) * kWarpgroup;
 constexpr int kBlockQ = Config::kBlockQ;
 constexpr int kBlockKv = kConsumers * kWgmmaM;
+using Schedule = ItemSchedule<Config, kBlockKv>;
 
 // An array's tile serves two products: with its columns as k, and with its rows as k.
 using KeyTile = OperandTile<Element, kBlockKv, Config::kHeadDim, true>;
@@ -138,14 +109,6 @@ constexpr int kQueryPieces = 2;
 using QueryBuffer = StagingBuffer<Float32, 128>;  // Of dQ.
 using ResultBuffer = StagingBuffer<Config::Output, 128>;
 
-// A step, as the producer describes it: the others have no registers to find out themselves.
-struct Step {
-  int block;  // Of queries.
-  int head;
-  int turn;  // How many blocks of keys add to its block of dQ before this one.
-  bool hides_by_index, hides_by_segment;  // Which masks it needs.
-};
-
 struct SharedStorage {
   alignas(1024) unsigned char keys[KeyTile::kBytes];
   alignas(1024) unsigned char values[ValueTile::kBytes];
@@ -166,121 +129,6 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) <= JK_SMEM_BYTES, "what the host gives is enough");
 
 using Place = RingPlace<Config::kStages>;
-
-// ---- Items -------------------------------------------------------------------------------------
-
-struct Item {
-  int batch, kv_head;
-  int part;  // The number of this part of the group.
-  int first_key;
-  int first_head, num_heads;
-  int first_block, end_block;  // Blocks of queries that see some of the keys.
-  int same_first, same_end;    // Blocks that no mask of segments touches.
-  int key_end;                 // Keys from here on are padding.
-  bool is_upward;              // Whether blocks are visited from the first one to the last one.
-
-  __device__ __forceinline__ int num_steps() const {
-    return num_heads * max(end_block - first_block, 0);
-  }
-};
-
-// The steps of an item, one after the other.
-class Steps {
- public:
-  __device__ __forceinline__ Steps(const Item& item, const Problem& problem)
-      : heads_inside_(problem.heads_inside != 0),
-        head_(item.first_head),
-        first_head_(item.first_head),
-        end_head_(item.first_head + item.num_heads),
-        block_(item.is_upward ? item.first_block : item.end_block - 1),
-        first_(block_),
-        end_(item.is_upward ? item.end_block : item.first_block - 1),
-        stride_(item.is_upward ? 1 : -1) {}
-
-  __device__ __forceinline__ int head() const { return head_; }
-  __device__ __forceinline__ int block() const { return block_; }
-  __device__ __forceinline__ void next() {
-    if (heads_inside_) {
-      if (++head_ == end_head_) head_ = first_head_, block_ += stride_;
-    } else {
-      block_ += stride_;
-      if (block_ == end_) block_ = first_, ++head_;
-    }
-  }
-
- private:
-  bool heads_inside_;
-  int head_, first_head_, end_head_;
-  int block_, first_, end_, stride_;
-};
-
-// The items of this CTA, in the order of the plan. It keeps no more than a number: consumers have
-// no registers for more.
-class Schedule {
- public:
-  __device__ __forceinline__ Schedule(const Problem& problem, const Arrays& arrays)
-      : problem_(problem), arrays_(arrays) {}
-
-  __device__ __forceinline__ bool has_item() const { return nth_ < plan()[0]; }
-  __device__ __forceinline__ void advance() { ++nth_; }
-  // The position of the first query in the sequence.
-  __device__ __forceinline__ int offset() const {
-    return Config::kQueryOffset ? *arrays_.query_offset : 0;
-  }
-
-  __device__ __forceinline__ Item item() const {
-    const int entry = plan()[1 + nth_];
-    Item item;
-    item.is_upward = entry % 2 != 0;
-    const int stream = entry / 2 / problem_.num_kv_blocks;
-    const int kv_block = entry / 2 - stream * problem_.num_kv_blocks;
-    const int heads = problem_.num_kv_heads * problem_.group_parts;
-    item.batch = stream / heads;
-    const int head_part = stream - item.batch * heads;
-    item.kv_head = head_part / problem_.group_parts;
-    item.part = head_part - item.kv_head * problem_.group_parts;
-    item.num_heads = problem_.group_size / problem_.group_parts;
-    item.first_head = item.kv_head * problem_.group_size + item.part * item.num_heads;
-    item.first_key = kv_block * kBlockKv;
-    item.key_end = problem_.num_keys;
-    if constexpr (Config::kKeyLengths) {
-      item.key_end = min(max(arrays_.key_lengths[item.batch], 0), problem_.num_keys);
-    }
-    find_blocks(item, kv_block);
-    return item;
-  }
-
- private:
-  __device__ __forceinline__ const int* plan() const {
-    return arrays_.plan + blockIdx.x * problem_.plan_columns;
-  }
-
-  // Which blocks of queries see the keys.
-  __device__ __forceinline__ void find_blocks(Item& item, int kv_block) const {
-    const int offset = this->offset();
-    const int last_key = min(item.first_key + kBlockKv, item.key_end) - 1;
-    int first = 0, end = problem_.num_queries;
-    if constexpr (Config::kHasRight) first = max(item.first_key - problem_.right - offset, 0);
-    if constexpr (Config::kHasLeft) {
-      end = min(max(last_key + problem_.left + 1 - offset, 0), problem_.num_queries);
-    }
-    if (last_key < item.first_key) end = 0;
-    item.first_block = first / kBlockQ;
-    item.end_block = (end + kBlockQ - 1) / kBlockQ;
-    item.same_first = 0, item.same_end = 0;
-    if constexpr (Config::kSegments) {
-      const int* blocks =
-          arrays_.segment_blocks + (item.batch * problem_.num_kv_blocks + kv_block) * 4;
-      item.first_block = max(item.first_block, blocks[0]);
-      item.end_block = min(item.end_block, blocks[1]);
-      item.same_first = blocks[2], item.same_end = blocks[3];
-    }
-  }
-
-  const Problem& problem_;
-  const Arrays& arrays_;
-  int nth_ = 0;
-};
 
 // ---- Producer: one thread ----------------------------------------------------------------------
 
@@ -308,7 +156,7 @@ class Producer {
                               item.batch);
       Steps steps(item, problem_);
       const int count = item.num_steps();
-      if (count > 0) load_queries(item, steps);
+      if (count > 0) load_queries(schedule, item, steps);
       full = shared_.value_ring.producer_acquire(kv_, ValueTile::kBytes);
       TileLoad<ValueTile>::load(shared_.values, &loads_.values, full, item.first_key, 0,
                                 item.kv_head, item.batch);
@@ -317,50 +165,25 @@ class Producer {
 #pragma unroll 1
       for (int n = 1; n < count; ++n) {
         steps.next();
-        load_queries(item, steps);
+        load_queries(schedule, item, steps);
         load_outputs(item, steps);
       }
     }
   }
 
  private:
-  __device__ __forceinline__ void load_queries(const Item& item, const Steps& steps) {
+  __device__ __forceinline__ void load_queries(const Schedule& schedule, const Item& item,
+                                               const Steps& steps) {
     const int slot = place_.slot(), query = steps.block() * kBlockQ;
     u64* full =
         shared_.query_ring.producer_acquire(place_, QueryTile::kBytes + kBlockQ * sizeof(float));
     // Consumers read it behind the wait for dO.
-    shared_.steps[slot] = describe(item, steps.block(), steps.head());
+    shared_.steps[slot] =
+        schedule.describe<kBlockKv>(item, item.first_key, offset_, steps.block(), steps.head());
     TileLoad<QueryTile>::load(shared_.queries[slot], &loads_.queries, full, query, 0, steps.head(),
                               item.batch);
     cp_async_bulk_tensor_load(shared_.lse[slot], &loads_.sums, full,
                               {query, steps.head(), item.batch, 0});
-  }
-
-  __device__ __forceinline__ Step describe(const Item& item, int block, int head) const {
-    const int position = block * kBlockQ + offset_;
-    bool by_index = item.first_key + kBlockKv > item.key_end;
-    if constexpr (Config::kHasRight) {
-      by_index |= item.first_key + kBlockKv - 1 > position + problem_.right;
-    }
-    if constexpr (Config::kHasLeft) {
-      by_index |= item.first_key < position + kBlockQ - 1 - problem_.left;
-    }
-    const bool by_segment =
-        Config::kSegments && (block < item.same_first || block >= item.same_end);
-    return {block, head, turn_of(item, block), by_index, by_segment};
-  }
-
-  __device__ __forceinline__ int turn_of(const Item& item, int block) const {
-    if constexpr (!Config::kInOrder) return 0;
-    int first = 0;
-    if constexpr (Config::kHasLeft) {
-      first = max(block * kBlockQ + offset_ - problem_.left, 0) / kBlockKv;
-    }
-    if constexpr (Config::kSegments) {
-      const int num_blocks = (problem_.num_queries + kBlockQ - 1) / kBlockQ;
-      first = max(first, arrays_.first_kv_blocks[item.batch * num_blocks + block]);
-    }
-    return item.first_key / kBlockKv - first;
   }
 
   __device__ __forceinline__ void load_outputs(const Item& item, const Steps& steps) {
@@ -383,19 +206,7 @@ class Producer {
   Place place_;
 };
 
-// The number of this warp in its warpgroup. It is computed where it is needed, so that it takes no
-// register meanwhile.
-__device__ __forceinline__ int warp_of_group() {
-  return recomputed(threadIdx.x) % kWarpgroup / kWarp;
-}
-
 // ---- Consumers ---------------------------------------------------------------------------------
-
-// The part of an item that masks read.
-struct Edges {
-  int first_key, key_end;
-  int first_of_batch;  // The number of the batch element's first query among all queries.
-};
 
 class Consumer {
  public:
@@ -433,11 +244,7 @@ class Consumer {
     for (int i = 0; i < Config::kValueDim / 2; ++i) dv_[i] = 0.0f;
     edges_ = {item.first_key, item.key_end, item.batch * problem_.num_queries};
     if constexpr (Config::kSegments) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int key = min(key_of(h), problem_.num_keys - 1);
-        segments_[h] = arrays_.key_segments[item.batch * problem_.num_keys + key];
-      }
+      load_key_segments(problem_, arrays_, item.batch, tile_edges().first_key, segments_);
     }
     shared_.key_ring.consumer_wait(kv_);
     shared_.value_ring.consumer_wait(kv_);
@@ -465,7 +272,8 @@ class Consumer {
     if constexpr (Config::kEarlyGradients) issue_weight_gradients(slot);
     wgmma_wait<Config::kEarlyGradients ? 1 : 0>();
     pin(s_);
-    change_and_mask(shared_.steps[slot]);
+    change_and_mask<Config>(s_, problem_, arrays_, tile_edges(), segments_, offset_,
+                            shared_.steps[slot]);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       compute_weights(slot, part);
@@ -552,84 +360,27 @@ class Consumer {
 
   // ---- Elementwise ----
 
-  __device__ __forceinline__ void change_and_mask(const Step& step) {
-    if constexpr (Config::kSoftCap) {
-#pragma unroll
-      for (int i = 0; i < kLogits; ++i) s_[i] = tanh_by_exp2(s_[i] * problem_.factor);
-    }
-    const float masked = __uint_as_float(0xff800000u);
-    if (step.hides_by_index) mask(step.block, masked);
-    if (Config::kSegments && step.hides_by_segment) mask_segments(step.block, masked);
+  // Of this consumer's tile. They are computed at each use, so that they take no register
+  // meanwhile.
+  __device__ __forceinline__ Edges tile_edges() const {
+    return {edges_.first_key + index_ * kWgmmaM, edges_.key_end, edges_.first_of_batch};
   }
 
-  // A part of P in 16 bits, from S. With a soft cap, P times the slope of the cap, too.
+  // A part of P, from S.
   __device__ __forceinline__ void compute_weights(int slot, int part) {
     const u32 lse = shared_address(shared_.lse[slot]) + threadIdx.x % 4 * 8;
-    const float factor = Config::kSoftCap ? problem_.cap : problem_.factor;
-#pragma unroll
-    for (int j = 0; j < kLogits / kParts; j += 4) {
-      const int i = part * (kLogits / kParts) + j;
-      float sums[2];
-      load_shared(lse + i * 8, sums[0], sums[1]);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float slopes[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = s_[i + 2 * h + e];
-          const float capped = x;
-          x = exp2_approximate(fmaf(x, factor, -sums[e]));
-          // Where the weight is zero, the logit may be minus infinity.
-          if constexpr (Config::kSoftCap)
-            slopes[e] = x == 0.0f ? 0.0f : x * (1.0f - capped * capped);
-        }
-        const int word = i / 4 % 2 * 2 + h;
-        p_[i / 8][word] = Element::pack(s_[i + 2 * h], s_[i + 2 * h + 1]);
-        if constexpr (Config::kSoftCap) slopes_[i / 8][word] = Element::pack(slopes[0], slopes[1]);
-      }
-    }
+    jaxkernels::compute_weights<Config, kParts>(s_, p_, slopes_, problem_, lse, part);
   }
 
-  // The index of this thread's first (h = 0) or second key.
-  __device__ __forceinline__ int key_of(int h) const {
-    return edges_.first_key + index_ * kWgmmaM + warp_of_group() * 16 +
-           static_cast<int>(threadIdx.x % kWarp / 4) + 8 * h;
-  }
-
-  __device__ __forceinline__ void mask(int block, float masked) {
-    const int position = block * kBlockQ + offset_ + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int key = key_of(h);
-      // The key is seen from columns `begin` to `end` - 1.
-      int begin = Config::kHasRight ? key - problem_.right - position : 0;
-      if (key >= edges_.key_end) begin = 2 * kBlockQ;
-      const int end = Config::kHasLeft ? key + problem_.left + 1 - position : 0;
-      hide_outside<true, Config::kHasLeft>(s_, h, begin, end, masked);
-    }
-  }
-
-  __device__ __forceinline__ void mask_segments(int block, float masked) {
-    const int first_query = block * kBlockQ + threadIdx.x % 4 * 2;
-    const int* ids = arrays_.query_segments + edges_.first_of_batch;
-    hide_other_segments(s_, segments_, ids, first_query, problem_.num_queries, masked);
-  }
-
-  // dS in 16 bits, from P and dP.
+  // A part of dS, from P and dP.
   __device__ __forceinline__ void compute_logit_gradients(int slot, int part) {
     const u32 delta = shared_address(shared_.delta[slot]) + threadIdx.x % 4 * 8;
 #pragma unroll
     for (int j = 0; j < kLogits / kParts; j += 4) {
-      const int i = part * (kLogits / kParts) + j;
-      float deltas[2];
-      load_shared(delta + i * 8, deltas[0], deltas[1]);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int word = i / 4 % 2 * 2 + h;
-        const u32 weights = Config::kSoftCap ? slopes_[i / 8][word] : p_[i / 8][word];
-        ds_[i / 8][word] = Element::pack(Element::low(weights) * (dp_[i + 2 * h] - deltas[0]),
-                                         Element::high(weights) * (dp_[i + 2 * h + 1] - deltas[1]));
-      }
+      const int i = part * (kLogits / kParts) + j, word = i / 4 % 2 * 2;
+      const auto& weights = Config::kSoftCap ? slopes_[i / 8] : p_[i / 8];
+      const u32 slopes[2] = {weights[word], weights[word + 1]};
+      logit_gradients<Element>(dp_, i, slopes, delta, ds_[i / 8][word], ds_[i / 8][word + 1]);
     }
   }
 
@@ -683,7 +434,7 @@ class Consumer {
   const int index_;
   RingPlace<1> kv_;
   Place place_;
-  Edges edges_;
+  Edges edges_;  // Of the item.
   int segments_[2];
   int offset_ = 0;
   float s_[kLogits], dp_[kLogits];
@@ -698,7 +449,7 @@ class QueryGradients {
  public:
   __device__ __forceinline__ QueryGradients(SharedStorage& shared, const Problem& problem,
                                             const Arrays& arrays, const TensorMap& dq)
-      : shared_(shared), problem_(problem), arrays_(arrays), dq_(dq) {}
+      : shared_(shared), problem_(problem), dq_(dq), turns_(arrays) {}
 
   __device__ __forceinline__ void run(Schedule schedule) {
 #pragma unroll 1
@@ -709,7 +460,7 @@ class QueryGradients {
 #pragma unroll 1
       for (int n = 0; n < count; ++n) step(item);
       if constexpr (Config::kInOrder) {
-        if (threadIdx.x % kWarp == 0) end_pending_turn();
+        if (threadIdx.x % kWarp == 0) turns_.end_pending();
       }
       __syncwarp();  // As in consumers.
       shared_.key_ring.consumer_release(0, 0);
@@ -782,31 +533,19 @@ class QueryGradients {
   // Waits until all blocks of keys before this one have added to this warp's queries.
   __device__ __forceinline__ void take_turn(const Item& item, const Step& step, int row) {
     if (threadIdx.x % kWarp == 0) {
-      // The additions before are complete by now; a wait behind each of them would take long.
-      end_pending_turn();
       const int num_heads = problem_.num_kv_heads * problem_.group_size;
       const int num_blocks = (problem_.num_queries + kBlockQ - 1) / kBlockQ;
       const int queries =
           ((item.batch * num_heads + step.head) * num_blocks + step.block) * (kBlockQ / 16);
-      pending_ = queries + row / 16 + warp_of_group();
-      wait_for_turn(arrays_.turns + pending_, step.turn);
+      turns_.take(queries + row / 16 + warp_of_group(), step.turn);
     }
     __syncwarp();
   }
 
-  // One thread calls it.
-  __device__ __forceinline__ void end_pending_turn() {
-    if (pending_ < 0) return;
-    cp_async_bulk_wait_group<0>();
-    end_turn(arrays_.turns + pending_);
-    pending_ = -1;
-  }
-
   SharedStorage& shared_;
   const Problem& problem_;
-  const Arrays& arrays_;
   const TensorMap& dq_;
-  int pending_ = -1;  // The number of the counter of the last turn that was taken.
+  Turns turns_;
   int piece_ = 0;
   RingPlace<1> kv_;
   Place place_;

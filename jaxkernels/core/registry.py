@@ -88,7 +88,11 @@ OPERATIONS: dict[str, Operation] = {
                     ),
                     _CUDA,
                 ),
-                "cuda": Entry(("jaxkernels.ffi.attention.backward",), _CUDA, is_exportable=False),
+                "cuda": Entry(
+                    ("jaxkernels.ffi.attention.backward", "jaxkernels.ffi.attention.backward_wide"),
+                    _CUDA,
+                    is_exportable=False,
+                ),
                 "triton": Entry(("jaxkernels.triton.attention.backward",), _CUDA, is_exportable=False),
                 "cudnn": Entry(("jaxkernels.cudnn.attention.backward",), _CUDA, is_exportable=False),
                 "xla": Entry(("jaxkernels.ops.attention.reference_backward",)),

@@ -6,6 +6,7 @@ How they compute is tested on an emulator (test_cuda_attention_emulated.py) and,
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from types import ModuleType
 from typing import Any
@@ -18,11 +19,11 @@ from attentions import H200, draw, make_spec
 
 import jaxkernels as jk
 from jaxkernels.core import dispatch, hardware
-from jaxkernels.ffi.attention import backward, forward
+from jaxkernels.ffi.attention import backward, backward_wide, forward
 from jaxkernels.ops.attention import reference
 from jaxkernels.ops.attention.spec import AttentionSpec
 
-DESIGNS = {"attention_forward": forward, "attention_backward": backward}
+KERNELS = ("attention_forward", "attention_backward")
 TERMS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": dict(causal=True),
@@ -41,49 +42,49 @@ def spec_of(head_dim: int = 128, value_dim: int | None = None, length: int = 400
     return make_spec(2, length, length, 8, 2, head_dim, value_dim, dtype="bfloat16", **options)
 
 
-def compile_kernel(design: ModuleType, spec: AttentionSpec, config: Any) -> Any:
-    compile_one = forward.compile_forward if design is forward else backward.compile_backward
-    return compile_one(spec, config)
+def design_of(kernel: str, spec: AttentionSpec) -> ModuleType:
+    """The one design that takes the spec."""
+    (design,) = dispatch.load(kernel, "cuda").supporting(spec)
+    return design
+
+
+def compile_kernel(kernel: str, spec: AttentionSpec, config: Any) -> Any:
+    design = design_of(kernel, spec)
+    return design.compile_forward(spec, config) if design is forward else design.compile_backward(spec, config)
 
 
 @pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("terms", TERMS)
 @pytest.mark.parametrize(("head_dim", "value_dim"), HEADS, ids=str)
-@pytest.mark.parametrize("kernel", DESIGNS)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_defaults_compile_without_spills(kernel, head_dim, value_dim, terms):
     """The compiler refuses spills and serialised products."""
-    design, spec = DESIGNS[kernel], spec_of(head_dim, value_dim, **TERMS[terms])
-    if reason := design.unsupported(spec):
-        assert kernel == "attention_backward", reason
-        assert reason.startswith("handles head dimensions up to 128")
-        return
-    compile_kernel(design, spec, dispatch.default_config(kernel, "cuda", spec))
+    spec = spec_of(head_dim, value_dim, **TERMS[terms])
+    compile_kernel(kernel, spec, dispatch.default_config(kernel, "cuda", spec))
 
 
 @pytest.mark.sampled(one_in=40)
 @pytest.mark.parametrize("index", range(40))
 @pytest.mark.parametrize("terms", ["full", "causal", "all"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("kernel", DESIGNS)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_search_space_compiles_without_spills(kernel, head_dim, terms, index):
-    design, spec = DESIGNS[kernel], spec_of(head_dim, **TERMS[terms])
-    configs = [] if design.unsupported(spec) else list(design.search_space(spec))
-    for config in configs[index::40]:
-        compile_kernel(design, spec, config)
+    spec = spec_of(head_dim, **TERMS[terms])
+    for config in dispatch.search_space(kernel, "cuda", spec)[index::40]:
+        compile_kernel(kernel, spec, config)
 
 
-@pytest.mark.parametrize("kernel", DESIGNS)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_search_space_fits_shared_memory_and_is_never_empty(kernel):
-    design = DESIGNS[kernel]
     for head_dim, value_dim in HEADS:
         for options in TERMS.values():
             for length in (1, 100, 5000):
                 spec = spec_of(head_dim, value_dim, length, **options)
-                if design.unsupported(spec) is None:
-                    configs = list(design.search_space(spec))
-                    assert configs
-                    assert all(design.smem_bytes(spec, config) <= H200.smem_bytes for config in configs)
-                    assert all(0 < design.estimate(spec, config) < 10 for config in configs)
+                design = design_of(kernel, spec)
+                configs = list(design.search_space(spec))
+                assert configs
+                assert all(design.smem_bytes(spec, config) <= H200.smem_bytes for config in configs)
+                assert all(0 < design.estimate(spec, config) < 10 for config in configs)
 
 
 @pytest.mark.parametrize(
@@ -103,12 +104,19 @@ def test_search_space_fits_shared_memory_and_is_never_empty(kernel):
             "needs a GPU of compute capability 9.0 (Hopper), the target is NVIDIA A100-SXM4-80GB "
             "(compute capability 8.0)",
         ),
-        ("attention_backward", dict(head_dim=192), "handles head dimensions up to 128, got 192 and 192"),
+        ("attention_backward", dict(head_dim=264), "handles head dimensions up to 256, got 264 and 264"),
     ],
 )  # fmt: skip
 def test_refusals(kernel, options, reason):
     spec = make_spec(**dict(dtype="bfloat16") | options)
-    assert DESIGNS[kernel].unsupported(spec) == reason
+    assert dispatch.load(kernel, "cuda").unsupported(spec) == reason
+
+
+def test_each_head_dimension_has_one_design_of_the_backward_pass():
+    narrow, wide = spec_of(128), spec_of(128, 136)
+    assert backward_wide.unsupported(narrow) == "handles head dimensions above 128, got 128 and 128"
+    assert backward.unsupported(wide) == "handles head dimensions up to 128, got 128 and 136"
+    assert (design_of(KERNELS[1], narrow), design_of(KERNELS[1], wide)) == (backward, backward_wide)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +129,9 @@ def test_refusals(kernel, options, reason):
         (lambda: backward.Config(block_q=96), "backward[cuda]: block_q must be 64 or 128"),
         (lambda: backward.Config(num_stages=1), "backward[cuda]: num_stages must be at least 2"),
         (lambda: backward.Config(group_parts=0), "backward[cuda]: group_parts must be positive"),
+        (lambda: backward_wide.Config(num_stages=1), "backward[cuda]: num_stages must be at least 2"),
+        (lambda: backward_wide.Config(output_stages=0), "backward[cuda]: output_stages must be positive"),
+        (lambda: backward_wide.Config(logit_stages=0), "backward[cuda]: logit_stages must be positive"),
     ],
 )  # fmt: skip
 def test_configurations_that_are_refused(make, message):
@@ -135,6 +146,8 @@ def test_rings_that_do_not_fit_are_refused():
         forward.run(spec, forward.Config(128, 5), *operands)
     with pytest.raises(ValueError, match=r"^attention_backward\[cuda\]: group_parts must divide the 4 query heads"):
         backward.run(spec, backward.Config(group_parts=3))
+    with pytest.raises(ValueError, match=r"^attention_backward\[cuda\]: a block has at most 232448 bytes"):
+        backward_wide.run(spec_of(256), backward_wide.Config(3))
 
 
 def test_calls_lower_for_cuda():
@@ -165,21 +178,35 @@ def test_plan_gives_each_item_to_one_block():
     assert sorted(items) == list(range(2 * 8 * -(-4000 // config.rows)))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
+WIDE = pytest.mark.parametrize(
     ("head_dim", "value_dim", "options"),
     [
         (256, 256, dict(causal=True)),
         (256, 256, {}),
         (192, 128, dict(causal=True)),
         (160, 160, dict(window=(100, 20), key_lengths=True)),
+        (256, 256, dict(segments=True, soft_cap=20.0)),
     ],
     ids=str,
 )
+
+
+@pytest.mark.gpu
+@WIDE
 def test_forward_of_wide_heads(head_dim, value_dim, options):
-    """The backward pass takes none of these, so the table of cases refuses them."""
     spec = spec_of(head_dim, value_dim, 1000, **options)
     check_forward(spec, dispatch.default_config("attention_forward", "cuda", spec))
+
+
+@pytest.mark.gpu
+@WIDE
+def test_gradients_of_wide_heads(head_dim, value_dim, options):
+    """In each configuration."""
+    spec = spec_of(head_dim, value_dim, 1000, **options)
+    operands = spec.pack("attention_backward", draw(spec))
+    for config in backward_wide.search_space(spec):
+        gradients = jax.jit(functools.partial(backward_wide.run, spec, config))(*operands)
+        check_gradients(spec, gradients, operands)
 
 
 @pytest.mark.gpu
@@ -199,18 +226,23 @@ def test_configurations_agree_with_the_reference(head_dim, causal, index):
     [dict(causal=True), {}, dict(window=(200, 0)), dict(segments=True, causal=True, key_lengths=True)],
     ids=str,
 )
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_gradients_in_order_have_the_same_bits(head_dim, options):
     """With a chip full of blocks, which begin and end in a different order in each run."""
     spec = spec_of(head_dim, length=2000, deterministic=True, **options)
     operands = spec.pack("attention_backward", draw(spec))
     config = dispatch.default_config("attention_backward", "cuda", spec)
-    gradients = jax.jit(lambda *xs: backward.run(spec, config, *xs))
+    design = design_of("attention_backward", spec)
+    gradients = jax.jit(lambda *xs: design.run(spec, config, *xs))
     first = [np.asarray(x).tobytes() for x in gradients(*operands)]
     for _ in range(20):
         assert [np.asarray(x).tobytes() for x in gradients(*operands)] == first
+    check_gradients(spec, gradients(*operands), operands)
+
+
+def check_gradients(spec: AttentionSpec, gradients: Any, operands: Any) -> None:
     expected = dispatch.load("attention_backward", "xla").run(spec, reference.Config(), *operands)
-    for x, y in zip(gradients(*operands), expected, strict=True):
+    for x, y in zip(gradients, expected, strict=True):
         x, y = (np.asarray(z, np.float32) for z in (x, y))
         np.testing.assert_allclose(x, y, rtol=3e-2, atol=1e-2 * max(1.0, np.abs(y).max()))
 

@@ -15,13 +15,13 @@ from attentions import draw, make_spec
 from emulated import DYNAMIC_SMEM, NEEDS_COMPILER, Emulator
 
 from jaxkernels.core import dispatch
-from jaxkernels.ffi.attention import backward, forward, launching
+from jaxkernels.ffi.attention import backward, backward_wide, forward, launching
 from jaxkernels.ops.attention import reference
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 
 Config = forward.Config
 
-TRANSLATED = {f"jaxkernels::attention_{name}": DYNAMIC_SMEM for name in ("forward", "backward")}
+TRANSLATED = {f"jaxkernels::attention_{name}": DYNAMIC_SMEM for name in ("forward", "backward", "backward_wide")}
 TRANSLATED["jaxkernels::attention_row_sums"] = {}
 
 pytestmark = NEEDS_COMPILER
@@ -154,10 +154,11 @@ def test_planted_mistake_is_noticed(right: str, wrong: str, name: str, emulator:
 # The backward pass.
 
 
-def check_backward(spec: AttentionSpec, config: backward.Config, seed: int = 0) -> None:
+def check_backward(spec: AttentionSpec, config: backward.Config | backward_wide.Config, seed: int = 0) -> None:
     spec = dataclasses.replace(spec, target=dataclasses.replace(spec.target, num_sms=2))
     operands = spec.pack("attention_backward", draw(spec, seed))
-    actual = backward.run(spec, config, *operands)
+    design = backward if isinstance(config, backward.Config) else backward_wide
+    actual = design.run(spec, config, *operands)
     expected = dispatch.load("attention_backward", "xla").run(spec, reference.Config(), *operands)
     for name, x, y in zip(spec.outputs("attention_backward"), actual, expected, strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype), name
@@ -208,6 +209,40 @@ BACKWARD_CASES = {
 }
 
 
+# Above head dimension 128: two CTAs share 128 keys.
+PAIRS = backward_wide.Config()
+BACKWARD_CASES |= {
+    "pairs": (spec_of(head_dim=160), PAIRS),
+    "pairs-of-256": (spec_of(head_dim=256, queries=100, causal=True), PAIRS),
+    "pairs-192-128": (spec_of(head_dim=192, value_dim=128, causal=True), backward_wide.Config(3, 2, 2)),
+    "pairs-wide-values": (spec_of(head_dim=40, value_dim=144, queries=80), PAIRS),
+    "pairs-wide-keys": (spec_of(head_dim=136, value_dim=72, queries=80), PAIRS),
+    "pairs-few-queries": (spec_of(head_dim=144, causal=True, queries=60, keys=400), PAIRS),
+    "pairs-window": (spec_of(head_dim=144, window=(40, 20)), PAIRS),
+    "pairs-lengths": (
+        spec_of(head_dim=144, batch=3, query_lengths=True, key_lengths=True, window=(50, None)), PAIRS,
+    ),
+    "pairs-segments": (spec_of(head_dim=144, segments=True, causal=True), PAIRS),
+    "pairs-soft-cap": (spec_of(head_dim=144, soft_cap=1.5, causal=True), PAIRS),
+    "pairs-offset": (spec_of(head_dim=144, query_offset=True, causal=True), PAIRS),
+    "pairs-one-query": (spec_of(head_dim=144, batch=2, queries=1), PAIRS),
+    "pairs-one-key": (spec_of(head_dim=144, keys=1), PAIRS),
+    "pairs-float16": (spec_of(head_dim=144, dtype="float16"), PAIRS),
+    "pairs-groups-apart": (
+        spec_of(head_dim=144, heads=4, kv_heads=2, causal=True), backward_wide.Config(group_parts=2),
+    ),
+    "pairs-grouped": (spec_of(head_dim=144, heads=4, kv_heads=2, window=(40, 0), queries=200), PAIRS),
+    "pairs-in-order": (spec_of(head_dim=144, deterministic=True, causal=True, keys=300, queries=300), PAIRS),
+    "pairs-in-order-window": (
+        spec_of(head_dim=144, deterministic=True, window=(130, 20), keys=400, queries=400), PAIRS,
+    ),
+    "pairs-in-order-segments": (
+        spec_of(head_dim=144, deterministic=True, segments=True, causal=True, keys=300, queries=300), PAIRS,
+    ),
+    "pairs-upwards": (spec_of(head_dim=144, heads=4, kv_heads=2, causal=True, queries=520, keys=520), PAIRS),
+}  # fmt: skip
+
+
 @pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("name", BACKWARD_CASES)
 def test_gradients_are_right(name: str, emulator: Emulator) -> None:
@@ -220,6 +255,7 @@ def test_gradients_in_any_order(seed: int, emulator: Emulator) -> None:
     emulator.seed = seed
     check_backward(spec_of(batch=2, key_lengths=True, causal=True), WIDE)
     check_backward(spec_of(queries=300), NARROW)
+    check_backward(spec_of(head_dim=144, batch=2, key_lengths=True, causal=True), PAIRS)
 
 
 @pytest.mark.sampled(one_in=4)
@@ -258,6 +294,27 @@ def test_gradients_in_any_order(seed: int, emulator: Emulator) -> None:
         ("problem.num_heads + head;\n    float sum", "problem.num_heads;\n    float sum", "plain"),
         ("for (int step = kLanes / 2;", "for (int step = kLanes / 4;", "plain"),
         ("= float4{0.0f", "= float4{1.0f", "plain"),
+        ("    shared_.weight_ring.consumer_wait(weight_place());\n", "", "pairs-of-256"),
+        ("    shared_.weight_ring.producer_wait(weight_place());\n    shared_.output_ring", "    shared_.output_ring",
+         "pairs-192-128"),
+        ("    shared_.logit_ring.consumer_wait(logit_place());\n", "", "pairs"),
+        ("    shared_.logit_ring.producer_wait(logit_place());\n    unsigned", "    unsigned", "pairs"),
+        ("      shared_.logit_ring.producer_wait(logit_place());\n      store", "      store", "pairs-upwards"),
+        ("    fence_proxy_async();  // The copy engine overwrites lse.\n", "", "pairs"),
+        ("    fence_proxy_async();  // The copy engine overwrites delta.\n", "", "pairs"),
+        ("    fence_proxy_async();\n    __syncwarp();\n    if (threadIdx.x % kWarp == 0) {\n      u64*",
+         "    __syncwarp();\n    if (threadIdx.x % kWarp == 0) {\n      u64*", "pairs"),
+        ("kStagingBytes, full, 1 - cta_rank());", "kStagingBytes, full, cta_rank());", "pairs"),
+        ("mbarrier_arrive_expect_tx(full, kStagingBytes);", "mbarrier_arrive(full);", "pairs"),
+        ("if (has_previous) release_previous_outputs();", "release_previous_outputs();", "pairs-grouped"),
+        ("if (has_previous) release_previous_queries();", "release_previous_queries();", "pairs-grouped"),
+        ("first_key_of(item, 1 - cta_rank())", "first_key_of(item, cta_rank())", "pairs"),
+        ("full, cta_rank() * kQueryColumns", "full, 0 * kQueryColumns", "pairs-of-256"),
+        ("logits + (1 - cta_rank()) *", "logits + cta_rank() *", "pairs"),
+        ("edges_ = {first_key_of(item, cta_rank())", "edges_ = {item.first_key", "pairs-segments"),
+        ("queries * kCtas + cta_rank()", "queries * kCtas", "pairs-in-order"),
+        ("const auto& words = Config::kSoftCap ? slopes_ : p_;", "const auto& words = p_;", "pairs-soft-cap"),
+        ("and copies to it, until it has ended, too.\n  barrier_cluster();\n", "\n", "pairs"),
     ],
 )  # fmt: skip
 def test_planted_mistake_in_gradients_is_noticed(right: str, wrong: str, name: str, emulator: Emulator) -> None:

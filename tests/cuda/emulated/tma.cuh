@@ -185,6 +185,34 @@ void cp_async_bulk_tensor_multicast(void* tile, const TensorMap* map, u64* full,
   load(tile, map, full, place_of(*map, at), blocks);
 }
 
+// Between blocks. From now on the content must not be read until the copy is complete.
+inline void cp_async_bulk_to_block(void* to, const void* from, u32 bytes, u64* full, u32 rank) {
+  const u32 target = emulator::offset_of(to), source = emulator::offset_of(from);
+  const u32 barrier = emulator::offset_of(full), fences = emulator::cluster->fences;
+  const emulator::Thread* issuer = emulator::thread;
+  emulator::Block *sender = emulator::thread->block,
+                  *receiver = emulator::cluster->blocks[rank].get();
+  if (target % 16 != 0 || source % 16 != 0 || bytes % 16 != 0) {
+    emulator::fail("a copy between blocks must have whole units of 16 bytes");
+  }
+  for (emulator::Access* accesses : {receiver->writes.get(), receiver->reads.get()}) {
+    const char* verb = accesses == receiver->writes.get() ? "wrote" : "read";
+    emulator::need_fenced(accesses, target, bytes, verb, "a copy overwrites a byte", *issuer,
+                          fences);
+    std::fill_n(accesses + target, bytes, emulator::Access{});
+  }
+  std::memset(receiver->smem + target, 0xff, bytes);
+  emulator::later([=] {
+    emulator::need_alive(*sender, "a copy from the memory");
+    emulator::need_alive(*receiver, "a copy into the memory");
+    emulator::need_fenced(sender->writes.get(), source, bytes, "wrote", "a copy reads a byte",
+                          *issuer, fences);
+    std::memcpy(receiver->smem + target, sender->smem + source, bytes);
+    fenced_mbarrier(*receiver, barrier).bytes -= static_cast<int>(bytes);
+    mbarrier(*receiver, barrier).settle();
+  });
+}
+
 enum class Reduction { kAdd, kMin, kMax };
 struct BFloat16 {
   u16 bits;
