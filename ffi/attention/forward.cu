@@ -19,8 +19,7 @@
 // turn: the softmax of one runs beside the products of another.
 //
 // Blocks of keys are visited from the last one to the first one, so that the blocks at the causal
-// edge come first; or, if `kUpwards`, from the first one to the last one: then CTAs that begin at
-// the same time read the same keys. A block inside [whole_first, whole_end) needs no mask.
+// edge come first. A block inside [whole_first, whole_end) needs no mask.
 //
 // Rows in registers: a thread has rows 16 w + l / 4 and 8 further of its warpgroup's 64 (warp w,
 // lane l), and of each 8 columns two (wgmma.cuh). Four neighbouring lanes share a row.
@@ -51,7 +50,6 @@ struct Config {
   // Of each 8 exponentials of a thread, so many are polynomials on the FMA units.
   static constexpr int kPolynomials = JK_NUM_POLYNOMIALS;
   // Whether blocks of keys are visited from the first one to the last one.
-  static constexpr bool kUpwards = JK_UPWARDS;
   // A query sees keys from `left` before it to `right` behind it.
   static constexpr bool kHasLeft = JK_HAS_LEFT;
   static constexpr bool kHasRight = JK_HAS_RIGHT;
@@ -145,15 +143,9 @@ struct Item {
   int query_end;               // Positions of queries from here on are padding.
 
   // The blocks of keys that are visited first and last.
-  __device__ __forceinline__ int begin() const {
-    return Config::kUpwards ? first_block : end_block - 1;
-  }
-  __device__ __forceinline__ int last() const {
-    return Config::kUpwards ? end_block - 1 : first_block;
-  }
+  __device__ __forceinline__ int begin() const { return end_block - 1; }
+  __device__ __forceinline__ int last() const { return first_block; }
 };
-// From one block that is visited to the next.
-constexpr int kStride = Config::kUpwards ? 1 : -1;
 
 // The items of this CTA, in the order of the plan.
 class Schedule {
@@ -258,8 +250,8 @@ class Producer {
       load_keys(item, item.begin());
 #pragma unroll
       for (int c = 0; c < kConsumers; ++c) load_queries(item, c, parity);
-      for (int block = item.begin(); block != item.last(); block += kStride) {
-        load_keys(item, block + kStride);
+      for (int block = item.begin(); block != item.last(); --block) {
+        load_keys(item, block - 1);
         load_values(item, block);
       }
       load_values(item, item.last());
@@ -398,7 +390,7 @@ class Consumer {
     Item item = schedule.item();
     begin(item);
     while (true) {
-      for (int block = item.begin(); block != item.last();) step(item, block += kStride);
+      for (int block = item.begin(); block != item.last();) step(item, --block);
       schedule.advance();
       if (!schedule.has_item()) break;
       const Item next = schedule.item();

@@ -117,8 +117,6 @@ class Config:
         of another.
       lazy_rescale: whether the output is rescaled only if the maximum of some row of a warp has grown by more than 2^8.
       num_polynomials: of each 8 exponentials of a thread, so many are computed on the FMA units.
-      upwards: whether blocks of keys are visited from the first one to the last one. CTAs that begin causal items at
-        the same time then read the same keys.
     """
 
     block_kv: int = 128
@@ -127,7 +125,6 @@ class Config:
     takes_turns: bool = True
     lazy_rescale: bool = False
     num_polynomials: int = 0
-    upwards: bool = False
 
     def __post_init__(self) -> None:
         check_fields(_LABEL, self)
@@ -214,8 +211,6 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
             if config is None:
                 continue
             yield config
-            if spec.causal and (takes_turns, lazy_rescale) == schedules[0]:
-                yield dataclasses.replace(config, upwards=True)
             if is_narrow and not lazy_rescale:
                 for num_polynomials in (1, 2):
                     yield dataclasses.replace(config, num_polynomials=num_polynomials)
@@ -371,7 +366,6 @@ def compile_forward(spec: AttentionSpec, config: Config) -> compiler.CompiledKer
         takes_turns=config.takes_turns,
         lazy_rescale=config.lazy_rescale,
         num_polynomials=config.num_polynomials,
-        upwards=config.upwards,
         has_left=spec.band.left is not None,
         has_right=spec.band.right is not None,
         is_ragged=spec.k.shape[1] % config.block_kv != 0,

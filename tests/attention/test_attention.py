@@ -30,8 +30,9 @@ B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
 def test_error_rule(backend, attention_case):
     # The kernels add up dq in the order in which its parts come, unless that is asked to be the same every time.
     check = functools.partial(assert_error_rule, attention_case, plain_attention, backend)
-    check(gradients_repeat=backend not in ("pallas", "cuda", "cudnn"))
-    if backend in ("pallas", "cuda", "cudnn") and attention_case.size != "small":
+    # cuDNN divides the keys of few queries: then the order of the output's sums changes, too.
+    check(gradients_repeat=backend not in ("pallas", "cuda", "cudnn"), output_repeats=backend != "cudnn")
+    if backend in ("pallas", "cuda") and attention_case.size != "small":
         check(deterministic=True)
 
 

@@ -78,11 +78,6 @@ CASES = {
     "three-without-turns": (spec_of(queries=300, causal=True), Config(96, 3, 3, takes_turns=False)),
     "lazy": (spec_of(scale=3.0), Config(32, 2, 2, lazy_rescale=True)),
     "polynomials": (spec_of(causal=True), Config(64, 2, 2, num_polynomials=2)),
-    "upwards": (spec_of(causal=True, queries=300, keys=300), Config(64, 2, 2, upwards=True)),
-    "upwards-with-all-masks": (
-        spec_of(batch=3, window=(50, 10), key_lengths=True, query_lengths=True, segments=True),
-        Config(64, 2, 2, upwards=True),
-    ),
 }
 
 
@@ -132,7 +127,7 @@ def test_numbers_that_are_none_stay_so(num_polynomials: int, emulator: Emulator)
         ("    if (block == item.last() && threadIdx.x % kWarp == 0) {", "    if (threadIdx.x % kWarp == 0) {",
          "plain"),
         ("rows_ = Statistics();", "", "plain"),
-        ("load_values(item, block);", "load_values(item, block + kStride);", "upwards"),
+        ("load_values(item, block);", "load_values(item, block - 1);", "plain"),
         ("    adds_ = false;\n    const u32 warp", "    const u32 warp", "plain"),
         ("const bool is_edge = Config::kKeyLengths &&", "const bool is_edge = false &&", "key-lengths"),
         ("if (id != rows[1])", "if (id != rows[0])", "segments"),

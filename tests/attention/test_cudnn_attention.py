@@ -297,6 +297,10 @@ REFUSALS = [
     (dict(value_dim=32), "takes values as wide as keys, or padded to be, not 16 and 32"),
     (dict(soft_cap=2.0), "has no soft cap and no score terms of your own"),
     (dict(scale=-1.0), "needs a positive scale, got -1.0"),
+    (
+        dict(deterministic=True),
+        "promises no fixed order of its sums: XLA asks for one by a flag for whole programs only",
+    ),
     (dict(queries=1, keys=1), "needs more than one query or more than one key"),
     (dict(batch=0), "has no work in an empty attention"),
     (
@@ -320,10 +324,6 @@ def test_a_bias_has_the_dtype_of_the_queries():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (
-            dict(deterministic=True),
-            "adds up the gradient of the queries in no fixed order: XLA fixes it by a flag for whole programs only",
-        ),
         (
             dict(queries=23, mask=(1, 1, 23, 40)),
             "needs even lengths for gradients with a bias or a mask, not 23 and 40",
@@ -406,7 +406,7 @@ def test_order_of_preference(monkeypatch):
     assert backends(grad(mask=mask), X, X, X) == ["cudnn", "cudnn"]
     monkeypatch.setenv("JAXKERNELS_TARGET", L4.name)
     assert backends(grad(is_causal=True), X, X, X) == ["cudnn", "cudnn"]
-    assert backends(grad(is_causal=True, deterministic=True), X, X, X) == ["cudnn", "xla"]
+    assert backends(grad(is_causal=True, deterministic=True), X, X, X) == ["xla", "xla"]
 
 
 def test_gradients_of_the_logsumexp_are_told_apart():

@@ -53,8 +53,6 @@ def unsupported(spec: AttentionSpec) -> str | None:
     """Why cuDNN cannot compute the gradients, or None."""
     if reason := unsupported_by_both(spec):
         return reason
-    if spec.deterministic:
-        return "adds up the gradient of the queries in no fixed order: XLA fixes it by a flag for whole programs only"
     num_queries, num_keys, num_heads = spec.q.shape[1], spec.k.shape[1], spec.q.shape[2]
     if needs_bias(spec) and (reason := cudnn_limits.odd_lengths_of_gradients(num_queries, num_keys)):
         return reason

@@ -45,6 +45,8 @@ def unsupported(spec: AttentionSpec) -> str | None:
         return f"takes operands of one dtype, not {', '.join(sorted(str(dtype) for dtype in dtypes))}"
     if any(not isinstance(term, Bias) for term in spec.score_terms):
         return "has no soft cap and no score terms of your own"
+    if spec.deterministic:
+        return "promises no fixed order of its sums: XLA asks for one by a flag for whole programs only"
     if spec.scale <= 0:
         return f"needs a positive scale, got {spec.scale}"
     if reason := spec.unsupported_sizes() or cudnn_limits.unsupported_lengths(spec.q.shape[1], spec.k.shape[1]):

@@ -133,8 +133,8 @@ def dot_product_attention(
       return_lse: also return the natural logsumexp of the masked logits: float32, differentiable.
       alignment: what `is_causal` and `local_window_size` count from where T != S: "top_left", the first query and
         the first key, or "bottom_right", the last of both, as for new queries on a cache of keys (T <= S).
-      deterministic: whether equal operands must give equal bits in every run. The output always does; the fastest
-        backward pass adds up the query's gradient in whatever order its parts come.
+      deterministic: whether equal operands must give equal bits in every run. The output does without it, too, but on
+        the backend "cudnn"; the fastest backward pass adds up the query's gradient in whatever order its parts come.
       backend: name of the backend that must run it, or None for the fastest that can.
 
     Returns:
