@@ -132,8 +132,7 @@ def _fits(spec: AttentionSpec, config: Config) -> bool:
 def search_space(spec: AttentionSpec) -> Iterator[Config]:
     """Yields numbers of slots that fit, and the parts of a group that fill the chip.
 
-    A second slot of dout and of dS comes first: with it, copies and dQ run ahead. At head dimension 256 it does not
-    fit.
+    Two slots of dout and of dS come first: with them, copies and dQ run ahead. At head dimension 256 they do not fit.
     """
     enough = gradients.enough_parts(spec, _BLOCK_KV, spec.target.num_sms // _NUM_CTAS)
     persistent = [False] if gradients.has_one_item_each(spec) else [True, False]
