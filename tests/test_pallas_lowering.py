@@ -83,7 +83,8 @@ def test_matmul_cases_lower(case: MatmulCase, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("case", _cases(ATTENTION_CASES))
 def test_attention_cases_lower(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    without = {key: entry for key, entry in dispatch.REGISTRY.items() if key[1] != "triton"}  # It may be installed.
+    # Triton may be installed.
+    without = {key: entry for key, entry in dispatch.REGISTRY.items() if key[1] not in ("triton", "cudnn")}
     monkeypatch.setattr(dispatch, "REGISTRY", without)
     backend = "xla" if any((case.bias, case.mask, case.dtype == "float32")) else "pallas"
     # Few queries are left to backends that divide the keys.

@@ -23,7 +23,7 @@ from jaxkernels.ffi.attention import launching
 from jaxkernels.ffi.attention.launching import ATOM, STAGING_BYTES, WARPGROUP, padded
 from jaxkernels.ops.attention import tensor_cores
 from jaxkernels.ops.attention.blind import mean_of_values
-from jaxkernels.ops.attention.planning import forward_plan, forward_steps, longest_cta
+from jaxkernels.ops.attention.planning import forward_plan, forward_steps, longest_cta, too_few_queries
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.visibility import may_see_nothing, queries_inside, segment_key_blocks
 
@@ -163,7 +163,7 @@ def unpreferred(spec: AttentionSpec) -> str | None:
     unmeasured = [name for name, given in (terms | dict(soft_cap=spec.soft_cap)).items() if given]
     if unmeasured:
         return f"is taken only where it was measured fastest: its speed with {', '.join(unmeasured)} is not known yet"
-    return None
+    return too_few_queries(spec)
 
 
 def smem_bytes(spec: AttentionSpec, config: Config) -> int:

@@ -56,7 +56,7 @@ import numpy as np
 from jax import lax
 
 from jaxkernels.core.arguments import check_fields
-from jaxkernels.ops.attention.planning import forward_plan, forward_steps
+from jaxkernels.ops.attention.planning import forward_plan, forward_steps, too_few_queries
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.visibility import (
     blocks_of,
@@ -95,9 +95,6 @@ _MAX_GROWTH = 8.0
 
 #: Queries of a consumer warpgroup in an item.
 _BLOCK_Q = 64
-#: With so few queries, a kernel that divides the keys among SMs is faster. One query took 3 to 9 times as long as with
-#: Triton in every row of attention-decode (H200, 2026-11-25).
-_FEW_QUERIES = 16
 
 # The search space: what is tried along each knob, the usual setting first.
 _BLOCK_KVS = (128, 64)
@@ -108,10 +105,7 @@ _STEP_SECONDS = 0.4e-6
 
 
 def unpreferred(spec: AttentionSpec) -> str | None:
-    """With few queries, few SMs have work: the keys are not divided."""
-    if spec.q.shape[1] > _FEW_QUERIES:
-        return None
-    return f"does not divide the keys among SMs, which {spec.q.shape[1]} queries need: others are faster"
+    return too_few_queries(spec)
 
 
 @dataclasses.dataclass(frozen=True)

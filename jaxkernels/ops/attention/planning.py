@@ -27,8 +27,21 @@ __all__ = [
     "num_even_ctas",
     "numbered",
     "planned_offset",
+    "too_few_queries",
     "visible_pairs",
 ]
+
+#: With so few queries, a kernel that divides the keys among SMs is faster. One query took 3 to 9 times as long as with
+#: Triton in every row of attention-decode (H200, 2026-11-25).
+_FEW_QUERIES = 16
+
+
+def too_few_queries(spec: AttentionSpec) -> str | None:
+    """Why a forward pass that does not divide the keys among SMs is slow, or None: few SMs have work."""
+    if spec.q.shape[1] > _FEW_QUERIES:
+        return None
+    return f"does not divide the keys among SMs, which {spec.q.shape[1]} queries need: others are faster"
+
 
 #: In the backward pass, the order by length is used if the last CTA would otherwise take longer by this factor.
 _MOST_IDLE = 1.05

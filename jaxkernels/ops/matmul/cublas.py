@@ -69,6 +69,9 @@ _TILES = (
 _BLOCK_K = 64
 _SPLITS = (1, 2, 3, 4, 6, 8, 16)
 
+#: The times of the fit have few tiles for many steps of k only with few rows or columns.
+_FEW_ROWS, _LONG_K = 64, 8192
+
 
 def estimate(spec: MatmulSpec, config: Any, constants: Constants = CONSTANTS) -> float:
     """Seconds: a launch, and the longer of the tiles and of the operands' way from memory."""
@@ -112,6 +115,10 @@ def not_estimated(spec: MatmulSpec, config: Any) -> str | None:
         return "operands are not of 16 bits"
     if spec.lhs.dtype != spec.rhs.dtype:
         return "operands of two dtypes are converted"
+    g = spec.gemm
+    tiles = (g.batch or 1) * -(-g.m // 128) * -(-g.n // 128)
+    if min(g.m, g.n) > _FEW_ROWS and g.k > _LONG_K and tiles < spec.target.num_sms:
+        return "how cuBLAS divides a long k among few tiles has not been measured"
     if spec.gemm.lhs_perm or spec.gemm.rhs_perm:
         return "XLA transposes an operand"
     return "XLA fuses the epilogue, or not" if spec.fused or spec.alpha != 1 else None
