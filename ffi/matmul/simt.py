@@ -39,9 +39,10 @@ _EXACT = (
 )
 # Bytes/s of a transposition or of the padding of rows: rough, not fitted.
 _COPY_BYTES = 3e12
-# From so many FLOPs on, the last rung was as fast as cuBLAS in 8 shapes on an H200 (0.99 to 1.16 of its speed),
-# below in none of 5.
+# With so many FLOPs, rows, columns and steps of k, the last rung was as fast as cuBLAS in 8 shapes on an H200 (0.99 to
+# 1.16 of its speed), and with less in none of 5.
 _LEAST_FLOPS = 3e9
+_LEAST_ROWS, _LEAST_K = 256, 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +86,8 @@ def unpreferred(spec: MatmulSpec) -> str | None:
         return f"is slower than cuBLAS where operands are transposed or padded first, here {copied / 2e6:.1f} MB"
     if 2 * g.m * g.n * g.k < _LEAST_FLOPS:
         return f"is slower than cuBLAS below {_LEAST_FLOPS / 1e9:.0f} GFLOP"
+    if min(g.m, g.n) < _LEAST_ROWS or g.k < _LEAST_K:
+        return f"was not measured beside cuBLAS below {_LEAST_ROWS} rows and columns, and a k of {_LEAST_K}"
     return None
 
 

@@ -72,6 +72,8 @@ def test_calls_lower_with_gradients_and_epilogues(layouts):
         ((4096, 4096, 4096), "mk,kn", "cuda"),
         ((640, 8000, 8000), "mk,kn", "cuda"),
         ((130, 132, 136), "mk,kn", "xla"),
+        ((2**20, 4, 1024), "mk,kn", "xla"),
+        ((8192, 8192, 256), "mk,kn", "xla"),
         ((4096, 4096, 4095), "mk,kn", "xla"),
         ((4096, 4095, 4096), "mk,kn", "xla"),
         ((4096, 4096, 4096), "mk,nk", "xla"),
