@@ -16,6 +16,25 @@
 
 namespace jaxkernels {
 
+// What gradients.py chooses for every kernel, by macros.
+struct GradientConfig {
+  using Element = JK_ELEMENT;
+  // What dk and dv are stored as.
+  using Output = JK_OUTPUT;
+  // Head dimensions of queries and of values, padded to multiples of 16.
+  static constexpr int kHeadDim = JK_HEAD_DIM;
+  static constexpr int kValueDim = JK_VALUE_DIM;
+  // A query sees keys from `left` before it to `right` behind it.
+  static constexpr bool kHasLeft = JK_HAS_LEFT;
+  static constexpr bool kHasRight = JK_HAS_RIGHT;
+  static constexpr bool kKeyLengths = JK_KEY_LENGTHS;
+  static constexpr bool kSegments = JK_SEGMENTS;
+  static constexpr bool kQueryOffset = JK_QUERY_OFFSET;
+  static constexpr bool kSoftCap = JK_SOFT_CAP;
+  // Whether blocks of keys add to dQ in their order: equal operands then give equal bits.
+  static constexpr bool kInOrder = JK_IN_ORDER;
+};
+
 // The sizes of a launch.
 struct Problem {
   int num_queries, num_keys, num_kv_heads, group_size;

@@ -40,26 +40,11 @@ namespace jaxkernels {
 
 using namespace tma;
 
-struct Config {
-  using Element = JK_ELEMENT;
-  // What dk and dv are stored as.
-  using Output = JK_OUTPUT;
-  // Head dimensions of queries and of values, padded to multiples of 16.
-  static constexpr int kHeadDim = JK_HEAD_DIM;
-  static constexpr int kValueDim = JK_VALUE_DIM;
+struct Config : GradientConfig {
   static constexpr int kBlockQ = JK_BLOCK_Q;
   static constexpr int kStages = JK_NUM_STAGES;
   // Whether dP is multiplied beside the exponentials of P, not after them. It takes more registers.
   static constexpr bool kEarlyGradients = JK_EARLY_GRADIENTS;
-  // A query sees keys from `left` before it to `right` behind it.
-  static constexpr bool kHasLeft = JK_HAS_LEFT;
-  static constexpr bool kHasRight = JK_HAS_RIGHT;
-  static constexpr bool kKeyLengths = JK_KEY_LENGTHS;
-  static constexpr bool kSegments = JK_SEGMENTS;
-  static constexpr bool kQueryOffset = JK_QUERY_OFFSET;
-  static constexpr bool kSoftCap = JK_SOFT_CAP;
-  // Whether blocks of keys add to dQ in their order: equal operands then give equal bits.
-  static constexpr bool kInOrder = JK_IN_ORDER;
 };
 
 // ---- Constants that follow from Config ---------------------------------------------------------
@@ -434,7 +419,7 @@ class Consumer {
   const int index_;
   RingPlace<1> kv_;
   Place place_;
-  Edges edges_;  // Of the item.
+  Edges edges_;  // The item's.
   int segments_[2];
   int offset_ = 0;
   float s_[kLogits], dp_[kLogits];

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import jax
 
-from jaxkernels.core.arguments import check_fields
+from jaxkernels.core.arguments import check_fields, check_rules
 from jaxkernels.ffi import compiler
 from jaxkernels.ffi.attention import forward, gradients, launching
 from jaxkernels.ffi.attention.launching import ATOM, STAGING_BYTES, padded
@@ -99,9 +99,7 @@ class Config:
             "num_stages must be at least 2": self.num_stages < 2,
             "group_parts must be positive": self.group_parts < 1,
         }
-        for rule, is_broken in rules.items():
-            if is_broken:
-                raise ValueError(f"{gradients.LABEL}: {rule}; got {self}.")
+        check_rules(gradients.LABEL, self, rules)
 
 
 def unsupported(spec: AttentionSpec) -> str | None:

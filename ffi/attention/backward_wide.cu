@@ -39,27 +39,12 @@ namespace jaxkernels {
 
 using namespace tma;
 
-struct Config {
-  using Element = JK_ELEMENT;
-  // What dk and dv are stored as.
-  using Output = JK_OUTPUT;
-  // Head dimensions of queries and of values, padded to multiples of 16.
-  static constexpr int kHeadDim = JK_HEAD_DIM;
-  static constexpr int kValueDim = JK_VALUE_DIM;
+struct Config : GradientConfig {
   static constexpr int kBlockQ = 64;
   // Slots of queries, of dO and of dS.
   static constexpr int kStages = JK_NUM_STAGES;
   static constexpr int kOutputStages = JK_OUTPUT_STAGES;
   static constexpr int kLogitStages = JK_LOGIT_STAGES;
-  // A query sees keys from `left` before it to `right` behind it.
-  static constexpr bool kHasLeft = JK_HAS_LEFT;
-  static constexpr bool kHasRight = JK_HAS_RIGHT;
-  static constexpr bool kKeyLengths = JK_KEY_LENGTHS;
-  static constexpr bool kSegments = JK_SEGMENTS;
-  static constexpr bool kQueryOffset = JK_QUERY_OFFSET;
-  static constexpr bool kSoftCap = JK_SOFT_CAP;
-  // Whether blocks of keys add to dQ in their order: equal operands then give equal bits.
-  static constexpr bool kInOrder = JK_IN_ORDER;
 };
 
 // ---- Constants that follow from Config ---------------------------------------------------------
@@ -68,8 +53,8 @@ using Element = Config::Element;
 constexpr int kWarp = 32;
 constexpr int kWarpgroup = 128;
 constexpr int kThreads = 4 * kWarpgroup;
-constexpr int kCtas = 2;        // Of a cluster.
-constexpr int kKeys = kWgmmaM;  // Of a CTA.
+constexpr int kCtas = 2;        // CTAs of a cluster.
+constexpr int kKeys = kWgmmaM;  // Keys of a CTA.
 constexpr int kBlockKv = kCtas * kKeys;
 constexpr int kBlockQ = Config::kBlockQ;
 using Pair = ClusterGrid<kCtas, 1>;
@@ -82,7 +67,7 @@ constexpr int kQueryColumns = ((Config::kHeadDim + kPiece - 1) / kPiece + 1) / k
 // An array's tile serves two products: with its columns as k, and with its rows as k.
 using KeyTile = OperandTile<Element, kKeys, Config::kHeadDim, true>;
 using KeyTileByRows = OperandTile<Element, Config::kHeadDim, kKeys, false>;
-// Of the other CTA's keys: the columns that this one has of dQ.
+// The other CTA's keys, in the columns of dQ that this CTA adds.
 using OtherKeyTile = OperandTile<Element, kQueryColumns, kKeys, false>;
 using ValueTile = OperandTile<Element, kKeys, Config::kValueDim, true>;
 using QueryTile = OperandTile<Element, kBlockQ, Config::kHeadDim, true>;
@@ -734,7 +719,7 @@ class QueryGradients {
   }
 
   // 64 queries of dQ = dS^T K: of this CTA's columns, 64 from kColumn on. CTA 1 may have fewer than
-  // CTA 0. Of its last 64, the copy engine leaves out those behind the head dimension.
+  // CTA 0. The copy engine leaves out columns behind the head dimension.
   template <int kColumn>
   __device__ __forceinline__ void add_columns(const Item& item, const Step& step) {
     constexpr bool kIsLast = kColumn + kPiece == kQueryColumns;

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import jax
 
-from jaxkernels.core.arguments import check_fields
+from jaxkernels.core.arguments import check_fields, check_rules
 from jaxkernels.ffi import compiler
 from jaxkernels.ffi.attention import forward, gradients, launching
 from jaxkernels.ffi.attention.launching import ATOM, STAGING_BYTES, padded
@@ -93,9 +93,7 @@ class Config:
             "logit_stages must be positive": self.logit_stages < 1,
             "group_parts must be positive": self.group_parts < 1,
         }
-        for rule, is_broken in rules.items():
-            if is_broken:
-                raise ValueError(f"{gradients.LABEL}: {rule}; got {self}.")
+        check_rules(gradients.LABEL, self, rules)
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
@@ -113,7 +111,7 @@ def unpreferred(spec: AttentionSpec) -> str | None:
 def smem_bytes(spec: AttentionSpec, config: Config) -> int:
     """Dynamic shared memory: keys, values, the rings, P, dS, staging buffers, lse, delta and barriers."""
     head_boxes, value_boxes = (-(-padded(x.shape[3]) // ATOM) for x in (spec.q, spec.v))
-    box = 2 * ATOM * _KEYS  # As many queries as keys.
+    box = 2 * ATOM * _KEYS  # 64 keys or 64 queries.
     other_keys = -(-head_boxes // _NUM_CTAS)
     queries, outputs = head_boxes * config.num_stages, value_boxes * config.output_stages
     tiles = head_boxes + other_keys + value_boxes + queries + outputs + _NUM_CTAS * config.logit_stages

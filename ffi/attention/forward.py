@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxkernels.core.arguments import check_fields
+from jaxkernels.core.arguments import check_fields, check_rules
 from jaxkernels.ffi import compiler, custom_call, handler
 from jaxkernels.ffi.attention import launching
 from jaxkernels.ffi.attention.launching import ATOM, STAGING_BYTES, WARPGROUP, padded
@@ -134,9 +134,7 @@ class Config:
             "num_consumers must be 1, 2 or 3": self.num_consumers not in _REGISTERS,
             "num_polynomials must be from 0 to 7": not 0 <= self.num_polynomials < 8,
         }
-        for rule, is_broken in rules.items():
-            if is_broken:
-                raise ValueError(f"{_LABEL}: {rule}; got {self}.")
+        check_rules(_LABEL, self, rules)
 
     @property
     def rows(self) -> int:

@@ -49,14 +49,14 @@ static_assert(sizeof(Shared) <= SMEM_BYTES, "what the host gives is enough");
 // consumer leave few registers.
 class Work {
  public:
-  // Of the part that `next()` has moved to: the tile of C, and its tiles along k.
+  // The present part: the tile of C, and its first and end tile along k. `next()` sets them.
   int tile, begin, end;
 
   __device__ __forceinline__ Work(int tiles, int whole_tiles, int steps)
       : tile(blockIdx.x - gridDim.x), tiles_(tiles), whole_tiles_(whole_tiles), steps_(steps) {}
 
   __device__ __forceinline__ bool next() {
-    int left;  // Of the share, what the block has not multiplied.
+    int left;  // The block has multiplied its share from here on.
     if (tile < whole_tiles_) {
       tile += gridDim.x, begin = 0, end = steps_;
       if (tile < whole_tiles_) return true;

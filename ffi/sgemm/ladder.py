@@ -410,7 +410,7 @@ def _stream(config: Config, m: int, n: int, k: int, num_sms: int = 132) -> _Stre
 
 def _clocks(rung: Rung, config: Config, m: int, n: int, k: int, num_sms: int, speed: float) -> float:
     tiles, most = -(-m // config.BM) * -(-n // config.BN), max(1, config.BLOCKS)
-    # Of the busiest SM. Blocks are there at once up to BLOCKS, the rest in further waves.
+    # These describe the busiest SM. It holds up to BLOCKS blocks at once. The others run in further waves.
     clocks_of_16_bytes = _GIVEN_CLOCKS if rung.streams else _PARTIAL_CLOCKS
     if rung.streams:
         blocks, whole_tiles = _stream(config, m, n, k, num_sms)

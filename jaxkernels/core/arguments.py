@@ -7,13 +7,16 @@ import functools
 import math
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["as_array", "as_flag", "as_number", "check_fields", "is_whole", "positive_number", "positive_whole"]
+__all__ = [
+    "as_array", "as_flag", "as_number", "check_fields", "check_rules", "is_whole", "positive_number", "positive_whole",
+]  # fmt: skip
 
 
 def check_fields(label: str, instance: Any) -> None:
@@ -28,6 +31,19 @@ def check_fields(label: str, instance: Any) -> None:
         if not any(_is(value, kind) for kind in kinds):
             expected = " or ".join(_named(kind) for kind in kinds)
             raise ValueError(f"{label}: {name} must be {expected}; got {value!r}. Leave it out for the default.")
+
+
+def check_rules(label: str, instance: Any, rules: Mapping[str, Any]) -> None:
+    """Raises ValueError for the first broken rule.
+
+    Args:
+      label: what messages begin with, as "matmul[cuda]".
+      instance: the configuration that messages show.
+      rules: each rule in words, and whether it is broken.
+    """
+    for rule, is_broken in rules.items():
+        if is_broken:
+            raise ValueError(f"{label}: {rule}; got {instance}.")
 
 
 def is_whole(value: Any) -> bool:

@@ -204,16 +204,15 @@ class Backend:
     def estimate(self, spec: Spec, config: Any) -> float | None:
         """Seconds, or None for a design without a cost model. Models with constants are of chips with SMs."""
         design = self.design_of(config)
-        if not hasattr(design, "estimate") or (hasattr(design, "Constants") and not spec.target.num_sms):
-            return None
-        return design.estimate(spec, config)
+        return design.estimate(spec, config) if _can_estimate(design, spec) else None
 
     def rank(self, spec: Spec, config: Any) -> float:
         """The least is the default among configurations: the estimate, with the design's `RANKING` if it has one."""
-        design, estimate = self.design_of(config), self.estimate(spec, config)
-        if estimate is None:
+        design = self.design_of(config)
+        if not _can_estimate(design, spec):
             return 0.0
-        return design.estimate(spec, config, design.RANKING) if hasattr(design, "RANKING") else estimate
+        constants = [design.RANKING] if hasattr(design, "RANKING") else []
+        return design.estimate(spec, config, *constants)
 
     def comparable(self, spec: Spec, config: Any) -> float | None:
         """The estimate, if it was fitted on the chip and has all of the time; else None."""
@@ -248,6 +247,10 @@ class Backend:
         if set(fields) != {field.name for field in dataclasses.fields(config)}:
             raise ValueError(f"{values} are not the fields of {designs[name].__name__}.Config")
         return config(**fields)
+
+
+def _can_estimate(design: ModuleType, spec: Spec) -> bool:
+    return hasattr(design, "estimate") and bool(spec.target.num_sms or not hasattr(design, "Constants"))
 
 
 def _unpreferred(design: ModuleType, spec: Spec) -> str | None:

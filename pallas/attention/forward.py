@@ -55,7 +55,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxkernels.core.arguments import check_fields
+from jaxkernels.core.arguments import check_fields, check_rules
 from jaxkernels.ops.attention.planning import forward_plan, forward_steps, too_few_queries
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.visibility import (
@@ -142,9 +142,7 @@ class Config:
             "num_consumers must be 2 or 3": self.num_consumers not in _REGISTERS,
             "head_multiple must be 64 or 32": self.head_multiple not in (64, 32),
         }
-        for rule, is_broken in rules.items():
-            if is_broken:
-                raise ValueError(f"attention_forward[pallas]: {rule}; got {self}.")
+        check_rules("attention_forward[pallas]", self, rules)
 
 
 def shortlist(spec: AttentionSpec) -> tuple[Config, ...]:
