@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sanitizer
 from emulated import DYNAMIC_SMEM, NEEDS_COMPILER, Emulator
 
 import jaxkernels as jk
@@ -459,3 +460,24 @@ def test_timelines_on_a_gpu(schedule: Any, prefetch: bool) -> None:
     a, b = draw((512, 1000), jnp.bfloat16, 0), draw((1000, 512), jnp.bfloat16, 1)
     stamps = gemm_mma.timeline(a, b, config=of(Config(), schedule, prefetch), cta=5)
     assert_in_order(stamps, 32)
+
+
+_SANITIZED = """
+import functools
+from jaxkernels.ffi.pipelines import gemm_mma
+from test_pipelines import VARIANTS, Config, of
+
+def run(schedule, prefetch):
+    multiply = functools.partial(gemm_mma.matmul, config=of(Config(), schedule, prefetch))
+    return jax.jit(multiply)(*(jnp.ones(shape, jnp.bfloat16) for shape in ((301, 333), (333, 517))))
+
+steps = {f"{schedule} {prefetch}": functools.partial(run, schedule, prefetch) for schedule, prefetch in VARIANTS}
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_compute_sanitizer_finds_nothing(tool: str, prefetch: bool) -> None:
+    names = tuple(f"{schedule} {prefetch}" for schedule in dict.fromkeys(schedule for schedule, _ in VARIANTS))
+    sanitizer.assert_finds_nothing_else(tool, _SANITIZED, names if tool == "memcheck" else ("planted", *names))

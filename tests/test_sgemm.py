@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sanitizer
 from emulated import DYNAMIC_SMEM, NEEDS_COMPILER, Emulator
 
 from jaxkernels.core import hardware
@@ -366,6 +367,26 @@ def test_runs_are_bitwise_equal(rung: Rung) -> None:
 @pytest.mark.parametrize("config", search_space()[0][::5], ids=str)
 def test_search_space_is_right(config: Config) -> None:
     assert error(lookup("autotuned"), (300, 517, 133), config=config) < 1
+
+
+_SANITIZED = """
+import functools
+from jaxkernels.ffi.sgemm import RUNGS, sgemm
+
+def run(rung):
+    a, b = (np.ones(shape, np.float32) for shape in ((300, 133), (133, 517)))
+    return jax.jit(functools.partial(sgemm, rung=rung))(a, b)
+
+steps = {rung.name: functools.partial(run, rung) for rung in RUNGS}
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", range(0, len(RUNGS), 3))
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_compute_sanitizer_finds_nothing(tool: str, first: int) -> None:
+    names = tuple(rung.name for rung in RUNGS[first : first + 3])
+    sanitizer.assert_finds_nothing_else(tool, _SANITIZED, names if tool == "memcheck" else ("planted", *names))
 
 
 def test_configs_print_what_they_set() -> None:

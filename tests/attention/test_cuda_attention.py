@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sanitizer
 from attentions import H200, draw, make_spec
 
 import jaxkernels as jk
@@ -238,6 +239,42 @@ def test_gradients_in_order_have_the_same_bits(head_dim, options):
     for _ in range(20):
         assert [np.asarray(x).tobytes() for x in gradients(*operands)] == first
     check_gradients(spec, gradients(*operands), operands)
+
+
+_SANITIZED = """
+import functools
+from test_cuda_attention import TERMS, design_of, draw, make_spec
+from jaxkernels.core import dispatch
+
+def run(kernel, head_dim, **options):
+    spec = make_spec(2, 200, 136, 4, 2, head_dim, dtype="bfloat16", **options)
+    config = dispatch.default_config(kernel, "cuda", spec)
+    # One by one, the operations of XLA beside the kernel would be more modules to patch.
+    compiled = jax.jit(functools.partial(design_of(kernel, spec).run, spec, config))
+    return compiled(*spec.pack(kernel, draw(spec)))
+
+steps = {}
+for dim in (64, 128, 256):
+    for terms in ("causal", "all"):
+        for kernel in ("attention_forward", "attention_backward"):
+            steps[f"{kernel} {dim} {terms}"] = functools.partial(run, kernel, dim, **TERMS[terms])
+        in_order = dict(TERMS[terms], deterministic=True)
+        steps[f"in_order {dim} {terms}"] = functools.partial(run, "attention_backward", dim, **in_order)
+"""
+_STEPS = [
+    f"{run} {dim} {terms}"
+    for run in ("attention_forward", "attention_backward", "in_order")
+    for dim in (64, 128, 256)
+    for terms in ("causal", "all")
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize("step", _STEPS)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_compute_sanitizer_finds_nothing(tool, step):
+    sanitizer.assert_finds_nothing_else(tool, _SANITIZED, (step,) if tool == "memcheck" else ("planted", step))
 
 
 def check_gradients(spec: AttentionSpec, gradients: Any, operands: Any) -> None:
