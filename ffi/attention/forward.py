@@ -249,9 +249,8 @@ def _step_seconds(spec: AttentionSpec, config: Config, constants: Constants) -> 
     return seconds * factor + constants.step_seconds
 
 
-@functools.lru_cache(maxsize=1024)
 def _steps(spec: AttentionSpec, config: Config) -> tuple[int, ...]:
-    return tuple(forward_steps(spec, config.rows, config.block_kv))
+    return forward_steps(spec, config.rows, config.block_kv)
 
 
 @functools.lru_cache(maxsize=256)

@@ -118,7 +118,6 @@ def _streams(spec: AttentionSpec, tiling: Tiling) -> int:
     return spec.k.shape[0] * spec.k.shape[2] * tiling.group_parts
 
 
-@functools.lru_cache(maxsize=1024)
 def _steps(spec: AttentionSpec, tiling: Tiling) -> tuple[int, ...]:
     """The steps of each block of keys, lengths and segments aside."""
     return tuple(n // tiling.group_parts for n in backward_steps(spec, tiling.block_q, tiling.block_kv))

@@ -28,24 +28,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkernels.ops.attention.blind import mean_gradient
-from jaxkernels.ops.attention.planning import visible_pairs
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.visibility import keys_inside, may_see_nothing, queries_inside
-from jaxkernels.pallas.attention.counting import FLOPS_PER_SM, LAUNCH_SECONDS
 from jaxkernels.pallas.attention.limits import pad_heads, padded_head_dims
 from jaxkernels.pallas.attention.logits import LOG2E
 
-__all__ = ["Given", "Operands", "add_up", "gradients", "in_parts", "kernel_seconds", "with_parts"]
+__all__ = ["Given", "Operands", "add_up", "gradients", "in_parts", "with_parts"]
 
 #: A split into more parts must be faster by this factor, by the model.
 _GAIN_OF_PARTS = 1.05
-#: The time of a step beside its products: the elementwise part, for which the tensor cores wait.
-_STEP_SECONDS = 0.5e-6
 
 
 class Operands(NamedTuple):
@@ -158,7 +153,7 @@ def add_up(given: Given) -> Float[Array, "B N T"]:
     return jnp.swapaxes(jnp.sum(given.out.astype(jnp.float32) * given.dout.astype(jnp.float32), axis=-1), 1, 2)
 
 
-# Parts of groups, and the cost model.
+# Parts of groups.
 
 
 def in_parts(spec: AttentionSpec, num_parts: int) -> AttentionSpec:
@@ -177,20 +172,3 @@ def with_parts(spec: AttentionSpec, config: Any, estimate: Callable[[AttentionSp
     configs = [dataclasses.replace(config, group_parts=n) for n in num_parts]
     seconds = [estimate(spec, config) for config in configs]
     return next(config for config, time in zip(configs, seconds) if time < _GAIN_OF_PARTS * min(seconds))
-
-
-def kernel_seconds(spec: AttentionSpec, *, ctas: int, longest: int, step_flops: float, num_stages: int) -> float:
-    """Estimates a kernel's time: the steps of all CTAs over the SMs, or the steps of the longest CTA.
-
-    Args:
-      ctas: the number of CTAs.
-      longest: the steps of the longest CTA, without a mask.
-      step_flops: FLOPs of a step's products.
-      num_stages: slots of the ring; with one slot, loads and products do not overlap.
-    """
-    step = step_flops / FLOPS_PER_SM + _STEP_SECONDS * (2 if num_stages == 1 else 1)
-    steps = longest * pl.cdiv(ctas, spec.target.num_sms)
-    if spec.causal:
-        average = min(longest, longest * visible_pairs(spec) + 0.5)
-        steps = max(longest, average * ctas / spec.target.num_sms)
-    return LAUNCH_SECONDS * max(1.0, ctas / spec.target.num_sms) + steps * step

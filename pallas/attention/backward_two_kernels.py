@@ -27,17 +27,32 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkernels.core.arguments import check_fields
+from jaxkernels.ops.attention.planning import backward_steps, forward_steps
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.ops.attention.visibility import kernel_inputs, key_iters, query_offset
-from jaxkernels.pallas.attention import backward, limits
+from jaxkernels.pallas.attention import backward, costs, limits
+from jaxkernels.pallas.attention.costs import Constants
 from jaxkernels.pallas.attention.layouts import COLUMNS, ROWS, TILE, transforms_of
 from jaxkernels.pallas.attention.limits import features, least_head_multiple, padded_head_dims
 from jaxkernels.pallas.attention.logits import LOG2E, gradient_scale, mask, round_logit_gradients
 from jaxkernels.pallas.attention.rings import BARRIER_BYTES, NUM_CONSUMERS, PRODUCER_REGISTERS
 
-__all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
+__all__ = [
+    "CONSTANTS", "VERSION", "Config", "Constants", "estimate", "not_estimated", "run", "search_space", "shortlist",
+    "unsupported",
+]  # fmt: skip
 
 VERSION = 2
+
+#: Those of `backward_wide`, which has the same structure. No times of this design are known.
+CONSTANTS = Constants(
+    flops_per_sm=7.843e12,
+    logits_per_sm=4e10,
+    step_seconds=3e-7,
+    item_steps=2.824,
+    copy_bytes=2.705e12,
+    launch_seconds=5e-6,
+)
 
 #: Rows of a consumer's tile: queries in kernel 1, keys in kernel 2.
 _ROWS_PER_CONSUMER = 64
@@ -144,29 +159,36 @@ def _dkv_smem_bytes(spec: AttentionSpec, block_q: int, num_stages: int) -> int:
     return resident + num_stages * block_q * (2 * columns + 8) + BARRIER_BYTES
 
 
-def estimate(spec: AttentionSpec, config: Config) -> float:
+def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTANTS) -> float:
     """The sum of the two kernels."""
-    spec = backward.in_parts(spec, config.group_parts)
-    batch, num_queries, num_heads, _ = spec.q.shape
-    num_keys, num_kv_heads = spec.k.shape[1:3]
+    in_parts = backward.in_parts(spec, config.group_parts)
     head_dim, value_dim = padded_head_dims(spec, config.head_multiple)
     columns, rows = head_dim + value_dim, NUM_CONSUMERS * _ROWS_PER_CONSUMER
     # The dQ kernel computes three products, the other kernel four.
-    dq = backward.kernel_seconds(
-        spec,
-        ctas=batch * num_heads * pl.cdiv(num_queries, rows),
-        longest=pl.cdiv(num_keys, config.dq_block_kv),
-        step_flops=2 * rows * config.dq_block_kv * (columns + head_dim),
+    dq = costs.kernel_seconds(
+        in_parts,
+        constants,
+        steps=forward_steps(in_parts, rows, config.dq_block_kv),
+        num_streams=in_parts.q.shape[0] * in_parts.q.shape[2],
+        tile=(rows, config.dq_block_kv),
+        columns=columns + head_dim,
         num_stages=config.dq_num_stages,
     )
-    dkv = backward.kernel_seconds(
-        spec,
-        ctas=batch * num_kv_heads * pl.cdiv(num_keys, rows),
-        longest=spec.group_size * pl.cdiv(num_queries, config.dkv_block_q),
-        step_flops=2 * rows * config.dkv_block_q * 2 * columns,
+    dkv = costs.kernel_seconds(
+        in_parts,
+        constants,
+        steps=backward_steps(in_parts, config.dkv_block_q, rows),
+        num_streams=in_parts.k.shape[0] * in_parts.k.shape[2],
+        tile=(config.dkv_block_q, rows),
+        columns=2 * columns,
         num_stages=config.dkv_num_stages,
     )
-    return dq + dkv
+    return dq + dkv + costs.other_seconds(spec, constants, bytes_of_dq=0, group_parts=config.group_parts)
+
+
+def not_estimated(spec: AttentionSpec, config: Config) -> str | None:
+    """Which part of the time of `run` the estimate leaves out, or None."""
+    return costs.not_estimated(spec, config.head_multiple)
 
 
 def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:

@@ -1,4 +1,4 @@
-"""A counter of work items in global memory, and the figures of the cost models."""
+"""A counter of work items in global memory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from jax.experimental.mosaic.gpu.utils import memref_ptr
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, memref
 
-__all__ = ["FLOPS_PER_SM", "LAUNCH_SECONDS", "count_up"]
-
-# Rough figures of an H200 for the cost models: bf16 FLOP/s of one SM, and the time to start and to end a CTA.
-FLOPS_PER_SM = 6.2e12
-LAUNCH_SECONDS = 2.0e-6
+__all__ = ["count_up"]
 
 
 def count_up(counter: Any, before: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -126,7 +127,8 @@ def planned_offset(spec: AttentionSpec) -> int:
     return max(0, spec.k.shape[1] - spec.q.shape[1]) // 2 if spec.query_offset else 0
 
 
-def forward_steps(spec: AttentionSpec, rows: int, block_kv: int) -> list[int]:
+@functools.lru_cache(maxsize=4096)
+def forward_steps(spec: AttentionSpec, rows: int, block_kv: int) -> tuple[int, ...]:
     """For each block of `rows` queries: how many blocks of keys it visits, lengths and segments aside."""
     num_queries, num_keys = spec.q.shape[1], spec.k.shape[1]
     offset = planned_offset(spec)
@@ -134,7 +136,7 @@ def forward_steps(spec: AttentionSpec, rows: int, block_kv: int) -> list[int]:
     for start in range(offset, offset + num_queries, rows):
         first, end = blocks_of(*keys_seen_by_any(spec, start, start + rows, num_keys), block_kv)
         steps.append(max(end - first, 1))
-    return steps
+    return tuple(steps)
 
 
 def forward_plan(spec: AttentionSpec, steps: Sequence[int], num_workers: int, item_steps: float) -> np.ndarray:
@@ -156,7 +158,8 @@ def forward_plan(spec: AttentionSpec, steps: Sequence[int], num_workers: int, it
     return balanced_plan(numbered, num_workers)[0]
 
 
-def backward_steps(spec: AttentionSpec, block_q: int, block_kv: int) -> list[int]:
+@functools.lru_cache(maxsize=4096)
+def backward_steps(spec: AttentionSpec, block_q: int, block_kv: int) -> tuple[int, ...]:
     """For each block of keys: how many blocks of queries of a group it visits, lengths and segments aside."""
     offset = planned_offset(spec)
     steps = []
@@ -164,7 +167,7 @@ def backward_steps(spec: AttentionSpec, block_q: int, block_kv: int) -> list[int
         seeing = queries_that_see_any(spec, start, start + block_kv, offset, spec.q.shape[1] + offset)
         first, end = blocks_of(seeing[0] - offset, seeing[1] - offset, block_q)
         steps.append(spec.group_size * max(end - first, 0))
-    return steps
+    return tuple(steps)
 
 
 def backward_plan(
