@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxkernels.core.errors import InputError
 
-__all__ = ["PRESETS", "ModelConfig", "Preset", "TrainingConfig", "preset", "training_config"]
+__all__ = ["PRESETS", "REMATS", "ModelConfig", "Preset", "TrainingConfig", "preset", "training_config"]
 
 
 #: Integers must be below: steps are counted in int32, and sizes of models are much smaller.
@@ -54,6 +54,16 @@ def _require_positive(config: object, *fields: str) -> None:
             raise InputError(f"{type(config).__name__}: {field} must be positive and finite; got {value!r}.")
 
 
+#: `ModelConfig.remat` -> the activations of a block that the backward pass keeps; it recomputes the others.
+REMATS: dict[str, str] = {
+    "none": "everything; nothing is recomputed",
+    "dots_and_attention": "the block's input, the products and the attention; norms and elementwise work are redone",
+    "dots": "the block's input and the products; the attention is recomputed, too",
+    "attention": "the block's input and the attention; the products are recomputed, too",
+    "full": "the block's input only",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder transformer: pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU.
@@ -70,7 +80,8 @@ class ModelConfig:
       norm_epsilon: added to the mean square in RMSNorm.
       tied_embedding: whether the unembedding is the embedding, transposed. Otherwise it is a separate matrix.
       dtype: name of the dtype the model computes in; parameters are always float32.
-      remat: recompute each block's activations in the backward pass instead of keeping them.
+      remat: which activations of a block the backward pass keeps: a name of `REMATS`. From "none" to "full", a step
+        needs less memory and more work. The policies are those of `jaxkernels.checkpoint_policies`.
       scan: one `jax.lax.scan` over stacked layers instead of a copy of the block for each layer. It compiles
         faster, and changes the parameters' layout but not the function.
       backend: the jaxkernels backend that runs every matmul and attention; None: the fastest that supports it, for
@@ -90,7 +101,7 @@ class ModelConfig:
     norm_epsilon: float = 1e-6
     tied_embedding: bool = True
     dtype: str = "bfloat16"
-    remat: bool = False
+    remat: str = "none"
     scan: bool = False
     backend: str | None = None
     deterministic: bool = False
@@ -110,6 +121,8 @@ class ModelConfig:
         _require_positive(self, "rope_theta", "norm_epsilon")
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise InputError(f'ModelConfig: dtype must be "bfloat16", "float16" or "float32"; got {self.dtype!r}.')
+        if self.remat not in REMATS:
+            raise InputError(f"ModelConfig: remat must be one of {', '.join(REMATS)}; got {self.remat!r}.")
 
     @property
     def num_matmul_params(self) -> int:
@@ -225,7 +238,7 @@ PRESETS: dict[str, Preset] = {
             mlp_dim=8192,
             rope_theta=500_000.0,
             norm_epsilon=1e-5,
-            remat=True,
+            remat="full",
             scan=True,
         ),
         tokenizer="bpe",
@@ -329,7 +342,10 @@ class TrainingConfig:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainingConfig:
-        return cls(**{**values, "model": ModelConfig(**values["model"])})
+        model = dict(values["model"])
+        if isinstance(model.get("remat"), bool):  # Runs of older versions.
+            model["remat"] = "full" if model["remat"] else "none"
+        return cls(**{**values, "model": ModelConfig(**model)})
 
 
 #: Entries of a BPE vocabulary for a preset that uses bytes by default.
@@ -345,7 +361,7 @@ def training_config(
     vocab_size: int | None = None,
     dtype: str | None = None,
     backend: str | None = None,
-    remat: bool | None = None,
+    remat: str | None = None,
     scan: bool | None = None,
     **overrides: Any,
 ) -> TrainingConfig:

@@ -158,9 +158,12 @@ class Trainer:
         #: (state, batch) -> (next state, metrics); the state's buffers are donated.
         self.step: Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]] = step.compile(options)
         memory.check_compiled(config, self.devices, self.step)  # type: ignore[arg-type]
-        loss = jax.jit(self._loss).lower(state.params, batch)
-        #: (params, batch) -> loss.
-        self.loss: Callable[[Any, jax.Array], jax.Array] = loss.compile(options)
+        self._lower_loss = lambda: jax.jit(self._loss).lower(state.params, batch).compile(options)
+
+    @functools.cached_property
+    def loss(self) -> Callable[[Any, jax.Array], jax.Array]:
+        """(params, batch) -> loss; compiled where it is first used."""
+        return self._lower_loss()
 
     def init_state(self) -> TrainState:
         """Returns the state before the first step. It depends on the seed."""
@@ -451,6 +454,7 @@ def _compile(config: TrainingConfig, devices: Sequence[Any] | None, console: Con
     begin = time.perf_counter()
     with waiting(console, "compiling"), memory.explained(config):
         trainer = Trainer(config, devices)
+        _ = trainer.loss  # Compiles it.
     console.print(
         f"{config.preset}: {config.model.num_params:,} parameters, {config.model.dtype}, backend "
         f"{config.model.backend or 'auto'}, on {len(trainer.devices)} x {trainer.devices[0].device_kind}; "

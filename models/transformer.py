@@ -18,9 +18,18 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import jaxkernels as jk
+from jaxkernels import checkpoint_policies
 from jaxkernels.models.config import ModelConfig
 
 __all__ = ["Cache", "LayerCache", "Transformer", "abstract_params", "init_cache", "init_params"]
+
+#: The policies of `ModelConfig.remat`, but for "none".
+_POLICIES: dict[str, Any] = {
+    "dots_and_attention": checkpoint_policies.save_products_and_attention,
+    "dots": checkpoint_policies.dots_saveable,
+    "attention": checkpoint_policies.save_attention,
+    "full": None,
+}
 
 _EMBEDDING_STDDEV = 0.02  # The logits of a tied embedding then start near 0, and the loss near ln(V).
 
@@ -192,8 +201,8 @@ class Transformer(nnx.Module):
         def run(block: Block, x: jax.Array, cache: LayerCache | None) -> tuple[jax.Array, LayerCache | None]:
             return block(x, rotation, cache, length)
 
-        if self.config.remat:
-            run = nnx.remat(run)
+        if self.config.remat != "none":
+            run = nnx.remat(run, policy=_POLICIES[self.config.remat])
         if self.config.scan:
             return nnx.scan(run, in_axes=(0, nnx.Carry, 0), out_axes=(nnx.Carry, 0))(self.layers, x, caches)
         updated = []
@@ -236,7 +245,9 @@ def init_params(config: ModelConfig, key: jax.Array) -> dict[str, Any]:
     XLA compiles the random draws of one block only, and one slice for each shape. On a GPU it takes 0.1 s or more for
     each kernel, and longer for random draws: a program with the draws of 24 layers took minutes to compile.
     """
-    params = _stacked_params(dataclasses.replace(config, scan=True), key)
+    # One program for all options that do not change the values.
+    same = dict(scan=True, remat="none", dtype="float32", backend=None, deterministic=False)
+    params = _stacked_params(dataclasses.replace(config, **same), key)
     if config.scan:
         return params
     layers = {i: jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(config.num_layers)}

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax._src.cudnn import fused_attention_stablehlo
 from numerics import assert_close, assert_same_bits, compile_quickly
 
 import jaxkernels as jk
 from jaxkernels.core.errors import InputError
-from jaxkernels.models.config import PRESETS, ModelConfig, preset
+from jaxkernels.models.config import PRESETS, REMATS, ModelConfig, preset
 from jaxkernels.models.sampling import generate
 from jaxkernels.models.training import cross_entropy
 from jaxkernels.models.transformer import (
@@ -38,8 +39,8 @@ OPTIONS = {
     "plain": SMALL,
     "untied": dataclasses.replace(SMALL, tied_embedding=False),
     "scan": dataclasses.replace(SMALL, scan=True),
-    "remat": dataclasses.replace(SMALL, remat=True),
-    "scan, remat": dataclasses.replace(SMALL, scan=True, remat=True),
+    "remat": dataclasses.replace(SMALL, remat="full"),
+    "scan, remat": dataclasses.replace(SMALL, scan=True, remat="full"),
 }
 
 
@@ -272,8 +273,8 @@ def is_jaxpr(x: Any) -> bool:
     return hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")
 
 
-def gradient_jaxpr(config: ModelConfig, batch: int = 2, length: int = 11) -> Any:
-    graphdef, params = abstract_params(config)
+def gradient_jaxpr(config: ModelConfig, batch: int = 2, length: int = 11, attention_fn: Any = None) -> Any:
+    graphdef, params = abstract_params(config, attention_fn)
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         return cross_entropy(nnx.merge(graphdef, params)(tokens[:, :-1]), tokens[:, 1:])
@@ -291,7 +292,36 @@ def test_every_product_and_attention_is_ours_and_has_the_backend_asked_for(name)
     assert {backend for _, backend in ours} == {"xla"}
     forward = sum(primitive == "jk_attention_forward" for primitive, _ in ours)
     backward = sum(primitive == "jk_attention_backward" for primitive, _ in ours)
-    assert (forward, backward) == (config.num_layers * (2 if config.remat else 1), config.num_layers)
+    assert (forward, backward) == (config.num_layers * (2 if config.remat == "full" else 1), config.num_layers)
+
+
+#: Remat policy -> how many times the backward pass runs the attention again, and the products of a block that a
+#: gradient needs: all but the last one.
+RECOMPUTED = {
+    "none": (0, 0), "dots_and_attention": (0, 0), "dots": (1, 0), "attention": (0, 1), "full": (1, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", REMATS)
+def test_remat_policies_keep_what_they_name(policy):
+    def count(config: ModelConfig) -> tuple[int, int]:
+        names = [eqn.primitive.name for eqn in equations(gradient_jaxpr(config))]
+        return names.count("jk_attention_forward"), names.count("jk_matmul") + names.count("jk_dot_general")
+
+    config = dataclasses.replace(SMALL, remat=policy)
+    attention, products = (new - old for new, old in zip(count(config), count(SMALL)))
+    expected = RECOMPUTED[policy]
+    assert (attention, products) == (expected[0] * SMALL.num_layers, expected[1] * 4 * SMALL.num_layers)
+
+
+@pytest.mark.parametrize("policy", REMATS)
+def test_remat_policies_keep_cudnns_attention_as_they_keep_ours(policy, monkeypatch):
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: True)
+    config = dataclasses.replace(SMALL, remat=policy, dtype="bfloat16")
+    cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    names = [eqn.primitive.name for eqn in equations(gradient_jaxpr(config, attention_fn=cudnn))]
+    assert names.count("dot_product_attention_fwd_wrapper") == (1 + RECOMPUTED[policy][0]) * SMALL.num_layers
 
 
 @pytest.mark.parametrize("name", ["plain", "untied", "scan"])

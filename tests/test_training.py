@@ -783,7 +783,7 @@ def test_compiled_step_that_does_not_fit_names_what_would(monkeypatch):
     stats = step.memory_analysis()
     monkeypatch.setattr(memory, "device_bytes", lambda device: stats.temp_size_in_bytes)
     with pytest.raises(
-        InputError, match=r"--batch-size [1-7] or less or --remat \(less memory, more work\) or a smaller"
+        InputError, match=r"--batch-size [1-7] or less or --remat full \(less memory, more work\) or a smaller"
     ):
         memory.check_compiled(CONFIG, trainer().devices, step)
     monkeypatch.setattr(memory, "device_bytes", lambda device: 1000)
@@ -802,7 +802,7 @@ def test_exhausted_memory_is_explained_and_leaves_no_folder(finished, tmp_path, 
         train(finished.config, tmp_path / "new")
     assert str(e.value) == (
         "train: out of memory with --batch-size 8: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes. "
-        "Use --batch-size 4 or less or --remat (less memory, more work) or a smaller --sequence-length."
+        "Use --batch-size 4 or less or --remat full (less memory, more work) or a smaller --sequence-length."
     )
     assert not (tmp_path / "new").exists()
 

@@ -10,7 +10,7 @@ import typer
 
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.errors import InputError
-from jaxkernels.models.config import PRESETS, TrainingConfig
+from jaxkernels.models.config import PRESETS, REMATS, TrainingConfig
 
 __all__ = ["train"]
 
@@ -19,7 +19,8 @@ _MODEL, _DATA, _SCHEDULE, _RUN = "Model", "Text", "Schedule", "Run"
 
 def _described(attribute: str) -> str:
     """The value of an attribute in each preset, as the default in help texts."""
-    return ", ".join(f"{name}: {getattr(preset, attribute)}" for name, preset in PRESETS.items())
+    value = lambda preset: getattr(preset if hasattr(preset, attribute) else preset.model, attribute)
+    return ", ".join(f"{name}: {value(preset)}" for name, preset in PRESETS.items())
 
 
 def _sizes() -> str:
@@ -46,11 +47,11 @@ _Dtype = Annotated[
     ),
 ]
 _Remat = Annotated[
-    bool | None,
+    str | None,
     typer.Option(
-        "--remat/--no-remat",
-        help="Recompute activations in the backward pass: less memory, more work.",
-        show_default="for 1b",
+        help="What the backward pass keeps of a layer, with ever less memory and more work: "
+        f"{', '.join(REMATS)} (only the layer's input).",
+        show_default=_described("remat"),
         rich_help_panel=_MODEL,
     ),
 ]
