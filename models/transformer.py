@@ -141,8 +141,8 @@ class Block(nnx.Module):
         cache: LayerCache | None,
         length: jax.Array,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
-        x, cache = self.attention(self.attention_norm(x), x, rotation, cache, length)
-        return self.mlp(self.mlp_norm(x), x), cache
+        x, cache = self.attention(_normalise(self.attention_norm, x), x, rotation, cache, length)
+        return self.mlp(_normalise(self.mlp_norm, x), x), cache
 
 
 class Transformer(nnx.Module):
@@ -187,7 +187,7 @@ class Transformer(nnx.Module):
         rotation = rotation_at(length + jnp.arange(tokens.shape[1]), c)
         x = jnp.take(self.embedding[...], tokens, axis=0).astype(c.dtype)
         x, layers = self._run_layers(x, rotation, None if cache is None else cache.layers, length)
-        x = self.norm(x)
+        x = _normalise(self.norm, x)
         table = (self.embedding if c.tied_embedding else self.unembedding)[...].astype(c.dtype)
         # Logits have the compute dtype. With float32 logits the backward products would be float32, too.
         logits = jk.dot_general(x, table, (((2,), (1,)), ((), ())), backend=c.backend)
@@ -202,9 +202,11 @@ class Transformer(nnx.Module):
             return block(x, rotation, cache, length)
 
         if self.config.remat != "none":
-            run = nnx.remat(run, policy=_POLICIES[self.config.remat])
+            # XLA cannot merge the two runs of a loop's body. So only unrolled layers need barriers between them.
+            run = nnx.remat(run, policy=_POLICIES[self.config.remat], prevent_cse=not self.config.scan)
         if self.config.scan:
-            return nnx.scan(run, in_axes=(0, nnx.Carry, 0), out_axes=(nnx.Carry, 0))(self.layers, x, caches)
+            layers = _cast_kernels(self.layers, self.config.dtype)
+            return nnx.scan(run, in_axes=(0, nnx.Carry, 0), out_axes=(nnx.Carry, 0))(layers, x, caches)
         updated = []
         for i, block in enumerate(self.layers):
             x, cache = run(block, x, None if caches is None else caches[i])
@@ -271,6 +273,27 @@ def abstract_params(
 
 def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
     return nnx.RMSNorm(config.embed_dim, epsilon=config.norm_epsilon, dtype=config.dtype, rngs=rngs)
+
+
+@functools.partial(nnx.remat, prevent_cse=False)
+def _normalise(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
+    """Applies a norm. The backward pass computes it again.
+
+    A scan keeps what the gradient reads of each layer, and that would be several float32 arrays of the stream's size.
+    In unrolled layers XLA decides what is computed again: without barriers it merges the two computations.
+    """
+    with jax.named_scope("norm"):
+        return norm(x)
+
+
+def _cast_kernels(layers: Block, dtype: str) -> Block:
+    """The stacked layers with the matrices in the compute dtype.
+
+    Cast inside the scan, each matrix would be kept once more for the backward pass, and its gradients would be stacked
+    in float32.
+    """
+    is_matrix = lambda x: x.ndim == 3  # layers, in, out
+    return jax.tree.map(lambda x: x.astype(dtype) if is_matrix(x) else x, layers)
 
 
 def _residual_gain(config: ModelConfig) -> float:
