@@ -364,6 +364,7 @@ _Measure = Callable[[list[tuple[str, Any]], "Settings", Callable[[str], None]], 
 def _measure(op: str, settings: list[str] | None, steps: int | None) -> _Measure:
     """The function that measures an operation or training. Raises InputError if an option does not fit."""
     from jaxkernels.bench import runner, training
+    from jaxkernels.core import compilation_cache
 
     if op != "train":
         for option, given in (("--setting", settings), ("--steps", steps)):
@@ -372,6 +373,8 @@ def _measure(op: str, settings: list[str] | None, steps: int | None) -> _Measure
         return runner.run
     if steps is not None and steps < 1:
         raise InputError(f"bench: --steps must be at least 1; got {steps}.")
+    if (reason := compilation_cache.enable()) is not None:
+        plain_console().print(f"compiled programs are not kept: {reason}")
     plan = training.Plan(tuple(dict.fromkeys(map(training.Setting.parse, settings or ()))))
     return functools.partial(training.run, plan=plan if steps is None else dataclasses.replace(plan, steps=steps))
 
