@@ -102,14 +102,21 @@ class Attention(nnx.Module):
             start = (0, length % num_slots if num_tokens == 1 else 0, 0, 0)
             write = lambda old, new: jax.lax.dynamic_update_slice(old, new.astype(old.dtype), start)
             cache = LayerCache(write(cache.key, k), write(cache.value, v))
-        if cache is not None and x.shape[1] == 1:
-            visible = jnp.broadcast_to(jnp.minimum(length + 1, cache.key.shape[1]), x.shape[:1])
-            out = jk.dot_product_attention(q, cache.key, cache.value, key_value_seq_lengths=visible, backend=c.backend)
-        elif self.attention_fn is not None:
-            out = self.attention_fn(q, k, v, is_causal=True)
-        else:
-            out = jk.dot_product_attention(q, k, v, is_causal=True, deterministic=c.deterministic, backend=c.backend)
+        with jax.named_scope("attention"):
+            out = self._attend(q, k, v, cache, length)
         return self.out(out.reshape(*x.shape[:2], -1), residual=residual), cache
+
+    def _attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache | None, length: jax.Array
+    ) -> Float[Array, "B T N H"]:
+        """The attention of a prompt to itself, or of a single token to the tokens in the cache."""
+        c = self.config
+        if cache is not None and q.shape[1] == 1:
+            visible = jnp.broadcast_to(jnp.minimum(length + 1, cache.key.shape[1]), q.shape[:1])
+            return jk.dot_product_attention(q, cache.key, cache.value, key_value_seq_lengths=visible, backend=c.backend)
+        if self.attention_fn is not None:
+            return self.attention_fn(q, k, v, is_causal=True)
+        return jk.dot_product_attention(q, k, v, is_causal=True, deterministic=c.deterministic, backend=c.backend)
 
 
 class FeedForward(nnx.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
 import itertools
 import json
 import os
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 from errors import raises_exactly
 from matplotlib.image import imread
+from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 from typer.testing import CliRunner, Result
@@ -30,6 +32,7 @@ from jaxkernels import cli
 from jaxkernels.bench import accuracy, lowering, plots, report, results, runner, suites, training
 from jaxkernels.bench.lowering import Lowered, Workers
 from jaxkernels.bench.results import Results, Row, Side
+from jaxkernels.bench.step_profile import GROUPS, Breakdown, KernelTime
 from jaxkernels.bench.telemetry import Reading, Telemetry
 from jaxkernels.cli import bench as bench_cli
 from jaxkernels.core import dispatch, hardware, measure
@@ -1230,6 +1233,35 @@ def test_step_with_a_wrong_loss_or_gradient_is_not_timed(wrong, monkeypatch):
     assert row.refused["jaxkernels auto unrolled:none"].startswith("wrong: its first loss is ")
 
 
+@pytest.mark.usefixtures("tiny_steps")
+def test_traced_steps_are_kept_and_shown_side_by_side(monkeypatch, tmp_path):
+    def breakdown(program: Any) -> Breakdown:
+        groups = dict.fromkeys(GROUPS, 0.0) | dict(products=0.002 if program.way.is_ours else 0.003)
+        return Breakdown(0.004, groups, (KernelTime("nvjet", "products", 0.002, 3.0),))
+
+    monkeypatch.setattr(training._Program, "breakdown", breakdown)
+    burst, row = training_rows(dataclasses.replace(ONE_STEP, profile=True), regimes=("burst", "sustained"))
+    assert [side.breakdown for side in burst.sides] == [None, None]
+    found = Results(ENVIRONMENT, (row,))
+    results.save(found, tmp_path / "train.json")
+    (loaded,) = results.load(tmp_path / "train.json").rows
+    assert [side.breakdown for side in loaded.sides] == [side.breakdown for side in row.sides]
+    shown = Console(file=io.StringIO(), width=100)
+    bench_cli._breakdowns(found, shown)
+    lines = shown.file.getvalue().splitlines()
+    cells = lambda name: next([c.strip() for c in line.split("│")[2:-1]] for line in lines if f"│ {name} " in line)
+    assert cells("products") == ["3.00", "2.00"]
+    assert cells("step") == ["4.00", "4.00"]
+    assert "       2.000 ms     3.0 launches  products     nvjet" in lines
+
+
+@pytest.mark.usefixtures("tiny_steps")
+def test_trace_that_fails_keeps_the_times(monkeypatch):
+    (row,) = training_rows(dataclasses.replace(ONE_STEP, profile=True), regimes=("sustained",))
+    assert row.ours[0].breakdown is None
+    assert row.refused["jaxkernels auto --profile"].startswith("bench: --profile found no kernels in the trace. ")
+
+
 def test_settings_of_training():
     names = lambda preset: [str(setting) for setting in training.Plan().settings(preset)]
     assert names("124m") == ["unrolled:none", "scan:none"]
@@ -1299,6 +1331,11 @@ def test_suites_are_listed():
         (["gemm", "--baseline", "cudnn"], "bench: unknown baseline 'cudnn'; use one of xla, cublaslt, jax-pallas."),
         (["gemm", "--regime", "hot"], "bench: unknown regime 'hot'; use one of burst, sustained."),
         (["train", "--baseline", "tokamax"], "bench: unknown baseline 'tokamax'; use one of cudnn, xla."),
+        (["gemm", "--profile"], "bench: --profile is for train; got gemm. Leave it out."),
+        (
+            ["train", "--profile"],
+            "bench: --profile needs a CUDA GPU; this machine has TFRT_CPU_0. Leave it out.",
+        ),
         (["train", "--steps", "0"], "bench: --steps must be at least 1; got 0."),
         (["gemm", "--steps", "3"], "bench: --steps is for train; got gemm. Leave it out."),
         (["gemm", "--setting", "scan:none"], "bench: --setting is for train; got gemm. Leave it out."),

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
+from jaxkernels.bench.step_profile import Breakdown, KernelTime
 from jaxkernels.bench.telemetry import Reading, Telemetry
 from jaxkernels.core import hardware, measure
 from jaxkernels.core.errors import InputError
@@ -72,6 +73,7 @@ class Side:
         side is timed at its fastest setting; at the others it has no samples.
       memory_bytes: the device memory that the program needs, as XLA plans it; None if not known.
       joules: the energy of one call; None if it was not measured.
+      breakdown: where the time goes (`jaxkernels.bench.step_profile`); None if it was not traced.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Side:
     setting: str | None = None
     memory_bytes: int | None = None
     joules: float | None = None
+    breakdown: Breakdown | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,7 +302,7 @@ def save(results: Results, path: pathlib.Path) -> None:
     """Writes JSON atomically; times in seconds."""
     rows = [dataclasses.asdict(row) for row in results.rows]
     for side in (side for row in rows for side in row["sides"]):
-        for name in ("timed", "setting", "memory_bytes", "joules"):
+        for name in ("timed", "setting", "memory_bytes", "joules", "breakdown"):
             if not side[name]:  # A side that has none, or of an older file.
                 del side[name]
     write(dict(schema=SCHEMA, environment=results.environment, rows=rows), path)
@@ -356,6 +359,9 @@ def _side(values: dict[str, Any]) -> Side:
         as_tuples = {name: tuple(samples[name]) for name in ("round_medians", "probed")}
         samples = Samples(**{**samples, **as_tuples})
     timed = tuple(TimedKernel(**kernel) for kernel in values.get("timed", ()))
+    if (traced := values.get("breakdown")) is not None:
+        kernels = tuple(KernelTime(**kernel) for kernel in traced["kernels"])
+        values = values | dict(breakdown=Breakdown(**traced | dict(kernels=kernels)))
     return Side(**{**values, "samples": samples, "kernels": tuple(values["kernels"]), "timed": timed})
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkernels.bench import accuracy
+from jaxkernels.bench import accuracy, step_profile
 from jaxkernels.bench.lowering import AUTO
 from jaxkernels.bench.results import Row, Side
 from jaxkernels.bench.runner import Settings, our_key
+from jaxkernels.bench.step_profile import Breakdown
 from jaxkernels.bench.telemetry import Telemetry
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.errors import InputError
@@ -49,6 +50,9 @@ _RESTS = (0.01, 1.0)
 
 #: Steps run for this long to measure energy, twice for each side. NVML updates its counter every 0.1 s or less.
 _ENERGY_SECONDS = 1.5
+
+#: Steps in a trace.
+_TRACED_STEPS = 3
 
 #: Models with more parameters run at their preset's setting only: without recomputation they exceed one GPU's memory.
 _MAX_PARAMS = 2e9
@@ -98,10 +102,12 @@ class Plan:
     Attributes:
       layouts: the settings at which each side is tried; none: the preset's own, and both layouts without recomputation.
       steps: steps that count, for each side in each regime.
+      profile: whether some more steps are traced, to see where their time goes.
     """
 
     layouts: tuple[Setting, ...] = ()
     steps: int = 10
+    profile: bool = False
 
     def settings(self, name: str) -> tuple[Setting, ...]:
         """The settings at which a preset is tried."""
@@ -158,6 +164,11 @@ class _Program:
     @property
     def memory_bytes(self) -> int | None:
         return step_bytes(self._trainer.step)
+
+    def breakdown(self) -> Breakdown:
+        """Where a step's time goes."""
+        text = self._trainer.step.as_text()  # type: ignore[attr-defined]
+        return step_profile.profile(functools.partial(self.steps, _TRACED_STEPS), _TRACED_STEPS, text)
 
     def first(self) -> tuple[float, float]:
         """The loss and the gradient's norm of the first step. Frees the states of all programs."""
@@ -228,7 +239,18 @@ class _Bench:
             reading = self._settings.telemetry.take()
             joules = self._energy(best) if regime == "sustained" else {}
             self._seconds["time"] = time.perf_counter() - begin
-            sides = tuple(self._side(program, samples.get(program), joules.get(program)) for program in self._looks)
+            breakdowns: dict[_Program, Breakdown] = {}
+            if self._plan.profile and regime == self._settings.regimes[-1]:
+                self._status("tracing")
+                for program in best:
+                    try:
+                        breakdowns[program] = program.breakdown()
+                    except InputError as e:
+                        self._refused[f"{program.way.key} --profile"] = str(e)
+            sides = tuple(
+                self._side(program, samples.get(program), joules.get(program), breakdowns.get(program))
+                for program in self._looks
+            )
             yield self._row(regime, sides, reading)
             self._seconds, self._programs = {}, {}  # Later rows have no compilation of their own.
 
@@ -327,7 +349,9 @@ class _Bench:
             joules[program].append(used / count)
         return {program: math.fsum(each) / len(each) for program, each in joules.items()}
 
-    def _side(self, program: _Program, samples: Samples | None, joules: float | None) -> Side:
+    def _side(
+        self, program: _Program, samples: Samples | None, joules: float | None, breakdown: Breakdown | None
+    ) -> Side:
         return Side(
             name=program.way.name,
             is_ours=program.way.is_ours,
@@ -337,6 +361,7 @@ class _Bench:
             setting=str(program.setting),
             memory_bytes=program.memory_bytes,
             joules=joules,
+            breakdown=breakdown,
         )
 
     def _row(self, regime: Regime, sides: tuple[Side, ...], reading: Any) -> Row:

@@ -114,6 +114,14 @@ def bench(
             rich_help_panel=_WHAT,
         ),
     ] = None,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            help="Of train: also trace some steps, and show where their time goes, for all sides side by side.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = False,
     steps: Annotated[
         int | None,
         typer.Option(
@@ -163,13 +171,16 @@ def bench(
     earlier = _earlier(op, json) if resume else None
     _check_outputs("bench", json, plot)
     settings = _settings(op, regime, backend, baseline)
-    measure = _measure(op, setting, steps)
+    measure = _measure(op, setting, steps, profile)
+    if profile and settings.device.platform not in ("gpu", "cuda"):
+        raise InputError(f"bench: --profile needs a CUDA GPU; this machine has {settings.device}. Leave it out.")
     if drawn:
         settings = dataclasses.replace(settings, auto=True, regimes=settings.regimes if regime else ("burst",))
         work = _matching(drawn, match)
     else:
         work = _work(op, suite or [], shapes or [], rows, match, settings, console)
     results = _run(measure, work, settings, console, json, earlier)
+    _breakdowns(results, console)
     _summary(results, console)
     _random_summary(results, console)
     _phases(results, console)
@@ -361,13 +372,13 @@ def _matching(work: list[tuple[str, Any]], match: str | None) -> list[tuple[str,
 _Measure = Callable[[list[tuple[str, Any]], "Settings", Callable[[str], None]], "Iterator[Row]"]
 
 
-def _measure(op: str, settings: list[str] | None, steps: int | None) -> _Measure:
+def _measure(op: str, settings: list[str] | None, steps: int | None, profile: bool) -> _Measure:
     """The function that measures an operation or training. Raises InputError if an option does not fit."""
     from jaxkernels.bench import runner, training
     from jaxkernels.core import compilation_cache
 
     if op != "train":
-        for option, given in (("--setting", settings), ("--steps", steps)):
+        for option, given in (("--setting", settings), ("--steps", steps), ("--profile", profile)):
             if given:
                 raise InputError(f"bench: {option} is for train; got {op}. Leave it out.")
         return runner.run
@@ -375,8 +386,9 @@ def _measure(op: str, settings: list[str] | None, steps: int | None) -> _Measure
         raise InputError(f"bench: --steps must be at least 1; got {steps}.")
     if (reason := compilation_cache.enable()) is not None:
         plain_console().print(f"compiled programs are not kept: {reason}")
-    plan = training.Plan(tuple(dict.fromkeys(map(training.Setting.parse, settings or ()))))
-    return functools.partial(training.run, plan=plan if steps is None else dataclasses.replace(plan, steps=steps))
+    layouts = tuple(dict.fromkeys(map(training.Setting.parse, settings or ())))
+    plan = training.Plan(layouts, training.Plan.steps if steps is None else steps, profile)
+    return functools.partial(training.run, plan=plan)
 
 
 #: A run that is killed loses at most the rows of this time.
@@ -460,6 +472,29 @@ def _show(row: Row, settings: Settings, console: Console) -> None:
         console.print(
             f"    {d.sm_clock_mhz:.0f} MHz, {d.power_w:.0f} W (at most {d.power_max_w:.0f}), {d.temperature_c:.0f} C"
         )
+
+
+def _breakdowns(results: Results, console: Console) -> None:
+    """Prints where the time of traced training steps goes: groups of kernels side by side, then kernels by name."""
+    from jaxkernels.bench.step_profile import GROUPS
+
+    for row in results.rows:
+        traced = [(side, side.breakdown) for side in row.sides if side.breakdown is not None]
+        if not traced:
+            continue
+        table = Table(title=f"{row.shape}: milliseconds of a step")
+        for name in ("kernels", *(f"{side.name} {side.setting}" for side, _ in traced)):
+            table.add_column(name, justify="left" if name == "kernels" else "right")
+        for group in GROUPS:
+            table.add_row(group, *(f"{found.groups[group] * 1e3:.2f}" for _, found in traced))
+        table.add_row("step", *(f"{found.seconds * 1e3:.2f}" for _, found in traced))
+        console.print(table)
+        for side, found in traced:
+            console.print(f"{row.shape} {side.name} {side.setting}, by kernel:")
+            for kernel in found.kernels:
+                console.print(
+                    f"    {kernel.seconds * 1e3:8.3f} ms {kernel.count:7.1f} launches  {kernel.group:12} {kernel.name}"
+                )
 
 
 def _summary(results: Results, console: Console) -> None:
