@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxkernels.core.errors import InputError
 
-__all__ = ["PRESETS", "REMATS", "ModelConfig", "Preset", "TrainingConfig", "preset", "training_config"]
+__all__ = ["OPTIMIZERS", "PRESETS", "REMATS", "ModelConfig", "Preset", "TrainingConfig", "preset", "training_config"]
 
 
 #: Integers must be below: steps are counted in int32, and sizes of models are much smaller.
@@ -61,6 +61,13 @@ REMATS: dict[str, str] = {
     "dots": "the block's input and the products; the attention is recomputed, too",
     "attention": "the block's input and the attention; the products are recomputed, too",
     "full": "the block's input only",
+}
+
+
+#: `TrainingConfig.optimizer` -> its description.
+OPTIMIZERS: dict[str, str] = {
+    "adamw": "AdamW with both moments in float32: 16 bytes for each parameter, with its gradient",
+    "adafactor": "a factored second moment and a bfloat16 first moment: 10 bytes for each parameter, with its gradient",
 }
 
 
@@ -158,6 +165,7 @@ class Preset:
       tokenizer: "bytes" or "bpe".
       steps, batch_size, sequence_length, learning_rate: training defaults; `learning_rate` is the peak.
       source: the source of the sizes.
+      optimizer: a name of `OPTIMIZERS`.
     """
 
     model: ModelConfig
@@ -167,6 +175,7 @@ class Preset:
     sequence_length: int
     learning_rate: float
     source: str
+    optimizer: str = "adamw"
 
 
 #: The vocabulary of the larger presets: a multiple of 128, for the tiles of the kernels.
@@ -238,7 +247,7 @@ PRESETS: dict[str, Preset] = {
             mlp_dim=8192,
             rope_theta=500_000.0,
             norm_epsilon=1e-5,
-            remat="full",
+            remat="dots_and_attention",
             scan=True,
         ),
         tokenizer="bpe",
@@ -247,6 +256,29 @@ PRESETS: dict[str, Preset] = {
         sequence_length=2048,
         learning_rate=3e-4,
         source="Llama 3.2 1B (its published config.json), with a vocabulary of 32,768 instead of 128,256",
+    ),
+    "8b": Preset(
+        model=ModelConfig(
+            vocab_size=128_256,
+            num_layers=32,
+            embed_dim=4096,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            mlp_dim=14_336,
+            rope_theta=500_000.0,
+            norm_epsilon=1e-5,
+            tied_embedding=False,
+            remat="full",
+            scan=True,
+        ),
+        tokenizer="bpe",
+        steps=4000,
+        batch_size=4,
+        sequence_length=2048,
+        learning_rate=3e-4,
+        source="Llama 3 8B (its published config.json); on one H200 with adafactor",
+        optimizer="adafactor",
     ),
 }
 
@@ -276,7 +308,8 @@ class TrainingConfig:
       sequence_length: tokens of a sequence.
       learning_rate: peak of the schedule: linear warm-up over the first twentieth of the steps (at most
         2000), then a cosine down to a tenth.
-      weight_decay: AdamW's weight decay, for every matrix but not for the norms' scales.
+      optimizer: a name of `OPTIMIZERS`.
+      weight_decay: the decoupled weight decay, for every matrix but not for the norms' scales.
       clip_norm: gradients are scaled down to this global norm.
       seed: seed of the initialisation, the batches and the sample.
       log_every, eval_every, checkpoint_every: a step with each of these multiples logs, evaluates or saves; the last
@@ -301,6 +334,7 @@ class TrainingConfig:
     seed: int = 0
     log_every: int = 10
     eval_batches: int = 20
+    optimizer: str = "adamw"
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     deterministic: bool = True
@@ -329,6 +363,10 @@ class TrainingConfig:
             raise InputError(
                 "TrainingConfig: batch_size * (sequence_length + 1) must be below 2**31 tokens; "
                 f"got {self.batch_size} * {self.sequence_length + 1}."
+            )
+        if self.optimizer not in OPTIMIZERS:
+            raise InputError(
+                f"TrainingConfig: optimizer must be one of {', '.join(OPTIMIZERS)}; got {self.optimizer!r}."
             )
         if self.tokenizer not in ("bytes", "bpe"):
             raise InputError(f'TrainingConfig: tokenizer must be "bytes" or "bpe"; got {self.tokenizer!r}.')
@@ -400,6 +438,7 @@ def training_config(
         batch_size=base.batch_size,
         sequence_length=base.sequence_length,
         learning_rate=base.learning_rate,
+        optimizer=base.optimizer,
     )
     values |= {name: value for name, value in overrides.items() if value is not None}
     values.setdefault("eval_every", max(values["steps"] // 10, 1))

@@ -14,8 +14,8 @@ from jaxkernels.models.config import TrainingConfig
 
 __all__ = ["check_compiled", "check_config", "device_bytes", "explained", "step_bytes"]
 
-#: Float32 parameters, their gradients and Adam's two moments.
-_BYTES_PER_PARAM = 16
+#: Optimizer -> bytes of a float32 parameter, its gradient and its moments.
+_BYTES_PER_PARAM = {"adamw": 16, "adafactor": 10}
 
 
 def device_bytes(device: Any) -> int | None:
@@ -43,9 +43,13 @@ def _least_bytes_per_sequence(config: TrainingConfig) -> int:
     return config.sequence_length * (m.num_layers * m.embed_dim + m.vocab_size) * itemsize
 
 
+def _state_bytes(config: TrainingConfig) -> int:
+    return _BYTES_PER_PARAM[config.optimizer] * config.model.num_params
+
+
 def check_config(config: TrainingConfig, devices: Sequence[Any]) -> None:
     """Raises InputError if a step cannot fit into the devices' memory, however XLA compiles it."""
-    state = _BYTES_PER_PARAM * config.model.num_params
+    state = _state_bytes(config)
     batch = -(-config.batch_size // len(devices)) * _least_bytes_per_sequence(config)
     _check(config, devices, state, batch, at_least=True)
 
@@ -64,7 +68,7 @@ def check_compiled(config: TrainingConfig, devices: Sequence[Any], step: jax.sta
     """Raises InputError if a compiled step does not fit into the devices' memory."""
     if (needed := step_bytes(step)) is None:
         return
-    state = min(_BYTES_PER_PARAM * config.model.num_params, needed)
+    state = min(_state_bytes(config), needed)
     _check(config, devices, state, needed - state, at_least=False)
 
 

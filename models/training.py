@@ -60,7 +60,7 @@ _SAMPLE_TEMPERATURE = 0.8
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The state of a training. All arrays are float32, except for the counters.
+    """The state of a training. All arrays are float32, except for counters and the first moment of adafactor.
 
     Attributes:
       params: the model's parameters (the master weights), a pure dict of arrays.
@@ -85,8 +85,20 @@ def learning_rate(config: TrainingConfig) -> optax.Schedule:
 
 
 def optimizer(config: TrainingConfig) -> optax.GradientTransformation:
-    """AdamW on clipped gradients. Weight decay applies to every matrix, but not to the norms' scales."""
+    """AdamW or Adafactor on clipped gradients. Weight decay applies to every matrix, but not to the norms' scales.
+
+    "adafactor" keeps the second moment of a matrix as a row and a column (Shazeer and Stern 2018, arXiv:1804.04235).
+    Its first moment is in bfloat16. Updates are not clipped for each array, so that `scan` does not change them.
+    """
     is_matrix = functools.partial(jax.tree.map_with_path, lambda path, _: path[-1].key != "scale")
+    if config.optimizer == "adafactor":
+        return optax.chain(
+            optax.clip_by_global_norm(config.clip_norm),
+            optax.scale_by_factored_rms(),
+            optax.ema(0.9, debias=False, accumulator_dtype=jnp.bfloat16),
+            optax.add_decayed_weights(config.weight_decay, is_matrix),
+            optax.scale_by_learning_rate(learning_rate(config)),
+        )
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(learning_rate(config), b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=is_matrix),

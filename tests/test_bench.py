@@ -1264,8 +1264,9 @@ def test_trace_that_fails_keeps_the_times(monkeypatch):
 
 def test_settings_of_training():
     names = lambda preset: [str(setting) for setting in training.Plan().settings(preset)]
-    assert names("124m") == ["unrolled:none", "scan:none"]
-    assert names("1b") == ["scan:full", "unrolled:none", "scan:none"]
+    assert names("124m") == ["unrolled:none", "scan:dots_and_attention"]
+    assert names("1b") == ["scan:dots_and_attention", "unrolled:none"]
+    assert names("8b") == ["scan:full"]
     assert str(training.Setting.parse("scan:dots")) == "scan:dots"
 
 
@@ -1325,7 +1326,7 @@ def test_suites_are_listed():
     [
         (["conv"], "bench: unknown operation 'conv'; use one of gemm, attention, train."),
         (["train", "--suite", "gemm-odd"], "bench: unknown suite 'gemm-odd'; train has train-tiny, train-124m, "
-         "train-350m, train-1b."),
+         "train-350m, train-1b, train-8b."),
         (["gemm", "--backend", "cublas"], "bench: unknown backend 'cublas'; use one of "
          f"{', '.join(dispatch.backend_names())}."),
         (["gemm", "--baseline", "cudnn"], "bench: unknown baseline 'cudnn'; use one of xla, cublaslt, jax-pallas."),

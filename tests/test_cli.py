@@ -73,8 +73,8 @@ def test_help_of_train_explains_every_option(monkeypatch):
     text = invoke("train", "--help").stdout
     for option in (
         "preset", "backend", "dtype", "remat", "scan", "no-scan", "data", "tokenizer", "vocab-size",
-        "steps", "batch-size", "sequence-length", "learning-rate", "seed", "deterministic", "no-deterministic",
-        "out", "resume", "init-from", "checkpoint-every", "eval-every", "devices",
+        "steps", "batch-size", "sequence-length", "learning-rate", "optimizer", "seed", "deterministic",
+        "no-deterministic", "out", "resume", "init-from", "checkpoint-every", "eval-every", "devices",
     ):  # fmt: skip
         assert f"--{option} " in text
     for name, preset in PRESETS.items():
@@ -93,7 +93,7 @@ def test_command_line_starts_without_what_only_training_needs():
 
 def test_unknown_preset():
     assert refusal("train", "--preset", "huge") == (
-        "error: preset: unknown preset 'huge'; use one of tiny, 124m, 350m, 1b.\n"
+        "error: preset: unknown preset 'huge'; use one of tiny, 124m, 350m, 1b, 8b.\n"
     )
 
 

@@ -340,7 +340,7 @@ def test_flops_per_token_count_the_products_of_a_training_step(name):
 
 # Configurations.
 
-PARAMETERS = {"tiny": 820_352, "124m": 124_275_456, "350m": 351_323_136, "1b": 1_040_254_976}
+PARAMETERS = {"tiny": 820_352, "124m": 124_275_456, "350m": 351_323_136, "1b": 1_040_254_976, "8b": 8_030_261_248}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -365,7 +365,7 @@ def test_untied_embedding_counts_twice():
 def test_unknown_preset_lists_the_known_ones():
     with pytest.raises(InputError) as e:
         preset("gpt5")
-    assert str(e.value) == "preset: unknown preset 'gpt5'; use one of tiny, 124m, 350m, 1b."
+    assert str(e.value) == "preset: unknown preset 'gpt5'; use one of tiny, 124m, 350m, 1b, 8b."
 
 
 @pytest.mark.parametrize(

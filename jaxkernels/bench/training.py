@@ -100,7 +100,8 @@ class Plan:
     """What is measured.
 
     Attributes:
-      layouts: the settings at which each side is tried; none: the preset's own, and both layouts without recomputation.
+      layouts: the settings at which each side is tried; none: the preset's own, unrolled:none, and
+        scan:dots_and_attention.
       steps: steps that count, for each side in each regime.
       profile: whether some more steps are traced, to see where their time goes.
     """
@@ -115,7 +116,8 @@ class Plan:
             return self.layouts
         model = preset(name).model
         own = Setting(model.scan, model.remat)
-        more = (Setting(False, "none"), Setting(True, "none")) if model.num_params <= _MAX_PARAMS else ()
+        others = (Setting(False, "none"), Setting(True, "dots_and_attention"))
+        more = others if model.num_params <= _MAX_PARAMS else ()
         return tuple(dict.fromkeys((own, *more)))
 
 

@@ -110,7 +110,7 @@ def bench(
         typer.Option(
             help="Of train: how a model runs its layers, scan:REMAT or unrolled:REMAT (`jaxkernels train --help` lists "
             "REMAT); may be repeated. Every side is timed at its fastest setting.",
-            show_default="the preset's own, scan:none and unrolled:none",
+            show_default="the preset's own, unrolled:none and scan:dots_and_attention",
             rich_help_panel=_WHAT,
         ),
     ] = None,

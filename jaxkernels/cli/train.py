@@ -10,7 +10,7 @@ import typer
 
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.errors import InputError
-from jaxkernels.models.config import PRESETS, REMATS, TrainingConfig
+from jaxkernels.models.config import OPTIMIZERS, PRESETS, REMATS, TrainingConfig
 from jaxkernels.models.progress import plain_console
 
 __all__ = ["train"]
@@ -61,7 +61,7 @@ _Scan = Annotated[
     typer.Option(
         "--scan/--no-scan",
         help="Loop over the layers instead of compiling each: compiles faster.",
-        show_default="for 1b",
+        show_default="for 1b and 8b",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -108,6 +108,14 @@ _LearningRate = Annotated[
     typer.Option(
         help="Peak of the schedule: a linear warm-up, then a cosine down to a tenth.",
         show_default=_described("learning_rate"),
+        rich_help_panel=_SCHEDULE,
+    ),
+]
+_Optimizer = Annotated[
+    str | None,
+    typer.Option(
+        help="; ".join(f"{name}: {text}" for name, text in OPTIMIZERS.items()) + ".",
+        show_default=_described("optimizer"),
         rich_help_panel=_SCHEDULE,
     ),
 ]
@@ -181,6 +189,7 @@ def train(
     batch_size: _BatchSize = None,
     sequence_length: _SequenceLength = None,
     learning_rate: _LearningRate = None,
+    optimizer: _Optimizer = None,
     seed: _Seed = None,
     deterministic: _Deterministic = None,
     out: _Out = None,
@@ -208,6 +217,7 @@ def train(
         batch_size=batch_size,
         sequence_length=sequence_length,
         learning_rate=learning_rate,
+        optimizer=optimizer,
         seed=seed,
         deterministic=deterministic,
         checkpoint_every=checkpoint_every,
