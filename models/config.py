@@ -274,7 +274,7 @@ PRESETS: dict[str, Preset] = {
         ),
         tokenizer="bpe",
         steps=4000,
-        batch_size=4,
+        batch_size=8,
         sequence_length=2048,
         learning_rate=3e-4,
         source="Llama 3 8B (its published config.json); on one H200 with adafactor",

@@ -18,16 +18,15 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import jaxkernels as jk
-from jaxkernels import checkpoint_policies
 from jaxkernels.models.config import ModelConfig
 
 __all__ = ["Cache", "LayerCache", "Transformer", "abstract_params", "init_cache", "init_params"]
 
 #: The policies of `ModelConfig.remat`, but for "none".
 _POLICIES: dict[str, Any] = {
-    "dots_and_attention": checkpoint_policies.save_products_and_attention,
-    "dots": checkpoint_policies.dots_saveable,
-    "attention": checkpoint_policies.save_attention,
+    "dots_and_attention": jk.checkpoint_policies.save_products_and_attention,
+    "dots": jk.checkpoint_policies.dots_saveable,
+    "attention": jk.checkpoint_policies.save_attention,
     "full": None,
 }
 

@@ -324,6 +324,21 @@ def test_remat_policies_keep_cudnns_attention_as_they_keep_ours(policy, monkeypa
     assert names.count("dot_product_attention_fwd_wrapper") == (1 + RECOMPUTED[policy][0]) * SMALL.num_layers
 
 
+def test_scan_keeps_no_float32_stream_and_no_copy_of_a_matrix():
+    """What a scan keeps of a layer is written in the forward pass and read in the backward pass: more costs time."""
+    config = dataclasses.replace(OPTIONS["scan"], dtype="bfloat16")
+    forward, backward = (eqn for eqn in gradient_jaxpr(config).eqns if eqn.primitive.name == "scan")
+    kept = [x.aval for x in forward.outvars]
+    stream = math.prod((2, 11, config.embed_dim))
+    assert [str(x) for x in kept if x.dtype == jnp.float32 and x.size >= config.num_layers * stream] == []
+    _, params = abstract_params(config)
+    matrices = {x.shape for x in jax.tree.leaves(params["layers"]) if x.ndim == 3}
+    assert {x.shape for x in kept}.isdisjoint(matrices)
+    gradients = [x.aval for x in backward.outvars if x.aval.shape in matrices]
+    assert {x.dtype for x in gradients} == {jnp.dtype("bfloat16")}
+    assert {x.shape for x in gradients} == matrices
+
+
 @pytest.mark.parametrize("name", ["plain", "untied", "scan"])
 def test_flops_per_token_count_the_products_of_a_training_step(name):
     config, batch, length = OPTIONS[name], 2, 11
