@@ -23,7 +23,7 @@ from jaxkernels.core.errors import InputError
 __all__ = ["GROUPS", "Breakdown", "KernelTime", "breakdown", "groups_of_hlo", "profile"]
 
 #: The groups of kernels, in the order of tables. "idle" is the time in which no kernel runs.
-GROUPS = ("products", "attention", "norms", "elementwise", "copies", "collectives", "other", "idle")
+GROUPS: tuple[str, ...] = ("products", "attention", "norms", "elementwise", "copies", "collectives", "other", "idle")
 
 #: Kernels that are kept by name.
 _NUM_KERNELS = 25
@@ -84,11 +84,11 @@ def profile(launch: Callable[[], Any], num_steps: int, hlo: str) -> Breakdown:
         return breakdown(ProfileData.from_file(str(path)), num_steps, groups_of_hlo(hlo))
 
 
-def breakdown(trace: ProfileData, num_steps: int, groups: Mapping[str, str]) -> Breakdown:
+def breakdown(trace: Any, num_steps: int, groups: Mapping[str, str]) -> Breakdown:
     """Sums up the kernels of a trace.
 
     Args:
-      trace: the trace.
+      trace: the trace, a `jax.profiler.ProfileData`.
       num_steps: the steps in it.
       groups: instruction -> group, from `groups_of_hlo`.
 
