@@ -1335,7 +1335,7 @@ def test_suites_are_listed():
         (["gemm", "--profile"], "bench: --profile is for train; got gemm. Leave it out."),
         (
             ["train", "--profile"],
-            "bench: --profile needs a CUDA GPU; this machine has TFRT_CPU_0. Leave it out.",
+            "bench: --profile needs a CUDA GPU; this machine has cpu. Leave it out.",
         ),
         (["train", "--steps", "0"], "bench: --steps must be at least 1; got 0."),
         (["gemm", "--steps", "3"], "bench: --steps is for train; got gemm. Leave it out."),

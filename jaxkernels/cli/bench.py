@@ -173,7 +173,9 @@ def bench(
     settings = _settings(op, regime, backend, baseline)
     measure = _measure(op, setting, steps, profile)
     if profile and settings.device.platform not in ("gpu", "cuda"):
-        raise InputError(f"bench: --profile needs a CUDA GPU; this machine has {settings.device}. Leave it out.")
+        raise InputError(
+            f"bench: --profile needs a CUDA GPU; this machine has {settings.device.platform}. Leave it out."
+        )
     if drawn:
         settings = dataclasses.replace(settings, auto=True, regimes=settings.regimes if regime else ("burst",))
         work = _matching(drawn, match)
