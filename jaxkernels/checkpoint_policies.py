@@ -11,9 +11,10 @@ policies in `jax.checkpoint_policies`: they save `jk.matmul` and `jk.dot_general
 `jax.lax.dot_general`. `knowing_products` converts any other policy. A product with an epilogue is saved as a whole: its
 result and, with an activation, the pre-activation.
 
-Attention is not a dot. The gradient names its results `jk_attention_out` and `jk_attention_lse`. To save them, use
-`jax.checkpoint_policies.save_only_these_names("jk_attention_out", "jk_attention_lse")`. If both are saved, the backward
-pass does not run the forward kernel again. `save_products_and_attention` saves them and all products.
+Attention is not a dot. `save_attention` saves its output and its logsumexp, so that the backward pass does not run the
+forward kernel again. `save_products_and_attention` saves them and all products. Both also save the attention of
+`jax.nn.dot_product_attention(implementation="cudnn")`. For policies of `jax.checkpoint_policies`, the output is named
+`jk_attention_out` and the logsumexp `jk_attention_lse`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ __all__ = [
     "dots_with_no_batch_dims_saveable",
     "knowing_products",
     "offload_dot_with_no_batch_dims",
+    "save_attention",
     "save_products_and_attention",
 ]
 
@@ -74,9 +76,18 @@ checkpoint_dots = dots_saveable
 dots_with_no_batch_dims_saveable = knowing_products(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
 checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable
 
-save_products_and_attention = jax.checkpoint_policies.save_from_both_policies(
-    dots_saveable, jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
-)
+_save_named_attention = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
+
+#: JAX's primitive of cuDNN's attention forward.
+_CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
+
+
+def save_attention(primitive: Any, *avals: Any, **params: Any) -> Any:
+    """The policy that saves the results of attentions only: of this package's, and of cuDNN's through `jax.nn`."""
+    return primitive.name == _CUDNN_ATTENTION or _save_named_attention(primitive, *avals, **params)
+
+
+save_products_and_attention = jax.checkpoint_policies.save_from_both_policies(dots_saveable, save_attention)
 
 
 def offload_dot_with_no_batch_dims(offload_src: str, offload_dst: str) -> Policy:

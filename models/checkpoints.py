@@ -269,12 +269,13 @@ class Checkpoints:
 @jax.jit
 def _sum_of_bits(x: jax.Array) -> jax.Array:
     """Sum of (2 i + 1) x_i over the elements' bits, modulo 2**32: a change of a single element always changes it."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32).reshape(-1)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32)
+    bits = bits.reshape(-1).astype(jnp.uint32)
     return jnp.sum(bits * (2 * jax.lax.iota(jnp.uint32, bits.size) + 1), dtype=jnp.uint32)
 
 
 def checksum(tree: Any) -> int:
-    """A checksum of arrays of 32-bit elements, computed on their devices."""
+    """A checksum of arrays of 16-bit or 32-bit elements, computed on their devices."""
     sums = jax.device_get([_sum_of_bits(x) for x in jax.tree.leaves(tree)])
     return zlib.crc32(np.asarray(sums, np.uint32).tobytes())
 

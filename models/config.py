@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxkernels.core.errors import InputError
 
-__all__ = ["PRESETS", "ModelConfig", "Preset", "TrainingConfig", "preset", "training_config"]
+__all__ = ["OPTIMIZERS", "PRESETS", "REMATS", "ModelConfig", "Preset", "TrainingConfig", "preset", "training_config"]
 
 
 #: Integers must be below: steps are counted in int32, and sizes of models are much smaller.
@@ -54,6 +54,23 @@ def _require_positive(config: object, *fields: str) -> None:
             raise InputError(f"{type(config).__name__}: {field} must be positive and finite; got {value!r}.")
 
 
+#: `ModelConfig.remat` -> the activations of a block that the backward pass keeps; it recomputes the others.
+REMATS: dict[str, str] = {
+    "none": "everything; nothing is recomputed",
+    "dots_and_attention": "the block's input, the products and the attention; norms and elementwise work are redone",
+    "dots": "the block's input and the products; the attention is recomputed, too",
+    "attention": "the block's input and the attention; the products are recomputed, too",
+    "full": "the block's input only",
+}
+
+
+#: `TrainingConfig.optimizer` -> its description.
+OPTIMIZERS: dict[str, str] = {
+    "adamw": "AdamW with both moments in float32: 16 bytes for each parameter, with its gradient",
+    "adafactor": "a factored second moment and a bfloat16 first moment: 10 bytes for each parameter, with its gradient",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder transformer: pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU.
@@ -70,7 +87,8 @@ class ModelConfig:
       norm_epsilon: added to the mean square in RMSNorm.
       tied_embedding: whether the unembedding is the embedding, transposed. Otherwise it is a separate matrix.
       dtype: name of the dtype the model computes in; parameters are always float32.
-      remat: recompute each block's activations in the backward pass instead of keeping them.
+      remat: which activations of a block the backward pass keeps: a name of `REMATS`. From "none" to "full", a step
+        needs less memory and more work. The policies are those of `jaxkernels.checkpoint_policies`.
       scan: one `jax.lax.scan` over stacked layers instead of a copy of the block for each layer. It compiles
         faster, and changes the parameters' layout but not the function.
       backend: the jaxkernels backend that runs every matmul and attention; None: the fastest that supports it, for
@@ -90,7 +108,7 @@ class ModelConfig:
     norm_epsilon: float = 1e-6
     tied_embedding: bool = True
     dtype: str = "bfloat16"
-    remat: bool = False
+    remat: str = "none"
     scan: bool = False
     backend: str | None = None
     deterministic: bool = False
@@ -110,6 +128,8 @@ class ModelConfig:
         _require_positive(self, "rope_theta", "norm_epsilon")
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise InputError(f'ModelConfig: dtype must be "bfloat16", "float16" or "float32"; got {self.dtype!r}.')
+        if self.remat not in REMATS:
+            raise InputError(f"ModelConfig: remat must be one of {', '.join(REMATS)}; got {self.remat!r}.")
 
     @property
     def num_matmul_params(self) -> int:
@@ -145,6 +165,7 @@ class Preset:
       tokenizer: "bytes" or "bpe".
       steps, batch_size, sequence_length, learning_rate: training defaults; `learning_rate` is the peak.
       source: the source of the sizes.
+      optimizer: a name of `OPTIMIZERS`.
     """
 
     model: ModelConfig
@@ -154,6 +175,7 @@ class Preset:
     sequence_length: int
     learning_rate: float
     source: str
+    optimizer: str = "adamw"
 
 
 #: The vocabulary of the larger presets: a multiple of 128, for the tiles of the kernels.
@@ -225,7 +247,7 @@ PRESETS: dict[str, Preset] = {
             mlp_dim=8192,
             rope_theta=500_000.0,
             norm_epsilon=1e-5,
-            remat=True,
+            remat="dots_and_attention",
             scan=True,
         ),
         tokenizer="bpe",
@@ -234,6 +256,29 @@ PRESETS: dict[str, Preset] = {
         sequence_length=2048,
         learning_rate=3e-4,
         source="Llama 3.2 1B (its published config.json), with a vocabulary of 32,768 instead of 128,256",
+    ),
+    "8b": Preset(
+        model=ModelConfig(
+            vocab_size=128_256,
+            num_layers=32,
+            embed_dim=4096,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            mlp_dim=14_336,
+            rope_theta=500_000.0,
+            norm_epsilon=1e-5,
+            tied_embedding=False,
+            remat="full",
+            scan=True,
+        ),
+        tokenizer="bpe",
+        steps=4000,
+        batch_size=8,
+        sequence_length=2048,
+        learning_rate=3e-4,
+        source="Llama 3 8B (its published config.json); on one H200 with adafactor",
+        optimizer="adafactor",
     ),
 }
 
@@ -263,7 +308,8 @@ class TrainingConfig:
       sequence_length: tokens of a sequence.
       learning_rate: peak of the schedule: linear warm-up over the first twentieth of the steps (at most
         2000), then a cosine down to a tenth.
-      weight_decay: AdamW's weight decay, for every matrix but not for the norms' scales.
+      optimizer: a name of `OPTIMIZERS`.
+      weight_decay: the decoupled weight decay, for every matrix but not for the norms' scales.
       clip_norm: gradients are scaled down to this global norm.
       seed: seed of the initialisation, the batches and the sample.
       log_every, eval_every, checkpoint_every: a step with each of these multiples logs, evaluates or saves; the last
@@ -288,6 +334,7 @@ class TrainingConfig:
     seed: int = 0
     log_every: int = 10
     eval_batches: int = 20
+    optimizer: str = "adamw"
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     deterministic: bool = True
@@ -317,6 +364,10 @@ class TrainingConfig:
                 "TrainingConfig: batch_size * (sequence_length + 1) must be below 2**31 tokens; "
                 f"got {self.batch_size} * {self.sequence_length + 1}."
             )
+        if self.optimizer not in OPTIMIZERS:
+            raise InputError(
+                f"TrainingConfig: optimizer must be one of {', '.join(OPTIMIZERS)}; got {self.optimizer!r}."
+            )
         if self.tokenizer not in ("bytes", "bpe"):
             raise InputError(f'TrainingConfig: tokenizer must be "bytes" or "bpe"; got {self.tokenizer!r}.')
 
@@ -329,7 +380,10 @@ class TrainingConfig:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainingConfig:
-        return cls(**{**values, "model": ModelConfig(**values["model"])})
+        model = dict(values["model"])
+        if isinstance(model.get("remat"), bool):  # Runs of older versions.
+            model["remat"] = "full" if model["remat"] else "none"
+        return cls(**{**values, "model": ModelConfig(**model)})
 
 
 #: Entries of a BPE vocabulary for a preset that uses bytes by default.
@@ -345,7 +399,7 @@ def training_config(
     vocab_size: int | None = None,
     dtype: str | None = None,
     backend: str | None = None,
-    remat: bool | None = None,
+    remat: str | None = None,
     scan: bool | None = None,
     **overrides: Any,
 ) -> TrainingConfig:
@@ -384,6 +438,7 @@ def training_config(
         batch_size=base.batch_size,
         sequence_length=base.sequence_length,
         learning_rate=base.learning_rate,
+        optimizer=base.optimizer,
     )
     values |= {name: value for name, value in overrides.items() if value is not None}
     values.setdefault("eval_every", max(values["steps"] // 10, 1))

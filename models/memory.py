@@ -12,10 +12,10 @@ import jax
 from jaxkernels.core.errors import InputError
 from jaxkernels.models.config import TrainingConfig
 
-__all__ = ["check_compiled", "check_config", "device_bytes", "explained"]
+__all__ = ["check_compiled", "check_config", "device_bytes", "explained", "step_bytes"]
 
-#: Float32 parameters, their gradients and Adam's two moments.
-_BYTES_PER_PARAM = 16
+#: Optimizer -> bytes of a float32 parameter, its gradient and its moments.
+_BYTES_PER_PARAM = {"adamw": 16, "adafactor": 10}
 
 
 def device_bytes(device: Any) -> int | None:
@@ -37,28 +37,38 @@ def _limit(devices: Sequence[Any]) -> int | None:
 
 
 def _least_bytes_per_sequence(config: TrainingConfig) -> int:
-    """The bytes that a step keeps for each sequence, even with `remat`: the input of each layer, and the logits."""
+    """The bytes of a sequence that a step keeps even with the remat policy "full": inputs of layers, and logits."""
     m = config.model
     itemsize = 4 if m.dtype == "float32" else 2
     return config.sequence_length * (m.num_layers * m.embed_dim + m.vocab_size) * itemsize
 
 
+def _state_bytes(config: TrainingConfig) -> int:
+    return _BYTES_PER_PARAM[config.optimizer] * config.model.num_params
+
+
 def check_config(config: TrainingConfig, devices: Sequence[Any]) -> None:
     """Raises InputError if a step cannot fit into the devices' memory, however XLA compiles it."""
-    state = _BYTES_PER_PARAM * config.model.num_params
+    state = _state_bytes(config)
     batch = -(-config.batch_size // len(devices)) * _least_bytes_per_sequence(config)
     _check(config, devices, state, batch, at_least=True)
 
 
-def check_compiled(config: TrainingConfig, devices: Sequence[Any], step: jax.stages.Compiled) -> None:
-    """Raises InputError if a compiled step does not fit into the devices' memory."""
+def step_bytes(step: Any) -> int | None:
+    """The device memory that a compiled step needs, in bytes: operands, results and temporaries; None if not known."""
     stats = step.memory_analysis()
     if stats is None:
-        return
-    needed = (
+        return None
+    return (
         stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
     )
-    state = min(_BYTES_PER_PARAM * config.model.num_params, needed)
+
+
+def check_compiled(config: TrainingConfig, devices: Sequence[Any], step: jax.stages.Compiled) -> None:
+    """Raises InputError if a compiled step does not fit into the devices' memory."""
+    if (needed := step_bytes(step)) is None:
+        return
+    state = min(_state_bytes(config), needed)
     _check(config, devices, state, needed - state, at_least=False)
 
 
@@ -81,8 +91,8 @@ def _advice(config: TrainingConfig, fitting: int, *, recomputing: bool) -> str:
     if fitting < 1:
         return "A batch of one sequence does not fit either: use a smaller --preset."
     ways = [f"--batch-size {fitting} or less"]
-    if recomputing and not config.model.remat:
-        ways.append("--remat (less memory, more work)")
+    if recomputing and config.model.remat != "full":
+        ways.append("--remat full (less memory, more work)")
     return f"Use {' or '.join([*ways, 'a smaller --sequence-length'])}."
 
 

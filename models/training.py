@@ -60,7 +60,7 @@ _SAMPLE_TEMPERATURE = 0.8
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The state of a training. All arrays are float32, except for the counters.
+    """The state of a training. All arrays are float32, except for counters and the first moment of adafactor.
 
     Attributes:
       params: the model's parameters (the master weights), a pure dict of arrays.
@@ -85,8 +85,20 @@ def learning_rate(config: TrainingConfig) -> optax.Schedule:
 
 
 def optimizer(config: TrainingConfig) -> optax.GradientTransformation:
-    """AdamW on clipped gradients. Weight decay applies to every matrix, but not to the norms' scales."""
+    """AdamW or Adafactor on clipped gradients. Weight decay applies to every matrix, but not to the norms' scales.
+
+    "adafactor" keeps the second moment of a matrix as a row and a column (Shazeer and Stern 2018, arXiv:1804.04235).
+    Its first moment is in bfloat16. Updates are not clipped for each array, so that `scan` does not change them.
+    """
     is_matrix = functools.partial(jax.tree.map_with_path, lambda path, _: path[-1].key != "scale")
+    if config.optimizer == "adafactor":
+        return optax.chain(
+            optax.clip_by_global_norm(config.clip_norm),
+            optax.scale_by_factored_rms(),
+            optax.ema(0.9, debias=False, accumulator_dtype=jnp.bfloat16),
+            optax.add_decayed_weights(config.weight_decay, is_matrix),
+            optax.scale_by_learning_rate(learning_rate(config)),
+        )
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(learning_rate(config), b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=is_matrix),
@@ -158,9 +170,12 @@ class Trainer:
         #: (state, batch) -> (next state, metrics); the state's buffers are donated.
         self.step: Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]] = step.compile(options)
         memory.check_compiled(config, self.devices, self.step)  # type: ignore[arg-type]
-        loss = jax.jit(self._loss).lower(state.params, batch)
-        #: (params, batch) -> loss.
-        self.loss: Callable[[Any, jax.Array], jax.Array] = loss.compile(options)
+        self._lower_loss = lambda: jax.jit(self._loss).lower(state.params, batch).compile(options)
+
+    @functools.cached_property
+    def loss(self) -> Callable[[Any, jax.Array], jax.Array]:
+        """(params, batch) -> loss; compiled where it is first used."""
+        return self._lower_loss()
 
     def init_state(self) -> TrainState:
         """Returns the state before the first step. It depends on the seed."""
@@ -451,6 +466,7 @@ def _compile(config: TrainingConfig, devices: Sequence[Any] | None, console: Con
     begin = time.perf_counter()
     with waiting(console, "compiling"), memory.explained(config):
         trainer = Trainer(config, devices)
+        _ = trainer.loss  # Compiles it.
     console.print(
         f"{config.preset}: {config.model.num_params:,} parameters, {config.model.dtype}, backend "
         f"{config.model.backend or 'auto'}, on {len(trainer.devices)} x {trainer.devices[0].device_kind}; "

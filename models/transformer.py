@@ -22,6 +22,14 @@ from jaxkernels.models.config import ModelConfig
 
 __all__ = ["Cache", "LayerCache", "Transformer", "abstract_params", "init_cache", "init_params"]
 
+#: The policies of `ModelConfig.remat`, but for "none".
+_POLICIES: dict[str, Any] = {
+    "dots_and_attention": jk.checkpoint_policies.save_products_and_attention,
+    "dots": jk.checkpoint_policies.dots_saveable,
+    "attention": jk.checkpoint_policies.save_attention,
+    "full": None,
+}
+
 _EMBEDDING_STDDEV = 0.02  # The logits of a tied embedding then start near 0, and the loss near ln(V).
 
 
@@ -93,14 +101,21 @@ class Attention(nnx.Module):
             start = (0, length % num_slots if num_tokens == 1 else 0, 0, 0)
             write = lambda old, new: jax.lax.dynamic_update_slice(old, new.astype(old.dtype), start)
             cache = LayerCache(write(cache.key, k), write(cache.value, v))
-        if cache is not None and x.shape[1] == 1:
-            visible = jnp.broadcast_to(jnp.minimum(length + 1, cache.key.shape[1]), x.shape[:1])
-            out = jk.dot_product_attention(q, cache.key, cache.value, key_value_seq_lengths=visible, backend=c.backend)
-        elif self.attention_fn is not None:
-            out = self.attention_fn(q, k, v, is_causal=True)
-        else:
-            out = jk.dot_product_attention(q, k, v, is_causal=True, deterministic=c.deterministic, backend=c.backend)
+        with jax.named_scope("attention"):
+            out = self._attend(q, k, v, cache, length)
         return self.out(out.reshape(*x.shape[:2], -1), residual=residual), cache
+
+    def _attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache | None, length: jax.Array
+    ) -> Float[Array, "B T N H"]:
+        """The attention of a prompt to itself, or of a single token to the tokens in the cache."""
+        c = self.config
+        if cache is not None and q.shape[1] == 1:
+            visible = jnp.broadcast_to(jnp.minimum(length + 1, cache.key.shape[1]), q.shape[:1])
+            return jk.dot_product_attention(q, cache.key, cache.value, key_value_seq_lengths=visible, backend=c.backend)
+        if self.attention_fn is not None:
+            return self.attention_fn(q, k, v, is_causal=True)
+        return jk.dot_product_attention(q, k, v, is_causal=True, deterministic=c.deterministic, backend=c.backend)
 
 
 class FeedForward(nnx.Module):
@@ -132,8 +147,8 @@ class Block(nnx.Module):
         cache: LayerCache | None,
         length: jax.Array,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
-        x, cache = self.attention(self.attention_norm(x), x, rotation, cache, length)
-        return self.mlp(self.mlp_norm(x), x), cache
+        x, cache = self.attention(_normalise(self.attention_norm, x), x, rotation, cache, length)
+        return self.mlp(_normalise(self.mlp_norm, x), x), cache
 
 
 class Transformer(nnx.Module):
@@ -178,7 +193,7 @@ class Transformer(nnx.Module):
         rotation = rotation_at(length + jnp.arange(tokens.shape[1]), c)
         x = jnp.take(self.embedding[...], tokens, axis=0).astype(c.dtype)
         x, layers = self._run_layers(x, rotation, None if cache is None else cache.layers, length)
-        x = self.norm(x)
+        x = _normalise(self.norm, x)
         table = (self.embedding if c.tied_embedding else self.unembedding)[...].astype(c.dtype)
         # Logits have the compute dtype. With float32 logits the backward products would be float32, too.
         logits = jk.dot_general(x, table, (((2,), (1,)), ((), ())), backend=c.backend)
@@ -192,10 +207,12 @@ class Transformer(nnx.Module):
         def run(block: Block, x: jax.Array, cache: LayerCache | None) -> tuple[jax.Array, LayerCache | None]:
             return block(x, rotation, cache, length)
 
-        if self.config.remat:
-            run = nnx.remat(run)
+        if self.config.remat != "none":
+            # XLA cannot merge the two runs of a loop's body. So only unrolled layers need barriers between them.
+            run = nnx.remat(run, policy=_POLICIES[self.config.remat], prevent_cse=not self.config.scan)
         if self.config.scan:
-            return nnx.scan(run, in_axes=(0, nnx.Carry, 0), out_axes=(nnx.Carry, 0))(self.layers, x, caches)
+            layers = _cast_kernels(self.layers, self.config.dtype)
+            return nnx.scan(run, in_axes=(0, nnx.Carry, 0), out_axes=(nnx.Carry, 0))(layers, x, caches)
         updated = []
         for i, block in enumerate(self.layers):
             x, cache = run(block, x, None if caches is None else caches[i])
@@ -236,7 +253,9 @@ def init_params(config: ModelConfig, key: jax.Array) -> dict[str, Any]:
     XLA compiles the random draws of one block only, and one slice for each shape. On a GPU it takes 0.1 s or more for
     each kernel, and longer for random draws: a program with the draws of 24 layers took minutes to compile.
     """
-    params = _stacked_params(dataclasses.replace(config, scan=True), key)
+    # One program for all options that do not change the values.
+    same = dict(scan=True, remat="none", dtype="float32", backend=None, deterministic=False)
+    params = _stacked_params(dataclasses.replace(config, **same), key)
     if config.scan:
         return params
     layers = {i: jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(config.num_layers)}
@@ -260,6 +279,27 @@ def abstract_params(
 
 def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
     return nnx.RMSNorm(config.embed_dim, epsilon=config.norm_epsilon, dtype=config.dtype, rngs=rngs)
+
+
+@functools.partial(nnx.remat, prevent_cse=False)
+def _normalise(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
+    """Applies a norm. The backward pass computes it again.
+
+    A scan keeps what the gradient reads of each layer, and that would be several float32 arrays of the stream's size.
+    In unrolled layers XLA decides what is computed again: without barriers it merges the two computations.
+    """
+    with jax.named_scope("norm"):
+        return norm(x)
+
+
+def _cast_kernels(layers: Block, dtype: str) -> Block:
+    """The stacked layers with the matrices in the compute dtype.
+
+    Cast inside the scan, each matrix would be kept once more for the backward pass, and its gradients would be stacked
+    in float32.
+    """
+    is_matrix = lambda x: x.ndim == 3  # layers, in, out
+    return jax.tree.map(lambda x: x.astype(dtype) if is_matrix(x) else x, layers)
 
 
 def _residual_gain(config: ModelConfig) -> float:

@@ -113,6 +113,7 @@ def _untuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXKERNELS_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(winners, "_TABLES", tmp_path_factory.mktemp("tables"))
+        jax.config.update("jax_enable_compilation_cache", False)  # Commands would switch it on for all later tests.
         yield
 
 

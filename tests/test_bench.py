@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
+import itertools
 import json
 import os
 import pathlib
@@ -20,6 +22,7 @@ import numpy as np
 import pytest
 from errors import raises_exactly
 from matplotlib.image import imread
+from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 from typer.testing import CliRunner, Result
@@ -29,6 +32,7 @@ from jaxkernels import cli
 from jaxkernels.bench import accuracy, lowering, plots, report, results, runner, suites, training
 from jaxkernels.bench.lowering import Lowered, Workers
 from jaxkernels.bench.results import Results, Row, Side
+from jaxkernels.bench.step_profile import GROUPS, Breakdown, KernelTime
 from jaxkernels.bench.telemetry import Reading, Telemetry
 from jaxkernels.cli import bench as bench_cli
 from jaxkernels.core import dispatch, hardware, measure
@@ -242,6 +246,9 @@ class NoTelemetry:
 
     def sm_clock(self) -> float | None:
         return self._clocks.pop(0) if self._clocks else None
+
+    def joules(self) -> None:
+        return None
 
     def take(self) -> Reading | None:
         return None
@@ -1129,24 +1136,147 @@ def test_wrong_results_fail_the_command(wrong_backend):
 
 @pytest.fixture
 def tiny_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training steps of a model that takes seconds, each measured once."""
+    """Training steps of a model that takes seconds, each launched once."""
     model = dataclasses.replace(PRESETS["tiny"].model, num_layers=1, embed_dim=32, mlp_dim=32)
     tiny = dataclasses.replace(PRESETS["tiny"], model=model, batch_size=2, sequence_length=16)
     monkeypatch.setitem(PRESETS, "tiny", tiny)
-    monkeypatch.setattr(training, "_ROUNDS", 1)
+    monkeypatch.setattr(training, "_LAUNCH_SECONDS", 0)
+    monkeypatch.setattr(training, "_RESTS", (0, 0))
     monkeypatch.setattr(measure, "_SUSTAINED_LAUNCHES", (1, 1))
+    monkeypatch.setattr(measure, "_WARM_SECONDS", 0)
+
+
+ONE_STEP = training.Plan((training.Setting(False, "none"),), steps=1)
+
+
+def training_rows(plan: training.Plan = ONE_STEP, **changes: Any) -> list[Row]:
+    return list(training.run([("train-tiny", "tiny")], settings(clock=None, **changes), plan=plan))
 
 
 @pytest.mark.usefixtures("tiny_steps")
 def test_training_rows():
-    (step,) = training.run([("train-tiny", "tiny")], settings(clock=None))
-    assert [(side.name, side.is_ours) for side in step.sides] == [("xla", False), ("auto", True)]
+    """Without cuDNN the baseline is XLA's attention."""
+    burst, step = training_rows(backends=("auto", "pallas"), regimes=("burst", "sustained"))
+    assert (burst.regime, step.regime) == ("burst", "sustained")
+    assert [(side.name, side.is_ours, side.setting) for side in step.sides] == [
+        ("xla", False, "unrolled:none"), ("auto", True, "unrolled:none"),
+    ]  # fmt: skip
     assert step.sides[1].error_ratio == 0
+    assert step.sides[1].memory_bytes > 16 * training.training_config("tiny", platform="cpu").model.num_params
+    assert (step.sides[1].joules, burst.sides[1].joules) == (None, None)
     assert step.refused["cudnn"] == "computes in 16 bits, not in float32"
     assert attention_baselines.cudnn_refuses("bfloat16", H200) is None
     assert step.tokens == 2 * 16
-    assert step.refused["jaxkernels pallas"].startswith("NotImplementedError: ")
+    assert step.refused["jaxkernels pallas unrolled:none"].startswith("NotImplementedError: ")
     assert "tokens/s" in results.line(step, step.ours[0])
+    assert " tiny 2x16 float32 auto unrolled:none | " in results.line(step, step.ours[0])
+    assert " x xla unrolled:none | " in results.line(step, step.ours[0])
+    assert set(burst.seconds) == {"compile", "check", "look", "time"}
+    assert set(step.seconds) == {"time"}
+
+
+@pytest.mark.usefixtures("tiny_steps")
+def test_each_side_is_timed_at_its_fastest_setting(monkeypatch, tmp_path):
+    """The sides may differ in it. All settings are in the file, and the ratio is of the best to the best."""
+    fastest = {"xla": "scan:full", "auto": "unrolled:none"}
+    look = lambda program, count: 0.001 if fastest[program.way.name] == str(program.setting) else 1.0
+    monkeypatch.setattr(training._Program, "seconds", look)
+    plan = training.Plan((training.Setting(True, "full"), training.Setting(False, "none")), steps=1)
+    (row,) = training_rows(plan, regimes=("sustained",))
+    timed = {side.name: side.setting for side in row.sides if side.samples is not None}
+    assert timed == fastest
+    assert [side.name for side in row.ours] == ["auto"]
+    assert row.fastest_baseline is not None
+    assert row.fastest_baseline.setting == "scan:full"
+    slower = {(side.name, side.setting): side.seconds for side in row.sides if side.samples is None}
+    assert slower == {("xla", "unrolled:none"): 1.0, ("auto", "scan:full"): 1.0}
+    saved = Results(ENVIRONMENT, (row,))
+    results.save(saved, tmp_path / "train.json")
+    (loaded,) = results.load(tmp_path / "train.json").rows
+    assert [(side.setting, side.memory_bytes) for side in loaded.sides] == [
+        (side.setting, side.memory_bytes) for side in row.sides
+    ]
+    table = report.table([report.Found(loaded, tmp_path, saved)])
+    assert "scan:full" in table
+    assert "unrolled:none" in table
+
+
+@pytest.mark.usefixtures("tiny_steps")
+def test_setting_that_does_not_fit_leaves_the_others(monkeypatch):
+    trainer = training.Trainer
+
+    def limited(config: Any, *args: Any) -> Any:
+        if config.model.remat == "none":
+            raise InputError("train: out of memory: a step needs 9 GB.")
+        return trainer(config, *args)
+
+    monkeypatch.setattr(training, "Trainer", limited)
+    plan = training.Plan((training.Setting(True, "full"), training.Setting(True, "none")), steps=1)
+    (row,) = training_rows(plan, regimes=("sustained",))
+    assert [(side.name, side.setting) for side in row.sides] == [("xla", "scan:full"), ("auto", "scan:full")]
+    for key in ("xla scan:none", "jaxkernels auto scan:none"):
+        assert row.refused[key] == "InputError: train: out of memory: a step needs 9 GB."
+
+
+@pytest.mark.usefixtures("tiny_steps")
+@pytest.mark.parametrize("wrong", ["loss", "grad_norm"])
+def test_step_with_a_wrong_loss_or_gradient_is_not_timed(wrong, monkeypatch):
+    call = training._Program.__call__
+
+    def changed(self: Any) -> dict[str, jax.Array]:
+        measured = call(self)
+        return measured | {wrong: measured[wrong] * (1.02 if self.way.is_ours else 1)}
+
+    monkeypatch.setattr(training._Program, "__call__", changed)
+    (row,) = training_rows(regimes=("sustained",))
+    assert row.ours == ()
+    assert row.refused["jaxkernels auto unrolled:none"].startswith("wrong: its first loss is ")
+
+
+@pytest.mark.usefixtures("tiny_steps")
+def test_traced_steps_are_kept_and_shown_side_by_side(monkeypatch, tmp_path):
+    def breakdown(program: Any) -> Breakdown:
+        groups = dict.fromkeys(GROUPS, 0.0) | dict(products=0.002 if program.way.is_ours else 0.003)
+        return Breakdown(0.004, groups, (KernelTime("nvjet", "products", 0.002, 3.0),))
+
+    monkeypatch.setattr(training._Program, "breakdown", breakdown)
+    burst, row = training_rows(dataclasses.replace(ONE_STEP, profile=True), regimes=("burst", "sustained"))
+    assert [side.breakdown for side in burst.sides] == [None, None]
+    found = Results(ENVIRONMENT, (row,))
+    results.save(found, tmp_path / "train.json")
+    (loaded,) = results.load(tmp_path / "train.json").rows
+    assert [side.breakdown for side in loaded.sides] == [side.breakdown for side in row.sides]
+    shown = Console(file=io.StringIO(), width=100)
+    bench_cli._breakdowns(found, shown)
+    lines = shown.file.getvalue().splitlines()
+    cells = lambda name: next([c.strip() for c in line.split("│")[2:-1]] for line in lines if f"│ {name} " in line)
+    assert cells("products") == ["3.00", "2.00"]
+    assert cells("step") == ["4.00", "4.00"]
+    assert "       2.000 ms     3.0 launches  products     nvjet" in lines
+
+
+@pytest.mark.usefixtures("tiny_steps")
+def test_trace_that_fails_keeps_the_times(monkeypatch):
+    (row,) = training_rows(dataclasses.replace(ONE_STEP, profile=True), regimes=("sustained",))
+    assert row.ours[0].breakdown is None
+    assert row.refused["jaxkernels auto --profile"].startswith("bench: --profile found no kernels in the trace. ")
+
+
+def test_settings_of_training():
+    names = lambda preset: [str(setting) for setting in training.Plan().settings(preset)]
+    assert names("124m") == ["unrolled:none", "scan:dots_and_attention"]
+    assert names("1b") == ["scan:dots_and_attention", "unrolled:none"]
+    assert names("8b") == ["scan:full"]
+    assert str(training.Setting.parse("scan:dots")) == "scan:dots"
+
+
+def test_energy_of_a_step_is_that_of_the_counter():
+    counter = itertools.count(100.0, 50.0)
+    telemetry = types.SimpleNamespace(joules=lambda: next(counter))
+    launched = []
+    assert training._joules(telemetry, lambda: launched.append(jnp.zeros(()))) == 50.0
+    assert len(launched) == 1
+    assert training._joules(types.SimpleNamespace(joules=lambda: None), lambda: None) is None
 
 
 @pytest.mark.usefixtures("tiny_steps")
@@ -1159,10 +1289,10 @@ def test_training_steps_are_also_held_against_another_attention(monkeypatch):
         traced.append(is_causal)
         return jax.nn.dot_product_attention(*operands, is_causal=is_causal)
 
-    assert training._BASELINES["cudnn"].keywords == {"implementation": "cudnn"}
-    monkeypatch.setitem(training._BASELINES, "cudnn", attention)
-    (step,) = training.run([("train-tiny", "tiny")], settings(clock=None, backends=("pallas",)))
-    assert [(side.name, side.is_ours) for side in step.sides] == [("xla", False), ("cudnn", False)]
+    assert training.BASELINES["cudnn"].keywords == {"implementation": "cudnn"}
+    monkeypatch.setitem(training.BASELINES, "cudnn", attention)
+    (step,) = training_rows(regimes=("sustained",))
+    assert [(side.name, side.is_ours) for side in step.sides] == [("cudnn", False), ("auto", True)]
     assert step.sides[1].error_ratio < 0.01
     assert traced
     assert all(traced)
@@ -1196,12 +1326,25 @@ def test_suites_are_listed():
     [
         (["conv"], "bench: unknown operation 'conv'; use one of gemm, attention, train."),
         (["train", "--suite", "gemm-odd"], "bench: unknown suite 'gemm-odd'; train has train-tiny, train-124m, "
-         "train-350m, train-1b."),
+         "train-350m, train-1b, train-8b."),
         (["gemm", "--backend", "cublas"], "bench: unknown backend 'cublas'; use one of "
          f"{', '.join(dispatch.backend_names())}."),
         (["gemm", "--baseline", "cudnn"], "bench: unknown baseline 'cudnn'; use one of xla, cublaslt, jax-pallas."),
         (["gemm", "--regime", "hot"], "bench: unknown regime 'hot'; use one of burst, sustained."),
-        (["train", "--baseline", "xla"], "bench: train takes no --baseline."),
+        (["train", "--baseline", "tokamax"], "bench: unknown baseline 'tokamax'; use one of cudnn, xla."),
+        (["gemm", "--profile"], "bench: --profile is for train; got gemm. Leave it out."),
+        (
+            ["train", "--profile"],
+            "bench: --profile needs a CUDA GPU; this machine has cpu. Leave it out.",
+        ),
+        (["train", "--steps", "0"], "bench: --steps must be at least 1; got 0."),
+        (["gemm", "--steps", "3"], "bench: --steps is for train; got gemm. Leave it out."),
+        (["gemm", "--setting", "scan:none"], "bench: --setting is for train; got gemm. Leave it out."),
+        (
+            ["train", "--setting", "scan"],
+            "bench: --setting must be scan:REMAT or unrolled:REMAT, where REMAT is one of none, dots_and_attention, "
+            "dots, attention, full; got 'scan'.",
+        ),
         (["gemm", "--rows", "0"], "bench: --rows must be at least 1; got 0."),
         (
             ["gemm", "--suite", "gemm-smoke", "--match", "H(128"],

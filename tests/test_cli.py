@@ -72,9 +72,9 @@ def test_help_of_train_explains_every_option(monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     text = invoke("train", "--help").stdout
     for option in (
-        "preset", "backend", "dtype", "remat", "no-remat", "scan", "no-scan", "data", "tokenizer", "vocab-size",
-        "steps", "batch-size", "sequence-length", "learning-rate", "seed", "deterministic", "no-deterministic",
-        "out", "resume", "init-from", "checkpoint-every", "eval-every", "devices",
+        "preset", "backend", "dtype", "remat", "scan", "no-scan", "data", "tokenizer", "vocab-size",
+        "steps", "batch-size", "sequence-length", "learning-rate", "optimizer", "seed", "deterministic",
+        "no-deterministic", "out", "resume", "init-from", "checkpoint-every", "eval-every", "devices",
     ):  # fmt: skip
         assert f"--{option} " in text
     for name, preset in PRESETS.items():
@@ -93,7 +93,7 @@ def test_command_line_starts_without_what_only_training_needs():
 
 def test_unknown_preset():
     assert refusal("train", "--preset", "huge") == (
-        "error: preset: unknown preset 'huge'; use one of tiny, 124m, 350m, 1b.\n"
+        "error: preset: unknown preset 'huge'; use one of tiny, 124m, 350m, 1b, 8b.\n"
     )
 
 
@@ -224,9 +224,9 @@ def test_train_resume_and_sample(tmp_path):
     assert refusal("train", *SHORT, "--out", run) == (
         "error: run: runs/tiny already holds a run. Continue it with --resume, or name another folder with --out.\n"
     )
-    assert refusal("train", "--resume", "--steps=9", "--preset=124m", "--remat", "--devices=1") == (
+    assert refusal("train", "--resume", "--steps=9", "--preset=124m", "--remat=full", "--devices=1") == (
         "error: train: runs/tiny was started with other options: preset='tiny' there, '124m' here; "
-        "remat=False there, True here. "
+        "remat='none' there, 'full' here. "
         "Leave them out to resume it, or start a new run.\n"
     )
     resumed = invoke("train", "--resume", "--devices=1", "--steps=5", "--seed=3")

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax._src.cudnn import fused_attention_stablehlo
 from numerics import assert_close, assert_same_bits, compile_quickly
 
 import jaxkernels as jk
 from jaxkernels.core.errors import InputError
-from jaxkernels.models.config import PRESETS, ModelConfig, preset
+from jaxkernels.models.config import PRESETS, REMATS, ModelConfig, preset
 from jaxkernels.models.sampling import generate
 from jaxkernels.models.training import cross_entropy
 from jaxkernels.models.transformer import (
@@ -38,8 +39,8 @@ OPTIONS = {
     "plain": SMALL,
     "untied": dataclasses.replace(SMALL, tied_embedding=False),
     "scan": dataclasses.replace(SMALL, scan=True),
-    "remat": dataclasses.replace(SMALL, remat=True),
-    "scan, remat": dataclasses.replace(SMALL, scan=True, remat=True),
+    "remat": dataclasses.replace(SMALL, remat="full"),
+    "scan, remat": dataclasses.replace(SMALL, scan=True, remat="full"),
 }
 
 
@@ -272,8 +273,8 @@ def is_jaxpr(x: Any) -> bool:
     return hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")
 
 
-def gradient_jaxpr(config: ModelConfig, batch: int = 2, length: int = 11) -> Any:
-    graphdef, params = abstract_params(config)
+def gradient_jaxpr(config: ModelConfig, batch: int = 2, length: int = 11, attention_fn: Any = None) -> Any:
+    graphdef, params = abstract_params(config, attention_fn)
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         return cross_entropy(nnx.merge(graphdef, params)(tokens[:, :-1]), tokens[:, 1:])
@@ -291,7 +292,51 @@ def test_every_product_and_attention_is_ours_and_has_the_backend_asked_for(name)
     assert {backend for _, backend in ours} == {"xla"}
     forward = sum(primitive == "jk_attention_forward" for primitive, _ in ours)
     backward = sum(primitive == "jk_attention_backward" for primitive, _ in ours)
-    assert (forward, backward) == (config.num_layers * (2 if config.remat else 1), config.num_layers)
+    assert (forward, backward) == (config.num_layers * (2 if config.remat == "full" else 1), config.num_layers)
+
+
+#: Remat policy -> how many times the backward pass runs the attention again, and the products of a block that a
+#: gradient needs: all but the last one.
+RECOMPUTED = {
+    "none": (0, 0), "dots_and_attention": (0, 0), "dots": (1, 0), "attention": (0, 1), "full": (1, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", REMATS)
+def test_remat_policies_keep_what_they_name(policy):
+    def count(config: ModelConfig) -> tuple[int, int]:
+        names = [eqn.primitive.name for eqn in equations(gradient_jaxpr(config))]
+        return names.count("jk_attention_forward"), names.count("jk_matmul") + names.count("jk_dot_general")
+
+    config = dataclasses.replace(SMALL, remat=policy)
+    attention, products = (new - old for new, old in zip(count(config), count(SMALL)))
+    expected = RECOMPUTED[policy]
+    assert (attention, products) == (expected[0] * SMALL.num_layers, expected[1] * 4 * SMALL.num_layers)
+
+
+@pytest.mark.parametrize("policy", REMATS)
+def test_remat_policies_keep_cudnns_attention_as_they_keep_ours(policy, monkeypatch):
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: True)
+    config = dataclasses.replace(SMALL, remat=policy, dtype="bfloat16")
+    cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    names = [eqn.primitive.name for eqn in equations(gradient_jaxpr(config, length=16, attention_fn=cudnn))]
+    assert names.count("dot_product_attention_fwd_wrapper") == (1 + RECOMPUTED[policy][0]) * SMALL.num_layers
+
+
+def test_scan_keeps_no_float32_stream_and_no_copy_of_a_matrix():
+    """What a scan keeps of a layer is written in the forward pass and read in the backward pass: more costs time."""
+    config = dataclasses.replace(OPTIONS["scan"], dtype="bfloat16")
+    forward, backward = (eqn for eqn in gradient_jaxpr(config).eqns if eqn.primitive.name == "scan")
+    kept = [x.aval for x in forward.outvars]
+    stream = math.prod((2, 11, config.embed_dim))
+    assert [str(x) for x in kept if x.dtype == jnp.float32 and x.size >= config.num_layers * stream] == []
+    _, params = abstract_params(config)
+    matrices = {x.shape for x in jax.tree.leaves(params["layers"]) if x.ndim == 3}
+    assert {x.shape for x in kept}.isdisjoint(matrices)
+    gradients = [x.aval for x in backward.outvars if x.aval.shape in matrices]
+    assert {x.dtype for x in gradients} == {jnp.dtype("bfloat16")}
+    assert {x.shape for x in gradients} == matrices
 
 
 @pytest.mark.parametrize("name", ["plain", "untied", "scan"])
@@ -310,7 +355,7 @@ def test_flops_per_token_count_the_products_of_a_training_step(name):
 
 # Configurations.
 
-PARAMETERS = {"tiny": 820_352, "124m": 124_275_456, "350m": 351_323_136, "1b": 1_040_254_976}
+PARAMETERS = {"tiny": 820_352, "124m": 124_275_456, "350m": 351_323_136, "1b": 1_040_254_976, "8b": 8_030_261_248}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -335,7 +380,7 @@ def test_untied_embedding_counts_twice():
 def test_unknown_preset_lists_the_known_ones():
     with pytest.raises(InputError) as e:
         preset("gpt5")
-    assert str(e.value) == "preset: unknown preset 'gpt5'; use one of tiny, 124m, 350m, 1b."
+    assert str(e.value) == "preset: unknown preset 'gpt5'; use one of tiny, 124m, 350m, 1b, 8b."
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,33 @@ def test_step_is_adamw_on_clipped_gradients():
     assert_close(new.params, expected)
 
 
+@pytest.mark.parametrize("scan", [False, True])
+def test_adafactor_factors_the_second_moment(scan):
+    """The first step, in the formulas of the paper: the second moment is the product of its row and column means."""
+    model = dataclasses.replace(CONFIG.model, embed_dim=128, mlp_dim=160, scan=scan)
+    config = dataclasses.replace(CONFIG, model=model, optimizer="adafactor", weight_decay=0.3, learning_rate=1e-3)
+    t = trainer(config)
+    state = t.init_state()
+    grads = compile_quickly(jax.grad(t._loss))(state.params, batch())
+    norm = math.sqrt(sum(float(jnp.sum(g * g)) for g in jax.tree.leaves(grads)))
+
+    def updated(path: Any, p: jax.Array, g: jax.Array) -> jax.Array:
+        g = g * min(1.0, config.clip_norm / norm)
+        is_matrix = path[-1].key != "scale"
+        squares = g * g
+        if is_matrix and min(g.shape[-2:]) >= 128:
+            row, column = jnp.mean(squares, axis=-1, keepdims=True), jnp.mean(squares, axis=-2, keepdims=True)
+            squares = row * column / jnp.mean(squares, axis=(-2, -1), keepdims=True)
+        moment = (0.1 * g / jnp.sqrt(squares)).astype(jnp.float32)
+        return p - 1e-3 * (moment + (0.3 * p if is_matrix else 0.0))
+
+    expected = jax.tree.map_with_path(updated, state.params, grads)
+    new, _ = t.step(state, t.put(batch()))
+    assert_close(new.params, expected, rtol=1e-4)
+    matrices = [x.nbytes for x in jax.tree.leaves(new.opt_state) if x.dtype == jnp.bfloat16]
+    assert sum(matrices) == 2 * config.model.num_params
+
+
 def test_learning_rate_warms_up_and_decays():
     config = dataclasses.replace(CONFIG, steps=400)
     schedule = training.learning_rate(config)
@@ -364,6 +391,16 @@ def restored_params(run: Run) -> Any:
     t = trainer(dataclasses.replace(CONFIG, model=run.config.model))
     with run.checkpoints(read_only=True) as checkpoints:
         return checkpoints.restore(run.config, t.replicated, t.abstract_state().params)[0]
+
+
+def test_adafactors_state_is_saved_and_resumed(tmp_path, text):
+    config = dataclasses.replace(CONFIG, data=str(text), steps=4, checkpoint_every=2, optimizer="adafactor")
+    run = train(config, tmp_path / "run")
+    whole = losses(run)
+    shutil.rmtree(run.folder / "checkpoints" / "4")
+    console = quiet()
+    assert losses(training.resume(run, devices=jax.devices("cpu")[:1], console=console)) == whole
+    assert "resumed after step 2" in console.file.getvalue()
 
 
 def test_line_cut_off_by_a_kill_is_dropped(tmp_path):
@@ -783,7 +820,7 @@ def test_compiled_step_that_does_not_fit_names_what_would(monkeypatch):
     stats = step.memory_analysis()
     monkeypatch.setattr(memory, "device_bytes", lambda device: stats.temp_size_in_bytes)
     with pytest.raises(
-        InputError, match=r"--batch-size [1-7] or less or --remat \(less memory, more work\) or a smaller"
+        InputError, match=r"--batch-size [1-7] or less or --remat full \(less memory, more work\) or a smaller"
     ):
         memory.check_compiled(CONFIG, trainer().devices, step)
     monkeypatch.setattr(memory, "device_bytes", lambda device: 1000)
@@ -802,7 +839,7 @@ def test_exhausted_memory_is_explained_and_leaves_no_folder(finished, tmp_path, 
         train(finished.config, tmp_path / "new")
     assert str(e.value) == (
         "train: out of memory with --batch-size 8: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes. "
-        "Use --batch-size 4 or less or --remat (less memory, more work) or a smaller --sequence-length."
+        "Use --batch-size 4 or less or --remat full (less memory, more work) or a smaller --sequence-length."
     )
     assert not (tmp_path / "new").exists()
 
@@ -880,6 +917,16 @@ def test_config_survives_json():
     assert TrainingConfig.from_json(json.loads(json.dumps(CONFIG.to_json()))) == CONFIG
 
 
+@pytest.mark.parametrize(("old", "new"), [(False, "none"), (True, "full")])
+def test_config_of_an_older_run_is_read(old, new):
+    """Its remat was a bool, and it had no optimizer."""
+    values = CONFIG.to_json()
+    values["model"]["remat"] = old
+    del values["optimizer"]
+    expected = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, remat=new))
+    assert TrainingConfig.from_json(values) == expected
+
+
 def test_presets_become_configurations():
     tiny = training_config("tiny", platform="cpu")
     assert (tiny.model.dtype, tiny.tokenizer, tiny.model.vocab_size) == ("float32", "bytes", 256)
@@ -895,6 +942,11 @@ def test_presets_become_configurations():
     ("options", "message"),
     [
         (dict(steps=0), "TrainingConfig: steps must be a positive int; got 0."),
+        (dict(optimizer="sgd"), "TrainingConfig: optimizer must be one of adamw, adafactor; got 'sgd'."),
+        (
+            dict(remat="all"),
+            "ModelConfig: remat must be one of none, dots_and_attention, dots, attention, full; got 'all'.",
+        ),
         (dict(steps=True), "TrainingConfig: steps must be an int; got True."),
         (dict(seed=-1), "TrainingConfig: seed must be an int from 0 to 2**32 - 1; got -1."),
         (dict(learning_rate=0.0), "TrainingConfig: learning_rate must be positive and finite; got 0.0."),

@@ -111,12 +111,13 @@ def render(text: str, library: Library, *, where: str) -> str:
         if len(rest) > 1 or regime not in REGIMES:
             raise InputError(f"report: {where}: a table is `SUITE` or `SUITE REGIME`; got {match['name']!r}.")
         found = library[suite]
-        rows = [x for x in found if x.row.tokens is None and x.row.regime == regime]
-        steps = [x for x in found if x.row.tokens is not None]
-        if not rows and not steps:
+        if not rest and all(x.row.tokens is not None for x in found):
+            regime = "sustained"  # The steps of a training follow each other.
+        rows = [x for x in found if x.row.regime == regime]
+        if not rows:
             files = ", ".join(dict.fromkeys(x.path.name for x in found))
             raise InputError(f"report: {files}: no rows of {suite} in the regime {regime}.")
-        return match[1] + table(rows or steps) + match[4]
+        return match[1] + table(rows) + match[4]
 
     def write_file(match: re.Match[str]) -> str:
         path = library.folder / match["file"]
@@ -166,11 +167,12 @@ def table(found: Sequence[Found]) -> str:
     names = list(dict.fromkeys(side.name for row in rows for side in row.ours))
     is_training = rows[0].tokens is not None
     if is_training:
-        baselines = list(dict.fromkeys(side.name for row in rows for side in row.sides if not side.is_ours))
+        timed = [side for row in rows for side in row.sides if not side.is_ours and side.samples is not None]
+        baselines = list(dict.fromkeys(side.name for side in timed))
         head = ["preset", "dtype", *(f"{name} (baseline)" for name in baselines), *names]
         lines = []
         for row in rows:
-            theirs = {side.name: side for side in row.sides if not side.is_ours}
+            theirs = {side.name: side for side in row.sides if not side.is_ours and side.samples is not None}
             cells = [_step(row, theirs.get(name)) for name in baselines]
             lines.append([row.shape, row.dtype, *cells, *_by_name(row, names, _step)])
     else:
@@ -221,6 +223,8 @@ def _step(row: Row, side: Side | None) -> str:
     seconds, share, ratio = side.seconds, row.share_of_peak(side), row.ratio(side)
     text = f"{seconds * 1e3:.1f} ms, {row.tokens / seconds:,.0f} tokens/s"
     text += "" if share is None else f", MFU {share:.1%}"
+    text += "" if side.setting is None else f", {side.setting}"
+    text += "" if side.memory_bytes is None else f", {side.memory_bytes / 1e9:.1f} GB"
     return text + (f" ({ratio:.2f} x)" if side.is_ours and ratio is not None else "")
 
 

@@ -10,9 +10,10 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
+from jaxkernels.bench.step_profile import Breakdown, KernelTime
 from jaxkernels.bench.telemetry import Reading, Telemetry
 from jaxkernels.core import hardware, measure
 from jaxkernels.core.errors import InputError
@@ -68,6 +69,11 @@ class Side:
       kernels: kernel and configuration of each of our operations in it, as in `jaxkernels.explain`. A backward problem
         has those of its forward pass, too, which is not timed.
       timed: the kernels of the timed program. Older files have none.
+      setting: of a training step, how the model ran its layers (`jaxkernels.bench.training.Setting`); None elsewhere. A
+        side is timed at its fastest setting; at the others it has no samples.
+      memory_bytes: the device memory that the program needs, as XLA plans it; None if not known.
+      joules: the energy of one call; None if it was not measured.
+      breakdown: where the time goes (`jaxkernels.bench.step_profile`); None if it was not traced.
     """
 
     name: str
@@ -77,6 +83,10 @@ class Side:
     error_ratio: float
     kernels: tuple[str, ...] = ()
     timed: tuple[TimedKernel, ...] = ()
+    setting: str | None = None
+    memory_bytes: int | None = None
+    joules: float | None = None
+    breakdown: Breakdown | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,14 +201,26 @@ def cells(row: Row, side: Side) -> list[str]:
         f"{row.flops_per_s(side) / 1e12:.4g} TFLOP/s" if row.tokens is None else f"{row.tokens / seconds:,.0f} tokens/s"
     )
     return [
-        f"{row.op} {row.shape} {row.dtype} {side.name}",
+        f"{row.op} {row.shape} {row.dtype} {_named(side)}",
         f"{seconds * 1e6:,.1f} us" if seconds < 0.01 else f"{seconds * 1e3:,.1f} ms",
         speed,
         "- of peak" if share is None else f"{share:.1%} of peak",
-        "no baseline" if ratio is None or baseline is None else f"{ratio:.3f} x {baseline.name}",
+        "no baseline" if ratio is None or baseline is None else f"{ratio:.3f} x {_named(baseline)}",
         f"error {side.error_ratio:.2f}",
-        "; ".join([row.regime, *row.flags]),
+        "; ".join([row.regime, *_costs(row, side), *row.flags]),
     ]
+
+
+def _named(side: Side) -> str:
+    return side.name if side.setting is None else f"{side.name} {side.setting}"
+
+
+def _costs(row: Row, side: Side) -> Iterator[str]:
+    """Memory and energy, where they are known."""
+    if side.memory_bytes is not None:
+        yield f"{side.memory_bytes / 1e9:.1f} GB"
+    if side.joules is not None and row.tokens is not None:
+        yield f"{side.joules / row.tokens * 1e3:.2f} mJ/token"
 
 
 def line(row: Row, side: Side) -> str:
@@ -280,8 +302,9 @@ def save(results: Results, path: pathlib.Path) -> None:
     """Writes JSON atomically; times in seconds."""
     rows = [dataclasses.asdict(row) for row in results.rows]
     for side in (side for row in rows for side in row["sides"]):
-        if not side["timed"]:  # A baseline, or a side of an older file.
-            del side["timed"]
+        for name in ("timed", "setting", "memory_bytes", "joules", "breakdown"):
+            if not side[name]:  # A side that has none, or of an older file.
+                del side[name]
     write(dict(schema=SCHEMA, environment=results.environment, rows=rows), path)
 
 
@@ -336,6 +359,9 @@ def _side(values: dict[str, Any]) -> Side:
         as_tuples = {name: tuple(samples[name]) for name in ("round_medians", "probed")}
         samples = Samples(**{**samples, **as_tuples})
     timed = tuple(TimedKernel(**kernel) for kernel in values.get("timed", ()))
+    if (traced := values.get("breakdown")) is not None:
+        kernels = tuple(KernelTime(**kernel) for kernel in traced["kernels"])
+        values = values | dict(breakdown=Breakdown(**traced | dict(kernels=kernels)))
     return Side(**{**values, "samples": samples, "kernels": tuple(values["kernels"]), "timed": timed})
 
 

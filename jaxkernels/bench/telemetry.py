@@ -106,6 +106,15 @@ class Telemetry:
             samples, self._samples = self._samples, []
         return Reading.of(samples)
 
+    def joules(self) -> float | None:
+        """The energy that the GPU has taken since its driver was loaded; None if it does not count it."""
+        if self.reason is not None:
+            return None
+        try:
+            return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._device) / 1e3
+        except self._nvml.NVMLError:  # GPUs before Volta, and some virtual ones.
+            return None
+
     def limits(self) -> dict[str, float]:
         """The power limit and the highest SM clock of the chip's settings."""
         if self.reason is not None:

@@ -93,7 +93,7 @@ def bench(
         list[str] | None,
         typer.Option(
             help=f"A backend to time: {', '.join(dispatch.backend_names())}; may be repeated.",
-            show_default="all that support the row",
+            show_default="all that support the row; of train: auto, the fastest for each operation",
             rich_help_panel=_AGAINST,
         ),
     ] = None,
@@ -101,8 +101,33 @@ def bench(
         list[str] | None,
         typer.Option(
             help="A baseline to compare with; may be repeated.",
-            show_default="all that support the row",
+            show_default="all that support the row; of train: cudnn, else xla",
             rich_help_panel=_AGAINST,
+        ),
+    ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of train: how a model runs its layers, scan:REMAT or unrolled:REMAT (`jaxkernels train --help` lists "
+            "REMAT); may be repeated. Every side is timed at its fastest setting.",
+            show_default="the preset's own, unrolled:none and scan:dots_and_attention",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            help="Of train: also trace some steps, and show where their time goes, for all sides side by side.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = False,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            help="Of train: steps that count, for each side in each regime.",
+            show_default="10",
+            rich_help_panel=_WHAT,
         ),
     ] = None,
     json: Annotated[
@@ -146,12 +171,18 @@ def bench(
     earlier = _earlier(op, json) if resume else None
     _check_outputs("bench", json, plot)
     settings = _settings(op, regime, backend, baseline)
+    measure = _measure(op, setting, steps, profile)
+    if profile and settings.device.platform not in ("gpu", "cuda"):
+        raise InputError(
+            f"bench: --profile needs a CUDA GPU; this machine has {settings.device.platform}. Leave it out."
+        )
     if drawn:
         settings = dataclasses.replace(settings, auto=True, regimes=settings.regimes if regime else ("burst",))
         work = _matching(drawn, match)
     else:
         work = _work(op, suite or [], shapes or [], rows, match, settings, console)
-    results = _run(op, work, settings, console, json, earlier)
+    results = _run(measure, work, settings, console, json, earlier)
+    _breakdowns(results, console)
     _summary(results, console)
     _random_summary(results, console)
     _phases(results, console)
@@ -261,21 +292,20 @@ def _list_suites(op: str, console: Console) -> None:
 def _settings(op: str, regimes: list[str] | None, backends: list[str] | None, baselines: list[str] | None) -> Settings:
     import jax
 
+    from jaxkernels.bench import training
     from jaxkernels.bench.runner import Settings
     from jaxkernels.bench.suites import baselines_of
     from jaxkernels.bench.telemetry import Telemetry
     from jaxkernels.core.measure import REGIMES
 
-    known_baselines = tuple(baselines_of(op))
+    known_baselines = tuple(training.BASELINES if op == "train" else baselines_of(op))
     given = {
         "regime": (regimes, REGIMES),
-        "backend": (backends, dispatch.backend_names()),
+        "backend": (backends, training.BACKENDS if op == "train" else dispatch.backend_names()),
         "baseline": (baselines, known_baselines),
     }
     for option, (names, known) in given.items():
         for name in names or ():
-            if not known:
-                raise InputError(f"bench: {op} takes no --{option}.")
             if name not in known:
                 raise InputError(f"bench: unknown {option} {name!r}; use one of {', '.join(known)}.")
     device = jax.devices()[0]
@@ -340,12 +370,35 @@ def _matching(work: list[tuple[str, Any]], match: str | None) -> list[tuple[str,
     return found
 
 
+#: Makes rows of (suite, problem) pairs, settings, and a function that shows the current step.
+_Measure = Callable[[list[tuple[str, Any]], "Settings", Callable[[str], None]], "Iterator[Row]"]
+
+
+def _measure(op: str, settings: list[str] | None, steps: int | None, profile: bool) -> _Measure:
+    """The function that measures an operation or training. Raises InputError if an option does not fit."""
+    from jaxkernels.bench import runner, training
+    from jaxkernels.core import compilation_cache
+
+    if op != "train":
+        for option, given in (("--setting", settings), ("--steps", steps), ("--profile", profile)):
+            if given:
+                raise InputError(f"bench: {option} is for train; got {op}. Leave it out.")
+        return runner.run
+    if steps is not None and steps < 1:
+        raise InputError(f"bench: --steps must be at least 1; got {steps}.")
+    if (reason := compilation_cache.enable()) is not None:
+        plain_console().print(f"compiled programs are not kept: {reason}")
+    layouts = tuple(dict.fromkeys(map(training.Setting.parse, settings or ())))
+    plan = training.Plan(layouts, training.Plan.steps if steps is None else steps, profile)
+    return functools.partial(training.run, plan=plan)
+
+
 #: A run that is killed loses at most the rows of this time.
 _SAVE_SECONDS = 20.0
 
 
 def _run(
-    op: str,
+    measure: _Measure,
     work: list[tuple[str, Any]],
     settings: Settings,
     console: Console,
@@ -354,9 +407,7 @@ def _run(
 ) -> Results:
     """Measures rows, shows each, and saves them from time to time. An interrupt keeps the rows measured so far."""
     from jaxkernels.bench import results as results_lib
-    from jaxkernels.bench import runner, training
 
-    run = training.run if op == "train" else runner.run
     rows: list[Row] = []
     begin = saved = time.perf_counter()
     with settings.telemetry, console.status("starting") as spinner:
@@ -374,7 +425,7 @@ def _run(
             console.print(f"clocks, power and temperature are not sampled: {settings.telemetry.reason}")
         so_far = lambda: results_lib.Results(where | dict(seconds=time.perf_counter() - begin), tuple(rows))
         try:
-            for row in run(work, settings, lambda text: spinner.update(Text(text))):
+            for row in measure(work, settings, lambda text: spinner.update(Text(text))):
                 rows.append(row)
                 _show(row, settings, console)
                 if json is not None and time.perf_counter() - saved > _SAVE_SECONDS:
@@ -414,7 +465,7 @@ def _show(row: Row, settings: Settings, console: Console) -> None:
         ours = [*(["auto"] if settings.auto else []), *(settings.backends or ())]
         named = [f"jaxkernels {name}" for name in ours] + list(settings.baselines or ())
         for name, reason in row.refused.items():
-            if name in named or reason.startswith("wrong:"):
+            if name in named or row.tokens is not None or reason.startswith("wrong:"):
                 console.print(f"{row.op} {row.shape} {row.dtype} | {row.regime} | {name}: {reason}")
     if settings.auto and (text := loss(row)) is not None:
         console.print(f"    {text}")
@@ -423,6 +474,29 @@ def _show(row: Row, settings: Settings, console: Console) -> None:
         console.print(
             f"    {d.sm_clock_mhz:.0f} MHz, {d.power_w:.0f} W (at most {d.power_max_w:.0f}), {d.temperature_c:.0f} C"
         )
+
+
+def _breakdowns(results: Results, console: Console) -> None:
+    """Prints where the time of traced training steps goes: groups of kernels side by side, then kernels by name."""
+    from jaxkernels.bench.step_profile import GROUPS
+
+    for row in results.rows:
+        traced = [(side, side.breakdown) for side in row.sides if side.breakdown is not None]
+        if not traced:
+            continue
+        table = Table(title=f"{row.shape}: milliseconds of a step")
+        for name in ("kernels", *(f"{side.name} {side.setting}" for side, _ in traced)):
+            table.add_column(name, justify="left" if name == "kernels" else "right")
+        for group in GROUPS:
+            table.add_row(group, *(f"{found.groups[group] * 1e3:.2f}" for _, found in traced))
+        table.add_row("step", *(f"{found.seconds * 1e3:.2f}" for _, found in traced))
+        console.print(table)
+        for side, found in traced:
+            console.print(f"{row.shape} {side.name} {side.setting}, by kernel:")
+            for kernel in found.kernels:
+                console.print(
+                    f"    {kernel.seconds * 1e3:8.3f} ms {kernel.count:7.1f} launches  {kernel.group:12} {kernel.name}"
+                )
 
 
 def _summary(results: Results, console: Console) -> None:

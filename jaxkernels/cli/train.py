@@ -10,7 +10,8 @@ import typer
 
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.errors import InputError
-from jaxkernels.models.config import PRESETS, TrainingConfig
+from jaxkernels.models.config import OPTIMIZERS, PRESETS, REMATS, TrainingConfig
+from jaxkernels.models.progress import plain_console
 
 __all__ = ["train"]
 
@@ -19,7 +20,8 @@ _MODEL, _DATA, _SCHEDULE, _RUN = "Model", "Text", "Schedule", "Run"
 
 def _described(attribute: str) -> str:
     """The value of an attribute in each preset, as the default in help texts."""
-    return ", ".join(f"{name}: {getattr(preset, attribute)}" for name, preset in PRESETS.items())
+    value = lambda preset: getattr(preset if hasattr(preset, attribute) else preset.model, attribute)
+    return ", ".join(f"{name}: {value(preset)}" for name, preset in PRESETS.items())
 
 
 def _sizes() -> str:
@@ -46,11 +48,11 @@ _Dtype = Annotated[
     ),
 ]
 _Remat = Annotated[
-    bool | None,
+    str | None,
     typer.Option(
-        "--remat/--no-remat",
-        help="Recompute activations in the backward pass: less memory, more work.",
-        show_default="for 1b",
+        help="What the backward pass keeps of a layer, with ever less memory and more work: "
+        f"{', '.join(REMATS)} (only the layer's input).",
+        show_default=_described("remat"),
         rich_help_panel=_MODEL,
     ),
 ]
@@ -59,7 +61,7 @@ _Scan = Annotated[
     typer.Option(
         "--scan/--no-scan",
         help="Loop over the layers instead of compiling each: compiles faster.",
-        show_default="for 1b",
+        show_default="for 1b and 8b",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -106,6 +108,14 @@ _LearningRate = Annotated[
     typer.Option(
         help="Peak of the schedule: a linear warm-up, then a cosine down to a tenth.",
         show_default=_described("learning_rate"),
+        rich_help_panel=_SCHEDULE,
+    ),
+]
+_Optimizer = Annotated[
+    str | None,
+    typer.Option(
+        help="; ".join(f"{name}: {text}" for name, text in OPTIMIZERS.items()) + ".",
+        show_default=_described("optimizer"),
         rich_help_panel=_SCHEDULE,
     ),
 ]
@@ -179,6 +189,7 @@ def train(
     batch_size: _BatchSize = None,
     sequence_length: _SequenceLength = None,
     learning_rate: _LearningRate = None,
+    optimizer: _Optimizer = None,
     seed: _Seed = None,
     deterministic: _Deterministic = None,
     out: _Out = None,
@@ -206,6 +217,7 @@ def train(
         batch_size=batch_size,
         sequence_length=sequence_length,
         learning_rate=learning_rate,
+        optimizer=optimizer,
         seed=seed,
         deterministic=deterministic,
         checkpoint_every=checkpoint_every,
@@ -213,10 +225,13 @@ def train(
     )
     used = _devices(devices, backend)
 
+    from jaxkernels.core import compilation_cache
     from jaxkernels.models import config as config_lib
     from jaxkernels.models import training
     from jaxkernels.models.run import Run, latest_run
 
+    if (reason := compilation_cache.enable()) is not None:
+        plain_console().print(f"compiled programs are not kept: {reason}")
     if resume:
         if init_from is not None:
             raise InputError("train: --init-from starts a new run, --resume continues one: give one of them.")

@@ -26,7 +26,8 @@ import uuid
 import platformdirs
 
 __all__ = [
-    "cache_root", "check_writable", "make_private", "open_entry", "part_of", "read_entry", "write_entry", "write_whole",
+    "cache_root", "check_writable", "distrust_folder", "make_private", "open_entry", "part_of", "read_entry",
+    "write_entry", "write_whole",
 ]  # fmt: skip
 
 _VARIABLE = "JAXKERNELS_CACHE_DIR"
@@ -111,6 +112,11 @@ def make_private(folder: pathlib.Path) -> None:
     folder.mkdir(exist_ok=True)  # Raises where a file stands in its place.
 
 
+def distrust_folder(folder: pathlib.Path) -> str | None:
+    """Why another user may have put files into a folder, or None. Files that others read and run need this check."""
+    return _distrust_owner(folder.stat())
+
+
 def part_of(path: pathlib.Path) -> pathlib.Path:
     """A name beside `path` for what will be renamed to it. Deletes the parts there that were left a day ago."""
     _delete_stale_parts(path.parent)
@@ -145,8 +151,11 @@ def check_writable(folder: pathlib.Path) -> None:
 
 def _distrust(status: os.stat_result) -> str | None:
     """Why a file must not be used, or None."""
-    if not stat.S_ISREG(status.st_mode):
-        return "it is not a regular file"
+    return _distrust_owner(status) if stat.S_ISREG(status.st_mode) else "it is not a regular file"
+
+
+def _distrust_owner(status: os.stat_result) -> str | None:
+    """Why another user may have written something, or None."""
     if not hasattr(os, "geteuid"):  # Windows: caches lie in the user's own profile.
         return None
     if status.st_uid not in (os.geteuid(), 0):

@@ -117,6 +117,16 @@ class Samples:
             probed=tuple(probed),
         )
 
+    def divided(self, count: int) -> Samples:
+        """The times of one of `count` equal parts of each launch."""
+        return dataclasses.replace(
+            self,
+            median=self.median / count,
+            p10=self.p10 / count,
+            p90=self.p90 / count,
+            round_medians=tuple(seconds / count for seconds in self.round_medians),
+        )
+
     @property
     def spread(self) -> float:
         """(p90 - p10) / median."""
@@ -248,15 +258,21 @@ def _kernels(record: Sequence[tuple[str, float]], count: int) -> list[str]:
 
 
 class WallClock:
-    """The host's clock, around each call until its result is ready."""
+    """The host's clock, around each call until its result is ready.
 
-    rests = (0.0, 0.0)
+    Args:
+      rests: seconds to rest before a burst, at least and at most.
+    """
+
+    def __init__(self, rests: tuple[float, float] = (0.0, 0.0)):
+        self.rests = rests
 
     def times(self, visits: Sequence[Visit]) -> list[list[float]]:
         return [self._times(visit) for visit in visits]
 
     def _times(self, visit: Visit) -> list[float]:
         times = []
+        time.sleep(visit.rest)
         for launch in visit.launches():
             begin = time.perf_counter()
             jax.block_until_ready(launch())
