@@ -109,6 +109,10 @@ inline float4 load_cluster(u32 address) {
   emulator::need_alive(emulator::block_at(address), "a read of the memory");
   return emulator::read_shared<float4>(address);
 }
+inline void store_cluster(u32 address, float a, float b) {
+  emulator::need_alive(emulator::block_at(address), "a write to the memory");
+  emulator::write_shared(address, float2{a, b});
+}
 inline u32 recomputed(u32 value) { return value; }
 
 template <typename Format>
@@ -157,6 +161,7 @@ inline float exp2_approximate(float x) { return std::exp2(x); }
 inline float log2_approximate(float x) { return std::log2(x); }
 inline float reciprocal(float x) { return 1 / x; }
 inline float tanh_by_exp2(float x) { return std::tanh(x); }
+inline float tanh_approximate(float x) { return std::tanh(x); }
 inline float max_nan(float a, float b) { return a != a || b != b ? a + b : std::max(a, b); }
 
 inline u32 uniform(u32 value) { return value; }
