@@ -53,6 +53,7 @@ struct Config {
   static constexpr int kStages = JK_NUM_STAGES;
   static constexpr int kConsumers = JK_NUM_CONSUMERS;
   static constexpr int kSplitK = JK_SPLIT_K;
+  static constexpr int kMostPerSm = JK_MOST_PER_SM;  // CTAs.
   // Whether k is the contiguous dimension.
   static constexpr bool kWeightsAreKMajor = JK_WEIGHTS_ARE_K_MAJOR;
   static constexpr bool kFewIsKMajor = JK_FEW_IS_K_MAJOR;
@@ -312,7 +313,7 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const Problem& pr
 
 // ---- Kernel ------------------------------------------------------------------------------------
 
-__global__ __launch_bounds__(kThreads, 2) void few_rows(
+__global__ __launch_bounds__(kThreads, Config::kMostPerSm) void few_rows(
     const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap few,
     unsigned char* out, unsigned char* preactivation, const unsigned char* bias,
     const unsigned char* residual, const __grid_constant__ Problem problem) {

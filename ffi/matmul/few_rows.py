@@ -63,9 +63,6 @@ _MAX_COUNT = 2**30
 _RESERVED_BYTES = 1024
 #: The barriers of a slot.
 _BARRIER_BYTES = 16
-#: CTAs of an SM that registers are bounded for.
-_MAX_BLOCKS_PER_SM = 2
-
 #: Rows or columns that count as few. More of them were not tried: the general design is as fast as cuBLAS there.
 _MOST_FEW = 64
 
@@ -106,6 +103,11 @@ class Config:
     @property
     def num_threads(self) -> int:
         return self.num_consumers * _WARPGROUP + _WARP
+
+    @property
+    def most_per_sm(self) -> int:
+        """CTAs of an SM that there are registers for."""
+        return 2 // self.num_consumers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +248,7 @@ class _Sides:
     def places(self, config: Config, target: hardware.Chip) -> int:
         """CTAs that the chip holds at once."""
         per_sm = (target.smem_bytes + _RESERVED_BYTES) // (self.smem_bytes(config) + _RESERVED_BYTES)
-        return target.num_sms * min(per_sm, _MAX_BLOCKS_PER_SM)
+        return target.num_sms * min(per_sm, config.most_per_sm)
 
 
 def search_space(spec: MatmulSpec) -> Iterator[Config]:
@@ -263,7 +265,9 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
             continue
         found: dict[Config, None] = {}
         for split_k, per_sm in itertools.product(_SPLITS, (2, 1)):
-            config = Config(block_rows, block_k, 2, split_k)
+            config = Config(block_rows, block_k, _MIN_STAGES, split_k)
+            if per_sm > config.most_per_sm:
+                continue
             k_iters, parts = sides.k_iters(config), sides.num_tiles(config) * split_k
             if split_k > 1 and (k_iters < _MIN_SPLIT_STEPS * split_k or parts > target.num_sms * per_sm):
                 continue
@@ -392,6 +396,7 @@ def compile_few_rows(spec: MatmulSpec, config: Config) -> compiler.CompiledKerne
                 block_k=config.block_k,
                 num_stages=config.num_stages,
                 num_consumers=config.num_consumers,
+                most_per_sm=config.most_per_sm,
                 split_k=config.split_k,
                 weights_are_k_major=sides.weights.is_k_major,
                 few_is_k_major=sides.few.is_k_major,
