@@ -150,10 +150,15 @@ __device__ __forceinline__ float4 load_cluster(u32 address) {
   return v;
 }
 
-// Writes to the shared memory of any block of the cluster (an address of `mapa`, or of this block).
-__device__ __forceinline__ void store_cluster(u32 address, float a, float b) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b)
-               : "memory");
+// Section "st.async": writes to the shared memory of any block of the cluster, and adds 8 bytes to
+// that block's barrier. Both are addresses of `mapa`. A thread that has waited for the barrier sees
+// the values: neither side needs a fence.
+__device__ __forceinline__ void st_async(u32 address, float a, float b, u32 barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, "
+      "[%3];" ::"r"(address),
+      "f"(a), "f"(b), "r"(barrier)
+      : "memory");
 }
 
 // ---- Types of elements -------------------------------------------------------------------------

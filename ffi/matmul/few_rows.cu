@@ -27,8 +27,9 @@
 //   rank 0    |      *  ----------->          sums of rank 0
 //   rank 1    |   <-----------  *             ...
 //
-// Sums are written to the receiver's shared memory, one place for each sender. After one barrier of
-// the cluster, the receiver adds them in the order of ranks. Same inputs give the same bits.
+// Sums are written to the receiver's shared memory asynchronously, one place for each sender. When
+// all bytes have arrived, the receiver adds them in the order of ranks. Same inputs give the same
+// bits. Only the start of the cluster takes a barrier of all its CTAs.
 //
 // TMA fills with zeros what a block reads beyond an array's edge. few_rows.py compiles this file
 // with the macros that `Config` reads. docs/cuda-gemm.md has the reasons.
@@ -117,6 +118,7 @@ struct SharedStorage {
   // The rows that this CTA finishes, from each CTA of the cluster.
   alignas(16) float sums[Config::kSplitK][kPartRows][kPitch];
   Ring<Config::kStages> ring;
+  u64 sums_full;  // With split K.
 };
 static_assert(sizeof(SharedStorage) <= JK_SMEM_BYTES, "what the host gives is enough");
 
@@ -141,7 +143,7 @@ __device__ __forceinline__ Steps steps_of(const Problem& problem, u32 rank) {
           static_cast<int>(problem.k_iters * (rank + 1) / Config::kSplitK)};
 }
 
-// A cluster that splits k has one tile: then the barrier in `gather` is the only one.
+// A cluster that splits k has one tile, so `sums_full` has one phase.
 using Tiles = PersistentTiles<Config::kSplitK>;
 using Place = RingPlace<Config::kStages>;
 
@@ -197,6 +199,8 @@ __device__ __forceinline__ void multiply(SharedStorage& shared, Accumulators& ac
   shared.ring.consumer_release(previous, 0);
 }
 
+constexpr u32 kSumsBytes = Config::kBlockRows * Config::kColumns * sizeof(float);
+
 // Writes this consumer's sums to the CTAs that finish their rows, as the `rank`-th of the cluster.
 // Returns when the sums of all CTAs are there.
 __device__ __forceinline__ void gather(SharedStorage& shared, const Accumulators& acc,
@@ -212,20 +216,23 @@ __device__ __forceinline__ void gather(SharedStorage& shared, const Accumulators
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + i * kWgmmaM + warp * 16 + half * 8 + lane / 4;
-      float* const mine = &shared.sums[rank][row % kPartRows][lane % 4 * 2];
-      const u32 to =
-          Config::kSplitK == 1 ? shared_address(mine) : mapa(mine, row / kPartRows);
+      const u32 owner = row / kPartRows;
+      float* const sums = &shared.sums[rank][row % kPartRows][lane % 4 * 2];
 #pragma unroll
       for (int j = 0; j < Config::kColumns / 8; ++j) {
-        store_cluster(to + j * 8 * sizeof(float), acc[i][j * 4 + half * 2],
-                      acc[i][j * 4 + half * 2 + 1]);
+        const float a = acc[i][j * 4 + half * 2], b = acc[i][j * 4 + half * 2 + 1];
+        if constexpr (Config::kSplitK == 1) {
+          store_shared(shared_address(sums + j * 8), a, b);
+        } else {
+          st_async(mapa(sums + j * 8, owner), a, b, mapa(&shared.sums_full, owner));
+        }
       }
     }
   }
   if constexpr (Config::kSplitK == 1) {
     named_barrier_sync<kConsumerThreads>(1);
   } else {
-    barrier_cluster();
+    mbarrier_wait_parity(&shared.sums_full, 0);
   }
 }
 
@@ -325,10 +332,13 @@ __global__ __launch_bounds__(kThreads, Config::kMostPerSm) void few_rows(
     prefetch_tensormap(&weights);
     prefetch_tensormap(&few);
     shared.ring.init(kConsumerThreads / kWarp);
+    if constexpr (Config::kSplitK > 1) mbarrier_init(&shared.sums_full, 1);
     fence_mbarrier_init();
+    if constexpr (Config::kSplitK > 1) mbarrier_arrive_expect_tx(&shared.sums_full, kSumsBytes);
   }
   __syncthreads();
-  // A CTA writes into its peers' shared memory only after they have started.
+  // A CTA writes to its peers' shared memory only after they have started, and leaves only after
+  // they have written: it waits for their sums.
   if constexpr (Config::kSplitK > 1) barrier_cluster_arrive_relaxed();
 
   if (threadIdx.x >= kConsumerThreads) {
@@ -336,7 +346,6 @@ __global__ __launch_bounds__(kThreads, Config::kMostPerSm) void few_rows(
     if constexpr (Config::kSplitK > 1) {
       __syncwarp();
       barrier_cluster_wait();
-      barrier_cluster();  // The barrier in `gather`, which counts every thread.
     }
   } else {
     consume(shared, problem, {out, preactivation, bias, residual}, rank);

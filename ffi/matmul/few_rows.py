@@ -231,7 +231,7 @@ class _Sides:
         """Dynamic shared memory: ring, sums and barriers."""
         pitch = self.columns if self.columns // _COLUMNS % 2 else self.columns + _COLUMNS
         sums = 4 * config.block_rows * pitch
-        storage = config.num_stages * (self.slot_bytes(config) + _BARRIER_BYTES) + sums
+        storage = config.num_stages * (self.slot_bytes(config) + _BARRIER_BYTES) + sums + _BARRIER_BYTES
         return storage + -storage % 1024
 
     def num_tiles(self, config: Config) -> int:

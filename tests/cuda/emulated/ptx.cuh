@@ -109,9 +109,15 @@ inline float4 load_cluster(u32 address) {
   emulator::need_alive(emulator::block_at(address), "a read of the memory");
   return emulator::read_shared<float4>(address);
 }
-inline void store_cluster(u32 address, float a, float b) {
-  emulator::need_alive(emulator::block_at(address), "a write to the memory");
-  emulator::write_shared(address, float2{a, b});
+inline void st_async(u32 address, float a, float b, u32 barrier) {
+  emulator::Block* block = &emulator::block_at(address);
+  if (block != &emulator::block_at(barrier)) emulator::fail("st.async needs both in one block");
+  emulator::later([=] {
+    emulator::need_alive(*block, "a write to the memory");
+    emulator::write_shared(address, float2{a, b});
+    tma::fenced_mbarrier(*block, emulator::offset_at(barrier)).bytes -= 8;
+    tma::mbarrier(*block, emulator::offset_at(barrier)).settle();
+  });
 }
 inline u32 recomputed(u32 value) { return value; }
 
