@@ -175,6 +175,7 @@ __device__ __forceinline__ void multiply(SharedStorage& shared, Accumulators& ac
       Weights::descriptor(shared_address(shared.slots)) + Weights::advance(first_row, 0);
   const u32 first_few = Few::descriptor(shared_address(shared.slots) + Weights::kBytes);
   int previous = 0;
+#pragma unroll 1
   for (int k = steps.begin; k < steps.end; ++k, place.next()) {
     const u32 slot = place.slot() * (kSlotBytes >> 4);
     shared.ring.consumer_wait(place);
@@ -218,13 +219,16 @@ __device__ __forceinline__ void gather(SharedStorage& shared, const Accumulators
       const int row = first_row + i * kWgmmaM + warp * 16 + half * 8 + lane / 4;
       const u32 owner = row / kPartRows;
       float* const sums = &shared.sums[rank][row % kPartRows][lane % 4 * 2];
+      const u32 to = Config::kSplitK == 1 ? shared_address(sums) : mapa(sums, owner);
+      const u32 full = Config::kSplitK == 1 ? 0 : mapa(&shared.sums_full, owner);
 #pragma unroll
       for (int j = 0; j < Config::kColumns / 8; ++j) {
+        const u32 pair = to + j * 8 * sizeof(float);
         const float a = acc[i][j * 4 + half * 2], b = acc[i][j * 4 + half * 2 + 1];
         if constexpr (Config::kSplitK == 1) {
-          store_shared(shared_address(sums + j * 8), a, b);
+          store_shared(pair, a, b);
         } else {
-          st_async(mapa(sums + j * 8, owner), a, b, mapa(&shared.sums_full, owner));
+          st_async(pair, a, b, full);
         }
       }
     }
