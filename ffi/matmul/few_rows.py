@@ -118,8 +118,7 @@ class Constants:
       memory_bytes: bytes/s of the chip's memory.
       l2_bytes_per_sm: bytes/s of one SM from L2.
       load_seconds: from a request to the arrival of its data.
-      launch_seconds: a launch, with the first load's way.
-      finish_seconds: from the last products to the end of the tile's stores.
+      launch_seconds: a launch, with the first load's way, and the last tile's from its products to memory.
       gather_seconds: sending sums to the CTAs of a cluster.
       cluster_seconds: the start of a cluster, for each of its CTAs.
     """
@@ -128,18 +127,17 @@ class Constants:
     l2_bytes_per_sm: float
     load_seconds: float
     launch_seconds: float
-    finish_seconds: float
     gather_seconds: float
     cluster_seconds: float
 
 
-#: Predicted, not fitted: bandwidths and the launch are those that were fitted for cuBLAS and for the general design.
+#: Predicted, not fitted. The bandwidths are those that were fitted for cuBLAS, the launch that of the general design and
+#: 0.5 us for the last tile.
 CONSTANTS = Constants(
     memory_bytes=4.3e12,
     l2_bytes_per_sm=8.2e10,
     load_seconds=1.0e-6,
-    launch_seconds=2.3e-6,
-    finish_seconds=0.5e-6,
+    launch_seconds=2.8e-6,
     gather_seconds=0.7e-6,
     cluster_seconds=0.05e-6,
 )
@@ -248,7 +246,8 @@ class _Sides:
     def places(self, config: Config, target: hardware.Chip) -> int:
         """CTAs that the chip holds at once."""
         per_sm = (target.smem_bytes + _RESERVED_BYTES) // (self.smem_bytes(config) + _RESERVED_BYTES)
-        return target.num_sms * min(per_sm, config.most_per_sm)
+        clusters = hardware.clusters_at_once(target, config.split_k)
+        return clusters * config.split_k * min(per_sm, config.most_per_sm)
 
 
 def search_space(spec: MatmulSpec) -> Iterator[Config]:
@@ -266,23 +265,22 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
         found: dict[Config, None] = {}
         for split_k, per_sm in itertools.product(_SPLITS, (2, 1)):
             config = Config(block_rows, block_k, _MIN_STAGES, split_k)
-            if per_sm > config.most_per_sm:
-                continue
-            k_iters, parts = sides.k_iters(config), sides.num_tiles(config) * split_k
-            if split_k > 1 and (k_iters < _MIN_SPLIT_STEPS * split_k or parts > target.num_sms * per_sm):
-                continue
             room = (target.smem_bytes + _RESERVED_BYTES) // per_sm - _RESERVED_BYTES
-            fits = lambda num_stages: sides.smem_bytes(dataclasses.replace(config, num_stages=num_stages)) <= room
-            fitting = max(filter(fits, range(_MIN_STAGES, _MAX_STAGES + 1)), default=0)
-            steps = k_iters // split_k * -(-parts // (target.num_sms * per_sm))
-            if fitting:
-                found[dataclasses.replace(config, num_stages=max(min(fitting, steps), 2))] = None
+            rings = (dataclasses.replace(config, num_stages=n) for n in range(_MAX_STAGES, _MIN_STAGES - 1, -1))
+            ring = next((ring for ring in rings if sides.smem_bytes(ring) <= room), None)
+            if ring is None or per_sm > config.most_per_sm:
+                continue
+            k_iters, parts, places = sides.k_iters(ring), sides.num_tiles(ring) * split_k, sides.places(ring, target)
+            if split_k > 1 and (k_iters < _MIN_SPLIT_STEPS * split_k or parts > places):
+                continue
+            steps = k_iters // split_k * -(-parts // places)
+            found[dataclasses.replace(ring, num_stages=max(min(ring.num_stages, steps), 2))] = None
         yield from found
 
 
 def estimate(spec: MatmulSpec, config: Config, constants: Constants = CONSTANTS) -> float:
-    """Seconds: a launch, then the slowest of memory, of the SM with most work and of the CTA with most work, then the
-    last tile's way to memory."""
+    """Seconds: a launch, and the slowest of memory, of the SM with most work and of the CTA with most work. A CTA has a
+    ring of loads under way."""
     g, target, sides = spec.gemm, spec.target, _Sides.of(spec)
     num_bytes = sides.num_batches * (2 * (g.m + g.n) * g.k + spec.out_dtype.itemsize * g.m * g.n)
     parts = sides.num_tiles(config) * config.split_k
@@ -291,7 +289,6 @@ def estimate(spec: MatmulSpec, config: Config, constants: Constants = CONSTANTS)
     of_sm = -(-parts // target.num_sms) * steps * loaded / constants.l2_bytes_per_sm
     of_cta = hardware.waves(parts, sides.places(config, target)) * steps * constants.load_seconds / config.num_stages
     seconds = constants.launch_seconds + hardware.soft_max(num_bytes / constants.memory_bytes, of_sm, of_cta)
-    seconds += constants.finish_seconds
     if config.split_k > 1:
         seconds += constants.gather_seconds + constants.cluster_seconds * config.split_k
     return seconds

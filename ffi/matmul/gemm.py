@@ -416,7 +416,7 @@ def _schedules(spec: MatmulSpec) -> Iterator[Config]:
                 )
             splits = [
                 split for split in _SPLITS
-                if not ping_pong and tiles <= _num_clusters(spec, split) and k_iters >= _MIN_SPLIT_STEPS * split
+                if not ping_pong and tiles <= hardware.clusters_at_once(spec.target, split) and k_iters >= _MIN_SPLIT_STEPS * split
                 and 4 * block_m * block_n <= 2 * (block_m + block_n) * block_k * num_stages
             ]  # fmt: skip
             for split in splits:
@@ -439,7 +439,7 @@ def estimate(spec: MatmulSpec, config: Config, constants: Constants = CONSTANTS)
     CTAs draw less than the memory gives.
     """
     g = spec.gemm
-    waves = hardware.waves(_num_groups(spec, config), _num_clusters(spec, config.cluster_blocks))
+    waves = hardware.waves(_num_groups(spec, config), hardware.clusters_at_once(spec.target, config.cluster_blocks))
     flops = 2 * config.block_m * config.block_n * config.block_k
     read_bytes = 2 * config.block_m // _WGMMA_M * (_WGMMA_M + config.block_n) * config.block_k
     load_bytes = 2 * (config.block_m + config.block_n) * config.block_k
@@ -783,7 +783,7 @@ def _not_in_place(spec: MatmulSpec) -> str | None:
 
 def _deferred(spec: MatmulSpec, config: Config) -> Literal["kNothing", "kHalf", "kPacked"]:
     """What of a tile is stored while its block multiplies the next one, if there is one (see gemm.cu)."""
-    has_next = _num_groups(spec, config) > _num_clusters(spec, config.cluster_blocks)
+    has_next = _num_groups(spec, config) > hardware.clusters_at_once(spec.target, config.cluster_blocks)
     is_shared = config.num_consumers_of_tile == 2 and config.cluster_parts == 1
     by_tma = _has_tma_rows(spec) and spec.residual is None
     if not (has_next and is_shared and by_tma) or config.num_stages == 1:
@@ -828,13 +828,6 @@ def _has_tma_rows(spec: MatmulSpec) -> bool:
     return spec.gemm.n * spec.out_dtype.itemsize % _TMA_BYTES == 0
 
 
-def _num_clusters(spec: MatmulSpec, blocks: int) -> int:
-    """How many clusters the chip holds at once. SMs come in pairs, and pairs in groups that a cluster stays in: of 132
-    SMs clusters of four or eight leave 12 unused (H200, cuOccupancyMaxActiveClusters)."""
-    num_sms = spec.target.num_sms if blocks <= 2 else spec.target.num_sms * 10 // 11
-    return max(num_sms // blocks, 1)
-
-
 def _num_tiles(spec: MatmulSpec, block_m: int, block_n: int) -> int:
     return (spec.gemm.batch or 1) * -(-spec.gemm.m // block_m) * -(-spec.gemm.n // block_n)
 
@@ -864,7 +857,7 @@ def _num_blocks(spec: MatmulSpec, config: Config) -> int:
     if config.reduce_add:
         groups *= config.split_k
     if config.cluster_parts == 1:
-        groups = min(groups, _num_clusters(spec, config.cluster_blocks))
+        groups = min(groups, hardware.clusters_at_once(spec.target, config.cluster_blocks))
     return groups * config.cluster_blocks
 
 
