@@ -289,9 +289,8 @@ __device__ __forceinline__ void finish(const SharedStorage& shared, const Proble
     for (int j = 0; j < 4; ++j) {
       if (column + j >= problem.columns) continue;
       const long long index =
-          batch + (Config::kColumnsAreN
-                       ? static_cast<long long>(row) * problem.columns + column + j
-                       : static_cast<long long>(column + j) * problem.rows + row);
+          batch + (Config::kColumnsAreN ? static_cast<long long>(row) * problem.columns + column + j
+                                        : static_cast<long long>(column + j) * problem.rows + row);
       float value = values[j];
       if constexpr (Config::kHasAlpha) value *= problem.alpha;
       if constexpr (Config::kHasBias) {

@@ -131,8 +131,8 @@ class Constants:
     cluster_seconds: float
 
 
-#: Predicted, not fitted. The bandwidths are those that were fitted for cuBLAS, the launch that of the general design and
-#: 0.5 us for the last tile.
+#: Predicted, not fitted. The bandwidths are those that were fitted for cuBLAS. The launch is that of the general design
+#: and 0.5 us for the last tile.
 CONSTANTS = Constants(
     memory_bytes=4.3e12,
     l2_bytes_per_sm=8.2e10,
@@ -154,19 +154,16 @@ def unsupported(spec: MatmulSpec) -> str | None:
     if reason := tensor_cores.unsupported(spec):
         return reason
     if spec.lhs.dtype != spec.rhs.dtype:
-        return f"with few rows takes operands of one dtype, not {spec.lhs.dtype} and {spec.rhs.dtype}"
+        return f"takes operands of one dtype, not {spec.lhs.dtype} and {spec.rhs.dtype}"
     g = spec.gemm
     if min(g.m, g.n) > _MOST_FEW:
-        return f"with few rows takes at most {_MOST_FEW} rows or columns, the result has {g.m} and {g.n}"
+        return f"takes at most {_MOST_FEW} rows or columns, the result has {g.m} and {g.n}"
     sides = _Sides.of(spec)
     for name, operand in (("weights", sides.weights), ("few rows", sides.few)):
         if operand.contiguous % _UNIT:
-            return (
-                f"with few rows loads rows of whole {2 * _UNIT}-byte units, those of the {name} have "
-                f"{operand.contiguous} elements"
-            )
+            return f"loads rows of whole {2 * _UNIT}-byte units, those of the {name} have {operand.contiguous} elements"
     if (tiles := sides.num_batches * -(-sides.weights.rows // _WGMMA_M)) > _MAX_COUNT:
-        return f"with few rows counts tiles in 32 bits, and a batch may have {tiles}"
+        return f"counts tiles in 32 bits, and a batch may have {tiles}"
     return handler.missing()
 
 

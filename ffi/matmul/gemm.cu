@@ -37,9 +37,9 @@
 // cleared nevertheless: zero times infinity is not zero.
 //
 // The parts that other kernels share are headers: ring.cuh, tiles.cuh, wgmma.cuh, scheduler.cuh,
-// staging.cuh, rows.cuh, activations.cuh. Source: the structure is that of CUTLASS' warp-specialised Hopper GEMM;
-// the ladder and its figures are in docs/cuda-gemm.md. gemm.py compiles this file with the macros
-// that `Config` reads.
+// staging.cuh, rows.cuh, activations.cuh. Source: the structure is that of CUTLASS'
+// warp-specialised Hopper GEMM; the ladder and its figures are in docs/cuda-gemm.md. gemm.py
+// compiles this file with the macros that `Config` reads.
 
 #include "activations.cuh"
 #include "ring.cuh"

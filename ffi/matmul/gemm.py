@@ -416,7 +416,8 @@ def _schedules(spec: MatmulSpec) -> Iterator[Config]:
                 )
             splits = [
                 split for split in _SPLITS
-                if not ping_pong and tiles <= hardware.clusters_at_once(spec.target, split) and k_iters >= _MIN_SPLIT_STEPS * split
+                if not ping_pong and tiles <= hardware.clusters_at_once(spec.target, split)
+                and k_iters >= _MIN_SPLIT_STEPS * split
                 and 4 * block_m * block_n <= 2 * (block_m + block_n) * block_k * num_stages
             ]  # fmt: skip
             for split in splits:

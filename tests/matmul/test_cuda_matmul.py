@@ -293,9 +293,8 @@ def test_without_nvrtc_products_run_on_pallas(monkeypatch: pytest.MonkeyPatch) -
         handler.missing.cache_clear()
     assert choice.backend == "pallas"
     reason = (
-        "gemm needs NVRTC: compile[nvrtc]: the library cannot be loaded; few_rows with few rows takes at most 64 rows or "
-        "columns, the result has 512 and 512; simt on CUDA cores takes and returns float32, not bfloat16, bfloat16 to "
-        "bfloat16"
+        "gemm needs NVRTC: compile[nvrtc]: the library cannot be loaded; few_rows takes at most 64 rows or columns, "
+        "the result has 512 and 512; simt on CUDA cores takes and returns float32, not bfloat16, bfloat16 to bfloat16"
     )
     assert choice.passed_over == (("cuda", reason),)
 
