@@ -31,8 +31,9 @@
 // all bytes have arrived, the receiver adds them in the order of ranks. Same inputs give the same
 // bits. Only the start of the cluster takes a barrier of all its CTAs.
 //
-// TMA fills with zeros what a block reads beyond an array's edge. few_rows.py compiles this file
-// with the macros that `Config` reads. docs/cuda-gemm.md has the reasons.
+// TMA fills with zeros what a block reads beyond an array's edge, but for columns: those beyond the
+// few rows are computed from whatever shared memory holds, and not stored. few_rows.py compiles
+// this file with the macros that `Config` reads. docs/cuda-gemm.md has the reasons.
 
 #include "activations.cuh"
 #include "ring.cuh"
@@ -152,12 +153,17 @@ using Place = RingPlace<Config::kStages>;
 __device__ __forceinline__ void produce(SharedStorage& shared, const TensorMap& weights,
                                         const TensorMap& few, const Problem& problem, u32 rank) {
   const Steps steps = steps_of(problem, rank);
+  // A box with k contiguous has the few rows only. What the slot holds beside them is multiplied to
+  // columns that no one reads: cheaper than rows of zeros, which TMA is slow to fill in.
+  const u32 few_bytes = Config::kFewIsKMajor
+                            ? problem.columns * Config::kBlockK * Config::Input::kBytes
+                            : Few::kBytes;
   Place place;
   for (Tiles tiles; tiles.index() < problem.num_batches * problem.row_tiles; tiles.advance()) {
     const Tile tile = tile_of(problem, tiles.index());
     for (int k = steps.begin; k < steps.end; ++k, place.next()) {
       unsigned char* slot = shared.slots[place.slot()];
-      u64* full = shared.ring.producer_acquire(place, kSlotBytes);
+      u64* full = shared.ring.producer_acquire(place, Weights::kBytes + few_bytes);
       WeightsLoad::load(slot, &weights, full, tile.row, k * Config::kBlockK, tile.batch);
       FewLoad::load(slot + Weights::kBytes, &few, full, 0, k * Config::kBlockK, tile.batch);
     }

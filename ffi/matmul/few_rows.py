@@ -116,7 +116,7 @@ class Constants:
 
     Attributes:
       memory_bytes: bytes/s of the chip's memory.
-      l2_bytes_per_sm: bytes/s of one SM from L2.
+      load_bytes_per_sm: bytes/s that are loaded into shared memory of one SM.
       load_seconds: from a request to the arrival of its data.
       launch_seconds: a launch, with the first load's way, and the last tile's from its products to memory.
       gather_seconds: sending sums to the CTAs of a cluster.
@@ -124,18 +124,19 @@ class Constants:
     """
 
     memory_bytes: float
-    l2_bytes_per_sm: float
+    load_bytes_per_sm: float
     load_seconds: float
     launch_seconds: float
     gather_seconds: float
     cluster_seconds: float
 
 
-#: Predicted, not fitted. The bandwidths are those that were fitted for cuBLAS. The launch is that of the general design
-#: and 0.5 us for the last tile.
+#: Predicted, not fitted. The memory's bandwidth is that which was fitted for cuBLAS. The general design loads 116 GB/s
+#: into an SM where 64 CTAs multiply 64 x 4096 x 4096 (docs/benchmarks/gemm-earlier.json). Its launch and 0.5 us for the
+#: last tile are the launch here.
 CONSTANTS = Constants(
     memory_bytes=4.3e12,
-    l2_bytes_per_sm=8.2e10,
+    load_bytes_per_sm=1.1e11,
     load_seconds=1.0e-6,
     launch_seconds=2.8e-6,
     gather_seconds=0.7e-6,
@@ -215,7 +216,7 @@ class _Sides:
         return OperandBlocks(self.weights.is_k_major, self.weights.rows, config.block_rows, config.block_k)
 
     def few_blocks(self, config: Config) -> OperandBlocks:
-        return OperandBlocks(self.few.is_k_major, self.few.rows, self.columns, config.block_k)
+        return OperandBlocks(self.few.is_k_major, self.few.rows, self.few.rows, config.block_k)
 
     def slot_bytes(self, config: Config) -> int:
         """Of one slot. Columns that are contiguous take a whole swizzle span."""
@@ -283,7 +284,7 @@ def estimate(spec: MatmulSpec, config: Config, constants: Constants = CONSTANTS)
     parts = sides.num_tiles(config) * config.split_k
     steps = -(-sides.k_iters(config) // config.split_k)
     loaded = 2 * (config.block_rows + sides.few.rows) * config.block_k
-    of_sm = -(-parts // target.num_sms) * steps * loaded / constants.l2_bytes_per_sm
+    of_sm = -(-parts // target.num_sms) * steps * loaded / constants.load_bytes_per_sm
     of_cta = hardware.waves(parts, sides.places(config, target)) * steps * constants.load_seconds / config.num_stages
     seconds = constants.launch_seconds + hardware.soft_max(num_bytes / constants.memory_bytes, of_sm, of_cta)
     if config.split_k > 1:

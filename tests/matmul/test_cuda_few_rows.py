@@ -274,7 +274,7 @@ PLANTED: dict[str, tuple[Config, tuple[str, str], str | None]] = {
         _ALONE, ("    fence_mbarrier_init();\n", ""), r"a barrier needs fence\.mbarrier_init"
     ),
     "bytes of the weights only": (
-        _ALONE, ("producer_acquire(place, kSlotBytes)", "producer_acquire(place, Weights::kBytes)"), ""
+        _ALONE, ("Weights::kBytes + few_bytes)", "Weights::kBytes)"), ""
     ),
 }  # fmt: skip
 
