@@ -153,8 +153,8 @@ using Place = RingPlace<Config::kStages>;
 __device__ __forceinline__ void produce(SharedStorage& shared, const TensorMap& weights,
                                         const TensorMap& few, const Problem& problem, u32 rank) {
   const Steps steps = steps_of(problem, rank);
-  // A box with k contiguous has the few rows only. What the slot holds beside them is multiplied to
-  // columns that no one reads: cheaper than rows of zeros, which TMA is slow to fill in.
+  // A box with k contiguous has the few rows only. What the slot holds behind them makes columns
+  // that are not stored. Rows of zeros would cost more: TMA is slow to fill them in.
   const u32 few_bytes = Config::kFewIsKMajor
                             ? problem.columns * Config::kBlockK * Config::Input::kBytes
                             : Few::kBytes;
