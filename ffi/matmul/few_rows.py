@@ -425,5 +425,5 @@ def _problem(spec: MatmulSpec, config: Config, sides: _Sides) -> np.generic:
     """The kernel's `Problem`."""
     row_tiles = sides.num_tiles(config) // sides.num_batches
     fields = [sides.weights.rows, sides.few.rows, sides.num_batches, row_tiles, sides.k_iters(config)]
-    fields.append(np.float32(spec.alpha).view(np.int32))
+    fields.append(int(np.float32(spec.alpha).view(np.int32)))
     return np.array(fields, np.int32).view(f"V{4 * len(fields)}")[0]
