@@ -48,7 +48,6 @@ _OUTPUTS = _INPUTS | {jnp.dtype(jnp.float32): "Float32"}
 # As in few_rows.cu.
 _WGMMA_M = 64
 _WARP, _WARPGROUP = 32, 128
-_MIN_PART_ROWS = 8
 #: Columns of a wgmma are multiples of it.
 _COLUMNS = 8
 #: Rows of a tile for each consumer warpgroup: two wgmmas.
