@@ -150,6 +150,17 @@ __device__ __forceinline__ float4 load_cluster(u32 address) {
   return v;
 }
 
+// Section "st.async": writes to the shared memory of any block of the cluster, and adds 8 bytes to
+// that block's barrier. Both are addresses of `mapa`. A thread that has waited for the barrier sees
+// the values: neither side needs a fence.
+__device__ __forceinline__ void st_async(u32 address, float a, float b, u32 barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, "
+      "[%3];" ::"r"(address),
+      "f"(a), "f"(b), "r"(barrier)
+      : "memory");
+}
+
 // ---- Types of elements -------------------------------------------------------------------------
 
 // Each names a format. Two neighbours of 16 bits share a register, the first in the low half.
@@ -224,6 +235,13 @@ __device__ __forceinline__ float reciprocal(float x) {
 __device__ __forceinline__ float tanh_by_exp2(float x) {
   constexpr float kTwoLog2E = 2.8853900817779268f;
   return fmaf(-2.0f, reciprocal(exp2_approximate(kTwoLog2E * x) + 1.0f), 1.0f);
+}
+
+// Section "tanh": the relative error is 2^-11.
+__device__ __forceinline__ float tanh_approximate(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // Section "max": NaN if either is NaN.

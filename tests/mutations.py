@@ -412,6 +412,11 @@ MUTATIONS: dict[str, Edit | Planted] = {
         ),
         "tests/test_ffi_tma.py::test_reduce_leaves_neighbours_as_they_are[emulator-float32-add]",
     ),
+    # Choice.
+    "designs compared by what ranks configurations": Planted(
+        Fault("jaxkernels.core.dispatch:Backend.estimate", lambda right: lambda backend, *args: backend.rank(*args)),
+        "tests/test_dispatch.py::test_estimates_choose_among_designs_and_ranking_within_one",
+    ),
     # Compilation.
     "cache key without the options": Planted(
         Fault(
@@ -454,6 +459,30 @@ MUTATIONS: dict[str, Edit | Planted] = {
         "values[r + 1] += pair.y, values[r + 2]",
         "values[r + 1] += pair.x, values[r + 2]",
         "tests/matmul/test_cuda_matmul_emulated.py::test_epilogues[silu]",
+    ),
+    "parts of k that overlap": Edit(
+        "ffi/matmul/few_rows.cu",
+        "problem.k_iters * (rank + 1) / Config::kSplitK)}",
+        "problem.k_iters * (rank + 1) / Config::kSplitK) + (rank == 0)}",
+        "tests/matmul/test_cuda_few_rows.py::test_without_them_every_order_is_right[cluster]",
+    ),
+    "sums of a part twice": Edit(
+        "ffi/matmul/few_rows.cu",
+        "shared.sums[part][in_part][column]",
+        "shared.sums[part & ~1][in_part][column]",
+        "tests/matmul/test_cuda_few_rows.py::test_without_them_every_order_is_right[cluster]",
+    ),
+    "bias of the other dimension": Edit(
+        "ffi/matmul/few_rows.cu",
+        "Config::kColumnsAreN ? column + j : row)",
+        "Config::kColumnsAreN ? row : column + j)",
+        "tests/matmul/test_cuda_few_rows.py::test_emulated_epilogues[12-200-config0-bias-gelu]",
+    ),
+    "next tile's sums over the last one's": Edit(
+        "ffi/matmul/few_rows.cu",
+        "    named_barrier_sync<kConsumerThreads>(1);  // All have read",
+        "    // All have read",
+        "tests/matmul/test_cuda_few_rows.py::test_without_them_every_order_is_right[alone]",
     ),
     "head of another residue": Edit(
         "ffi/matmul/gemm.cu",

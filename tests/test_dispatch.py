@@ -244,6 +244,29 @@ def test_named_and_measured_backends_need_no_estimate(estimated, monkeypatch, tm
     assert chosen()[::2] == ("first", ())
 
 
+def test_estimates_choose_among_designs_and_ranking_within_one():
+    def design(name: str, seconds: dict[int, float], ranking: dict[int, float] | None = None) -> types.ModuleType:
+        config = dataclasses.make_dataclass("Config", [("block", int)], frozen=True)
+        made = types.ModuleType(name)
+        made.Config, made.unsupported = config, lambda spec: None
+        made.search_space = lambda spec: map(config, seconds)
+        made.estimate = lambda spec, config, constants=seconds: constants[config.block]
+        if ranking is not None:
+            made.RANKING = ranking
+        return made
+
+    def chosen(*designs: types.ModuleType) -> tuple[str, int]:
+        backend = dispatch.Backend("matmul[fake]", designs)
+        config = dispatch._default_config(backend, matmul_spec())
+        return backend.design_of(config).__name__, config.block
+
+    ranked = design("ranked", {64: 3.0, 128: 4.0}, {64: 2.0, 128: 1.0})
+    assert chosen(ranked) == ("ranked", 128)
+    assert chosen(ranked, design("other", {1: 3.5, 2: 9.0})) == ("other", 1)
+    assert chosen(design("other", {1: 4.5}), ranked) == ("ranked", 128)
+    assert chosen(design("first", {1: 4.0}), ranked) == ("first", 1)
+
+
 def test_backend_is_unpreferred_if_all_designs_that_support_the_spec_are():
     def design(reason: str | None, *unpreferred: str | None) -> types.SimpleNamespace:
         made = types.SimpleNamespace(__name__="design", unsupported=lambda spec: reason)

@@ -37,10 +37,11 @@
 // cleared nevertheless: zero times infinity is not zero.
 //
 // The parts that other kernels share are headers: ring.cuh, tiles.cuh, wgmma.cuh, scheduler.cuh,
-// staging.cuh, rows.cuh. Source: the structure is that of CUTLASS' warp-specialised Hopper GEMM;
-// the ladder and its figures are in docs/cuda-gemm.md. gemm.py compiles this file with the macros
-// that `Config` reads.
+// staging.cuh, rows.cuh, activations.cuh. Source: the structure is that of CUTLASS'
+// warp-specialised Hopper GEMM; the ladder and its figures are in docs/cuda-gemm.md. gemm.py
+// compiles this file with the macros that `Config` reads.
 
+#include "activations.cuh"
 #include "ring.cuh"
 #include "rows.cuh"
 #include "scheduler.cuh"
@@ -95,32 +96,6 @@ struct Config {
   static constexpr bool kSavePreactivation = JK_SAVE_PREACTIVATION;
   // Whether the result's rows are whole 16-byte units, as TMA needs them.
   static constexpr bool kHasTmaRows = JK_HAS_TMA_ROWS;
-};
-
-// Elementwise functions. The hardware's approximations are exact enough for results of 16 bits.
-template <bool kIsExact>
-struct Activations {
-  static __device__ __forceinline__ float none(float x) { return x; }
-  static __device__ __forceinline__ float relu(float x) { return x != x ? x : fmaxf(x, 0.0f); }
-  static __device__ __forceinline__ float silu(float x) {
-    if constexpr (kIsExact) return x / (1.0f + expf(-x));
-    return 0.5f * x * (1.0f + tanh(0.5f * x));
-  }
-  static __device__ __forceinline__ float gelu(float x) {
-    constexpr float kSqrt2OverPi = 0.7978845608028654f;
-    return 0.5f * x * (1.0f + tanh(kSqrt2OverPi * (x + 0.044715f * x * x * x)));
-  }
-  static __device__ __forceinline__ float gelu_erf(float x) {
-    return 0.5f * x * (1.0f + erff(0.7071067811865476f * x));
-  }
-
- private:
-  static __device__ __forceinline__ float tanh(float x) {
-    if constexpr (kIsExact) return tanhf(x);
-    float y;
-    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-  }
 };
 
 // The sizes of a launch. Tiles are those of a whole cluster.

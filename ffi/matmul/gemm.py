@@ -23,6 +23,7 @@ import numpy as np
 from jaxkernels.core import hardware
 from jaxkernels.core.arguments import check_fields
 from jaxkernels.ffi import compiler, custom_call, handler, wgmma
+from jaxkernels.ffi.matmul.operand_blocks import ATOM, LINE_BYTES, SWIZZLE_BYTES, OperandBlocks
 from jaxkernels.ops.matmul import tensor_cores
 from jaxkernels.ops.matmul.epilogue import apply_epilogue
 from jaxkernels.ops.matmul.spec import MatmulSpec
@@ -50,19 +51,15 @@ _INPUTS = {jnp.dtype(jnp.bfloat16): "BFloat16", jnp.dtype(jnp.float16): "Float16
 _OUTPUTS = _INPUTS | {jnp.dtype(jnp.float32): "Float32"}
 
 # As in gemm.cu.
-_SWIZZLE_BYTES = 128
-_ATOM = _SWIZZLE_BYTES // 2
 _WGMMA_M = 64
 _WARPGROUP = 128
-_STAGING_BYTES = 16 * _SWIZZLE_BYTES
+_STAGING_BYTES = 16 * SWIZZLE_BYTES
 #: Accumulators of one thread: of its 232 registers these leave enough for addresses and an epilogue.
 _MAX_ACCUMULATORS = 192
 #: The bytes that rows must be multiples of to be TMA operands.
 _TMA_BYTES = 16
 #: The same, in elements of an operand.
 _UNIT = _TMA_BYTES // 2
-#: The bytes of a cache line: rows padded to them are read faster.
-_LINE_BYTES = 128
 #: Rows that a block of pad_rows.cu works on at a time, and blocks that fill an SM.
 _PAD_WARPS = 8
 _PAD_BLOCKS_PER_SM = 8
@@ -119,8 +116,8 @@ class Config:
             raise ValueError(f"matmul[cuda]: block_m must be a multiple of {_WGMMA_M} for each consumer; {way_out}")
         if self.block_n % 32 or not 0 < self.block_n <= 256:
             raise ValueError(f"matmul[cuda]: block_n must be a multiple of 32 up to 256; {way_out}")
-        if self.block_k % _ATOM or self.block_k <= 0:
-            raise ValueError(f"matmul[cuda]: block_k must be a multiple of {_ATOM}; {way_out}")
+        if self.block_k % ATOM or self.block_k <= 0:
+            raise ValueError(f"matmul[cuda]: block_k must be a multiple of {ATOM}; {way_out}")
         if self.num_accumulators > _MAX_ACCUMULATORS:
             raise ValueError(
                 f"matmul[cuda]: a consumer's tile must leave each thread {_MAX_ACCUMULATORS} accumulators; {way_out}"
@@ -164,7 +161,7 @@ class Config:
     @property
     def ring_bytes(self) -> int:
         """The slots; of an rhs with n contiguous, whole atoms."""
-        return 2 * (self.block_m + self.block_n + -self.block_n % _ATOM) * self.block_k * self.num_stages
+        return 2 * (self.block_m + self.block_n + -self.block_n % ATOM) * self.block_k * self.num_stages
 
     @property
     def smem_bytes(self) -> int:
@@ -386,10 +383,10 @@ def _schedules(spec: MatmulSpec) -> Iterator[Config]:
     plain = _has_tma_rows(spec) and spec.bias is None and spec.activation is None and not spec.save_preactivation
     plain &= spec.residual is None or spec.out_dtype.itemsize == 2
     for block_m, block_n, block_k, ping_pong in _TILES:
-        too_large = block_m >= 2 * max(g.m, _WGMMA_M) or block_n >= 2 * max(g.n, _ATOM)
+        too_large = block_m >= 2 * max(g.m, _WGMMA_M) or block_n >= 2 * max(g.n, ATOM)
         is_sliver = block_n == 32 and not few
         too_small = many and not ping_pong and block_m * block_n < 128 * 192
-        needlessly_deep = block_k > _ATOM and g.k <= 2 * _ATOM
+        needlessly_deep = block_k > ATOM and g.k <= 2 * ATOM
         tile = Config(block_m, block_n, block_k, num_stages=1, ping_pong=ping_pong)
         would_spill = tile.num_accumulators > _MAX_EPILOGUE_ACCUMULATORS and not plain
         would_spill |= block_m > 128 and spec.activation == "gelu_erf" and not _has_tma_rows(spec)
@@ -419,7 +416,8 @@ def _schedules(spec: MatmulSpec) -> Iterator[Config]:
                 )
             splits = [
                 split for split in _SPLITS
-                if not ping_pong and tiles <= _num_clusters(spec, split) and k_iters >= _MIN_SPLIT_STEPS * split
+                if not ping_pong and tiles <= hardware.clusters_at_once(spec.target, split)
+                and k_iters >= _MIN_SPLIT_STEPS * split
                 and 4 * block_m * block_n <= 2 * (block_m + block_n) * block_k * num_stages
             ]  # fmt: skip
             for split in splits:
@@ -442,14 +440,14 @@ def estimate(spec: MatmulSpec, config: Config, constants: Constants = CONSTANTS)
     CTAs draw less than the memory gives.
     """
     g = spec.gemm
-    waves = hardware.waves(_num_groups(spec, config), _num_clusters(spec, config.cluster_blocks))
+    waves = hardware.waves(_num_groups(spec, config), hardware.clusters_at_once(spec.target, config.cluster_blocks))
     flops = 2 * config.block_m * config.block_n * config.block_k
     read_bytes = 2 * config.block_m // _WGMMA_M * (_WGMMA_M + config.block_n) * config.block_k
     load_bytes = 2 * (config.block_m + config.block_n) * config.block_k
     l2_bytes = [2 * x * config.block_k for x in (config.block_m / config.cluster_n, config.block_n / config.cluster_m)]
     operands = ((g.lhs_layout, g.m * g.k), (g.rhs_layout, g.k * g.n))
     rows = [(2 * dict(m=g.m, n=g.n, k=g.k)[layout[1]], size) for layout, size in operands]
-    is_off_lines = any(row % _LINE_BYTES and row % _TMA_BYTES == 0 for row, _ in rows)
+    is_off_lines = any(row % LINE_BYTES and row % _TMA_BYTES == 0 for row, _ in rows)
     l2_rates = [constants.l2_bytes_per_sm_off_lines if is_off_lines else constants.l2_bytes_per_sm] * 2
     if config.in_place:
         l2_rates[0] = constants.l2_bytes_per_sm_in_place
@@ -570,7 +568,7 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
         [out] * num_results,
         parameters=[
             _lhs(operands[0], spec, config),
-            _operand(1, operands[1], _rhs_blocks(spec, config), config),
+            _rhs_blocks(spec, config).tensor_map(1, operands[1]),
             matrix(first_result),
             matrix(first_result + num_results - 1, spec.save_preactivation),
             matrix(residual, spec.residual is not None),
@@ -598,7 +596,7 @@ def _check_limits(spec: MatmulSpec, config: Config) -> None:
             f"got {config}, which needs {config.smem_bytes}. Use fewer stages or smaller blocks."
         )
     for name, blocks in (("lhs", _lhs_blocks(spec, config)), ("rhs", _rhs_blocks(spec, config))):
-        if (rows := _box_rows(blocks, config)) > _MAX_BOX:
+        if (rows := blocks.box_rows) > _MAX_BOX:
             raise ValueError(
                 f"matmul[cuda]: one copy loads at most {_MAX_BOX} rows; got {config}, which needs {rows} of {name}. "
                 "Use smaller blocks."
@@ -678,7 +676,7 @@ def _pad_rows(spec: MatmulSpec, x: jax.Array) -> jax.Array:
     *lead, size = x.shape
     if size * x.dtype.itemsize % _TMA_BYTES == 0:
         return x
-    stride = -(-size * x.dtype.itemsize // _LINE_BYTES) * _LINE_BYTES // x.dtype.itemsize
+    stride = -(-size * x.dtype.itemsize // LINE_BYTES) * LINE_BYTES // x.dtype.itemsize
     rows = math.prod(lead)
     compiled = _compile_pad()
     (padded,) = custom_call.launch(
@@ -701,74 +699,21 @@ def _compile_pad() -> compiler.CompiledKernel:
     return compiler.compile_kernel(source, "jaxkernels::pad_rows", filename="pad_rows.cu", strict=True)
 
 
-def _l2_promotion(x: jax.Array) -> Literal["128B", "256B"]:
-    """What is fetched into L2 at once: of rows that are not whole lines, 256 bytes are too much (1000^3: 187 TFLOP/s to
-    209, H200, 2026-11-21)."""
-    return "128B" if x.shape[-1] * x.dtype.itemsize % _LINE_BYTES else "256B"
+def _lhs_blocks(spec: MatmulSpec, config: Config) -> OperandBlocks:
+    g = spec.gemm
+    return OperandBlocks(g.lhs_layout == "mk", g.m, config.block_m, config.block_k, config.cluster_n)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Blocks:
-    """How an operand is cut into blocks of m (or n) by block_k.
-
-    Attributes:
-      is_k_major: whether k is the contiguous dimension.
-      size: of m or n.
-      block: of m or n.
-      shared_by: CTAs of a cluster that each load a part.
-    """
-
-    is_k_major: bool
-    size: int
-    block: int
-    shared_by: int
-
-    @property
-    def num_boxes(self) -> int:
-        """A box is a swizzle span wide; those of a block with k contiguous follow each other along k."""
-        return 1 if self.is_k_major else -(-self.block // _ATOM)
-
-    @property
-    def stacks_boxes(self) -> bool:
-        """Whether one copy loads several boxes: they, and those of the whole operand, are whole ones."""
-        are_whole = self.size % _ATOM == 0 and self.block % (_ATOM * self.shared_by) == 0
-        return not self.is_k_major and are_whole and self.num_boxes > self.shared_by
-
-
-def _lhs_blocks(spec: MatmulSpec, config: Config) -> _Blocks:
-    return _Blocks(spec.gemm.lhs_layout == "mk", spec.gemm.m, config.block_m, config.cluster_n)
-
-
-def _rhs_blocks(spec: MatmulSpec, config: Config) -> _Blocks:
-    return _Blocks(spec.gemm.rhs_layout == "nk", spec.gemm.n, config.block_n, config.cluster_m)
-
-
-def _operand(buffer: int, x: jax.Array, blocks: _Blocks, config: Config) -> custom_call.TensorMap:
-    """What one copy loads of an operand's block: all, or this CTA's part of it, of one box or of several."""
-    tensor_map = functools.partial(custom_call.TensorMap, buffer, swizzle="128B", l2_promotion=_l2_promotion(x))
-    if blocks.stacks_boxes:
-        batch, k, size = x.shape
-        return tensor_map(
-            box=(1, blocks.num_boxes // blocks.shared_by, config.block_k, _ATOM),
-            shape=(batch, size // _ATOM, k, _ATOM),
-            strides=(2 * k * size, _SWIZZLE_BYTES, 2 * size),
-        )
-    return tensor_map(box=(1, _box_rows(blocks, config), _ATOM))
-
-
-def _box_rows(blocks: _Blocks, config: Config) -> int:
-    """Rows of a box: of m (or n) where k is contiguous, else of k."""
-    if blocks.is_k_major:
-        return blocks.block // blocks.shared_by
-    shares_boxes = blocks.num_boxes % blocks.shared_by == 0
-    return config.block_k // (1 if shares_boxes else blocks.shared_by)
+def _rhs_blocks(spec: MatmulSpec, config: Config) -> OperandBlocks:
+    g = spec.gemm
+    return OperandBlocks(g.rhs_layout == "nk", g.n, config.block_n, config.block_k, config.cluster_m)
 
 
 def _lhs(x: jax.Array, spec: MatmulSpec, config: Config) -> tuple[custom_call.TensorMap, ...]:
     """A map for the rows of each residue, from the 16 bytes on that hold the first one's begin."""
     blocks = _lhs_blocks(spec, config)
     residues = _num_residues(spec, config)
-    whole = _operand(0, x, blocks, config)
+    whole = blocks.tensor_map(0, x)
     if residues == 1:
         return (whole,)
     batch, m, k = x.shape
@@ -839,7 +784,7 @@ def _not_in_place(spec: MatmulSpec) -> str | None:
 
 def _deferred(spec: MatmulSpec, config: Config) -> Literal["kNothing", "kHalf", "kPacked"]:
     """What of a tile is stored while its block multiplies the next one, if there is one (see gemm.cu)."""
-    has_next = _num_groups(spec, config) > _num_clusters(spec, config.cluster_blocks)
+    has_next = _num_groups(spec, config) > hardware.clusters_at_once(spec.target, config.cluster_blocks)
     is_shared = config.num_consumers_of_tile == 2 and config.cluster_parts == 1
     by_tma = _has_tma_rows(spec) and spec.residual is None
     if not (has_next and is_shared and by_tma) or config.num_stages == 1:
@@ -866,7 +811,7 @@ def _num_pieces(config: Config) -> int:
 
 def _piece_bytes(config: Config, itemsize: int) -> int:
     """Across a piece in which results are staged: a swizzle span that divides the tile's row."""
-    return 64 if config.block_n * itemsize % _SWIZZLE_BYTES else _SWIZZLE_BYTES
+    return 64 if config.block_n * itemsize % SWIZZLE_BYTES else SWIZZLE_BYTES
 
 
 def _exposed(spec: MatmulSpec, config: Config, constants: Constants) -> float:
@@ -882,13 +827,6 @@ def _exposed(spec: MatmulSpec, config: Config, constants: Constants) -> float:
 def _has_tma_rows(spec: MatmulSpec) -> bool:
     """Whether the result's rows are whole 16-byte units."""
     return spec.gemm.n * spec.out_dtype.itemsize % _TMA_BYTES == 0
-
-
-def _num_clusters(spec: MatmulSpec, blocks: int) -> int:
-    """How many clusters the chip holds at once. SMs come in pairs, and pairs in groups that a cluster stays in: of 132
-    SMs clusters of four or eight leave 12 unused (H200, cuOccupancyMaxActiveClusters)."""
-    num_sms = spec.target.num_sms if blocks <= 2 else spec.target.num_sms * 10 // 11
-    return max(num_sms // blocks, 1)
 
 
 def _num_tiles(spec: MatmulSpec, block_m: int, block_n: int) -> int:
@@ -920,7 +858,7 @@ def _num_blocks(spec: MatmulSpec, config: Config) -> int:
     if config.reduce_add:
         groups *= config.split_k
     if config.cluster_parts == 1:
-        groups = min(groups, _num_clusters(spec, config.cluster_blocks))
+        groups = min(groups, hardware.clusters_at_once(spec.target, config.cluster_blocks))
     return groups * config.cluster_blocks
 
 

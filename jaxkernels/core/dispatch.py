@@ -30,7 +30,8 @@ three more:
 If its constants were fitted to times, it may have two more:
 
 - `FITTED_ON`: names of the chips. There its estimates are compared with those of other backends;
-- `RANKING`: constants in place of `CONSTANTS` where `default_config` compares configurations with each other.
+- `RANKING`: constants in place of `CONSTANTS` where `default_config` compares the design's configurations with each
+  other.
 
 `REGISTRY` lists backends in order of preference. A call that names a backend gets that backend or an error. A call that
 names none gets the fastest backend, if that was measured (`jaxkernels.tuning`). Otherwise it gets the first backend
@@ -207,7 +208,7 @@ class Backend:
         return design.estimate(spec, config) if _can_estimate(design, spec) else None
 
     def rank(self, spec: Spec, config: Any) -> float:
-        """The least is the default among configurations: the estimate, with the design's `RANKING` if it has one."""
+        """The least is the design's default configuration: the estimate, with the design's `RANKING` if it has one."""
         design = self.design_of(config)
         if not _can_estimate(design, spec):
             return 0.0
@@ -461,7 +462,10 @@ def _search_space(backend: Backend, spec: Spec) -> dict[Any, Any]:
 
 
 def default_config(op: str, backend: str, spec: Spec) -> Any:
-    """The configuration that the backend's cost models find fastest; of equals the first."""
+    """The configuration that the backend's cost models find fastest; of equals the first.
+
+    Each design chooses its own. Estimates, which have all of the time, then choose the design.
+    """
     return _default_config(load(op, backend), spec)
 
 
@@ -469,9 +473,12 @@ def default_config(op: str, backend: str, spec: Spec) -> Any:
 def _default_config(backend: Backend, spec: Spec) -> Any:
     space = _search_space(backend, spec)
     candidates = [config for config in backend.shortlist(spec) if config in space] or list(space)
-    if len(candidates) == 1:
-        return candidates[0]
-    return min(candidates, key=lambda config: backend.rank(spec, config))
+    by_design: dict[ModuleType, list[Any]] = {}
+    for config in candidates:
+        by_design.setdefault(backend.design_of(config), []).append(config)
+    first = lambda configs, key: configs[0] if len(configs) == 1 else min(configs, key=key)
+    chosen = [first(configs, lambda config: backend.rank(spec, config)) for configs in by_design.values()]
+    return first(chosen, lambda config: backend.estimate(spec, config) or 0.0)
 
 
 def _winner(op: str, name: str, spec: Spec) -> Any | None:

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 
 __all__ = [
-    "DEFAULT_CUDA_TARGET", "PLATFORMS", "Chip", "chip_of", "cuda_target", "host", "lookup", "soft_max", "waves",
+    "DEFAULT_CUDA_TARGET", "PLATFORMS", "Chip", "chip_of", "clusters_at_once", "cuda_target", "host", "lookup",
+    "soft_max", "waves",
 ]  # fmt: skip
 
 
@@ -297,6 +298,14 @@ def cuda_target(devices: Iterable[Any] = ()) -> Chip:
     if jax.default_backend() == "gpu":
         return chip_of(jax.local_devices()[0])
     return lookup(DEFAULT_CUDA_TARGET)
+
+
+def clusters_at_once(chip: Chip, blocks: int) -> int:
+    """How many clusters the chip holds at once, of CTAs that have an SM each. SMs come in pairs, and pairs in groups
+    that a cluster stays in: of 132 SMs clusters of four or eight leave 12 unused (H200, cuOccupancyMaxActiveClusters).
+    """
+    num_sms = chip.num_sms if blocks <= 2 else chip.num_sms * 10 // 11
+    return max(num_sms // blocks, 1)
 
 
 def waves(pieces: int, places: int) -> float:

@@ -62,7 +62,11 @@ OPERATIONS: dict[str, Operation] = {
         "jaxkernels.ops.matmul",
         {
             "matmul": {
-                "cuda": Entry(("jaxkernels.ffi.matmul.gemm", "jaxkernels.ffi.matmul.simt"), _CUDA, is_exportable=False),
+                "cuda": Entry(
+                    ("jaxkernels.ffi.matmul.gemm", "jaxkernels.ffi.matmul.few_rows", "jaxkernels.ffi.matmul.simt"),
+                    _CUDA,
+                    is_exportable=False,
+                ),
                 "pallas": Entry(("jaxkernels.pallas.matmul.gemm",), _CUDA),
                 "triton": Entry(("jaxkernels.triton.matmul.gemm",), _CUDA, is_exportable=False),
                 "xla": Entry(("jaxkernels.ops.matmul.reference",)),

@@ -109,6 +109,16 @@ inline float4 load_cluster(u32 address) {
   emulator::need_alive(emulator::block_at(address), "a read of the memory");
   return emulator::read_shared<float4>(address);
 }
+inline void st_async(u32 address, float a, float b, u32 barrier) {
+  emulator::Block* block = &emulator::block_at(address);
+  if (block != &emulator::block_at(barrier)) emulator::fail("st.async needs both in one block");
+  emulator::later([=] {
+    emulator::need_alive(*block, "a write to the memory");
+    emulator::write_shared(address, float2{a, b});
+    tma::fenced_mbarrier(*block, emulator::offset_at(barrier)).bytes -= 8;
+    tma::mbarrier(*block, emulator::offset_at(barrier)).settle();
+  });
+}
 inline u32 recomputed(u32 value) { return value; }
 
 template <typename Format>
@@ -157,6 +167,7 @@ inline float exp2_approximate(float x) { return std::exp2(x); }
 inline float log2_approximate(float x) { return std::log2(x); }
 inline float reciprocal(float x) { return 1 / x; }
 inline float tanh_by_exp2(float x) { return std::tanh(x); }
+inline float tanh_approximate(float x) { return std::tanh(x); }
 inline float max_nan(float a, float b) { return a != a || b != b ? a + b : std::max(a, b); }
 
 inline u32 uniform(u32 value) { return value; }
