@@ -103,6 +103,14 @@ OPERATIONS: dict[str, Operation] = {
             },
         },
     ),
+    "norm": Operation(
+        "jaxkernels.ops.norm",
+        {
+            "norm_forward": {"xla": Entry(("jaxkernels.ops.norm.reference_forward",))},
+            "norm_backward": {"xla": Entry(("jaxkernels.ops.norm.reference_backward",))},
+            "norm_tangent": {"xla": Entry(("jaxkernels.ops.norm.reference_tangent",))},
+        },
+    ),
 }
 
 
