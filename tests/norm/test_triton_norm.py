@@ -81,6 +81,9 @@ def assert_right(kernel: str, spec: NormSpec, tile: tuple[int, ...], seed: int =
     named = spec.named(kernel, tuning.operands(kernel, spec, CPU, seed))
     actual = run(kernel, spec, tile, named)
     expected = KERNELS[kernel][2](spec, named)
+    if "sum" in actual:  # Triton's interpreter rounds to bfloat16 towards 0. The norm is that of the sum it returns.
+        returned = dict(x=jnp.asarray(actual["sum"]), residual=jnp.zeros_like(named["x"]))
+        expected = reference.forward(spec, named | returned) | {"sum": expected["sum"]}
     for name, value in actual.items():
         wanted = np.asarray(expected[name])
         assert (value.shape, value.dtype) == (wanted.shape, wanted.dtype), name
@@ -221,7 +224,7 @@ def test_rows_are_loaded_16_bytes_at_a_time(kernel):
 @pytest.mark.parametrize(
     ("module", "name", "right", "wrong", "kernel"),
     [
-        (row_kernel, "rows_of", "row < p.num_rows", "row <= p.num_rows", "norm_forward"),
+        (row_kernel, "rows_of", "tile * BLOCK +", "tile +", "norm_forward"),
         (row_kernel, "rows_of", "group.to(tl.int64) * p.num_rows + row", "row", "norm_forward"),
         (row_kernel, "load_parameter", "group.to(tl.int64) * p.num_features", "0", "norm_forward"),
         (row_kernel, "load_scale", "+ p.scale_offset", "", "norm_forward"),
@@ -238,7 +241,7 @@ def test_rows_are_loaded_16_bytes_at_a_time(kernel):
         (backward_kernel, "finish", "v - normalized * along", "v - along", "norm_backward"),
         (backward_kernel, "finish", "dx + load_tile", "load_tile", "norm_backward"),
         (backward_kernel, "add_share", "before + values", "values", "norm_backward"),
-        (backward_kernel, "add_share", "(is_first == 0)", "(is_first == 1)", "norm_backward"),
+        (backward_kernel, "add_share", ">= p.num_programs", "> p.num_programs", "norm_backward"),
         (backward_kernel, "sums", "total += v", "total = v", "norm_backward"),
         (backward_kernel, "backward", "group.to(tl.int64) * p.num_programs + ", "", "norm_backward"),
     ],

@@ -56,7 +56,6 @@ def backward(x, scale, mean, rstd, out_grad, sum_grad, x_grad, scale_parts, bias
             row, is_row = rows_of(tile, group, p)
             center, factor = load_statistics(mean, rstd, row, is_row, p)
             along, shift = sums(x, out_grad, scale, center, factor, group, row, is_row, p)
-            is_first = tile == tl.program_id(0)
             for start in range(0, p.num_features, p.block_features):
                 column = columns_of(start, p)
                 dy = load_tile(out_grad, row, is_row, column, p)
@@ -64,9 +63,9 @@ def backward(x, scale, mean, rstd, out_grad, sum_grad, x_grad, scale_parts, bias
                 v = scaled(dy, scale, group, column, p)
                 finish(v, normalized, along, shift, factor, sum_grad, x_grad, row, is_row, column, p)
                 if p.scale_gradient:
-                    add_share(scale_parts + share, tl.sum(dy * normalized, axis=0), column, is_first, p)
+                    add_share(scale_parts + share, tl.sum(dy * normalized, axis=0), column, tile, p)
                 if p.bias_gradient:
-                    add_share(bias_parts + share, tl.sum(dy, axis=0), column, is_first, p)
+                    add_share(bias_parts + share, tl.sum(dy, axis=0), column, tile, p)
             # The next tile's threads may read what others have written here.
             tl.debug_barrier()
 
@@ -108,8 +107,8 @@ def finish(v, normalized, along, shift, factor, sum_grad, x_grad, row, is_row, c
 
 
 @triton.jit
-def add_share(parts, values, column, is_first, p: tl.constexpr):
+def add_share(parts, values, column, tile, p: tl.constexpr):
     """Adds to the program's share; the first tile begins it. It stays in L2."""
     is_column = column < p.num_features
-    before = tl.load(parts + column, mask=is_column & (is_first == 0), other=0.0)
+    before = tl.load(parts + column, mask=is_column & (column * 0 + tile >= p.num_programs), other=0.0)
     tl.store(parts + column, before + values, mask=is_column)
