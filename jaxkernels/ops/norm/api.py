@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any, overload
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, ArrayLike
 
 from jaxkernels.core import dispatch, hardware
-from jaxkernels.core.arguments import as_array, as_number
+from jaxkernels.core.arguments import as_floating, as_number
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.norm.rules import forward_op
 from jaxkernels.ops.norm.spec import NormSpec
@@ -144,18 +141,18 @@ def _norm(
 ) -> Array | tuple[Array, Array]:  # fmt: skip
     op = f"{name}[{backend or 'auto'}]"
     dispatch.check_backend(name, backend)
-    x = _floating(op, "x", x)
+    x = as_floating(op, "x", x)
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"{op}: x must have shape (..., F) with F at least 1; got {x.shape}.")
     operands = dict(x=x)
     if residual is not None:
-        operands["residual"] = _floating(op, "residual", residual)
+        operands["residual"] = as_floating(op, "residual", residual)
         if (operands["residual"].shape, operands["residual"].dtype) != (x.shape, x.dtype):
             got = ArrayType.of(operands["residual"])
             raise ValueError(f"{op}: residual must have the shape and dtype of x, {ArrayType.of(x)}; got {got}.")
     for parameter, value in (("scale", scale), ("bias", bias)):
         if value is not None:
-            operands[parameter] = _floating(op, parameter, value)
+            operands[parameter] = as_floating(op, parameter, value)
             got = operands[parameter].shape
             if got != x.shape[-1:]:
                 raise ValueError(f"{op}: {parameter} must have shape {x.shape[-1:]} for x {x.shape}; got {got}.")
@@ -176,10 +173,3 @@ def _norm(
     )
     out, *others = forward_op(spec, operands, backend=backend)
     return out[0] if residual is None else (out[0], others[0][0])
-
-
-def _floating(op: str, name: str, x: Any) -> jax.Array:
-    x = as_array(op, name, x, floating=True)
-    if jnp.finfo(x.dtype).bits < 16:
-        raise ValueError(f"{op}: {name} must have a floating dtype of 16 bits or more; got {np.dtype(x.dtype)}.")
-    return x

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkernels.core.hardware import Chip
@@ -58,7 +57,7 @@ class NormSpec(Spec):
     @property
     def wide(self) -> np.dtype:
         """The dtype of the statistics and of what is computed with them."""
-        return jnp.promote_types(self.x.dtype, jnp.float32)
+        return np.dtype(np.float64 if self.x.dtype == np.float64 else np.float32)
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
