@@ -295,7 +295,7 @@ def test_many_groups_that_share_their_parameters_are_supported():
         (lambda: tangent.Config(1, 48, 4), r"norm_tangent\[triton\]: block_features must be a power of two; got 48"),
         (lambda: forward.Config(1, 64, 3), r"norm_forward\[triton\]: num_warps must be 1, 2, 4, 8 or 16; got 3"),
         (lambda: forward.Config(1, 64, 4, -1), r"norm_forward\[triton\]: programs_per_sm must not be negative; got -1"),
-        (lambda: backward.Config(1, 64, 4), r"norm_backward\[triton\]: programs_per_sm must be positive; got 0"),
+        (lambda: backward.Config(1, 64, 4, 0), r"norm_backward\[triton\]: programs_per_sm must be positive; got 0"),
         (lambda: forward.Config(1, 64, 4, 1, 0), r"norm_forward\[triton\]: num_stages must be from 1 to 8; got 0"),
     ],
 )

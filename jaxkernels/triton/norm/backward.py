@@ -41,6 +41,8 @@ _PER_THREAD = 16
 class Config(problem.Config):
     """Tiles and schedule."""
 
+    programs_per_sm: int = 2
+
     def __post_init__(self) -> None:
         problem.check_config(_LABEL, self)
         if self.programs_per_sm == 0:

@@ -54,9 +54,9 @@ class Config:
       num_stages: tiles in flight: a program loads the next ones while it computes one.
     """
 
-    block_rows: int
-    block_features: int
-    num_warps: int
+    block_rows: int = 1
+    block_features: int = 4096
+    num_warps: int = 8
     programs_per_sm: int = 0
     num_stages: int = 1
 
