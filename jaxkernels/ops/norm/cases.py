@@ -95,7 +95,7 @@ class NormCase:
 
     def run(self, operands: dict[str, jax.Array], *, backend: str | None = None) -> Any:
         """The case by this package: out, or (out, sum)."""
-        options = dict(eps=self.eps, scale_offset=self.scale_offset, backend=backend)
+        options: dict[str, Any] = dict(eps=self.eps, scale_offset=self.scale_offset, backend=backend)
         return (layer_norm if self.centered else rms_norm)(**operands, **options)
 
     @classmethod
