@@ -1,4 +1,4 @@
-"""Matmul and attention at the speed of the Hopper chip, behind ordinary JAX functions.
+"""Matmul, attention and norms at the speed of the Hopper chip, behind ordinary JAX functions.
 
 >>> import jaxkernels as jk
 >>> h = jk.matmul(x, w, bias=bias, activation="gelu")
@@ -22,11 +22,12 @@ from jaxkernels.core.explain import explain
 from jaxkernels.core.versions import installed_version as _installed_version
 from jaxkernels.ops.attention.api import dot_product_attention
 from jaxkernels.ops.matmul.api import dot_general, matmul
+from jaxkernels.ops.norm.api import layer_norm, rms_norm
 from jaxkernels.tuning.autotune import autotune, tuning
 
 __all__ = [
     "__version__", "autotune", "checkpoint_policies", "dot_general", "dot_product_attention", "explain", "ffi",
-    "matmul", "models", "tuning",
+    "layer_norm", "matmul", "models", "rms_norm", "tuning",
 ]  # fmt: skip
 
 #: The installed version; "0+unknown" in a checkout that is not installed.

@@ -92,7 +92,7 @@ class ModelConfig:
       scan: one `jax.lax.scan` over stacked layers instead of a copy of the block for each layer. It compiles
         faster, and changes the parameters' layout but not the function.
       backend: the jaxkernels backend that runs every matmul and attention; None: the fastest that supports it, for
-        each operation.
+        each operation. Norms follow "xla" only: no other name has kernels for all.
       deterministic: the attention's gradient has the same bits in every run. Training overrides it with
         `TrainingConfig.deterministic`.
     """

@@ -1,4 +1,5 @@
-"""The decoder transformer in Flax NNX. jaxkernels computes every matrix product and the attention.
+"""The decoder transformer in Flax NNX. jaxkernels computes every matrix product, the attention
+and the norms.
 
 Letters in shapes: B batch, T tokens, D embed_dim, N query heads, K key/value heads, H head_dim, F mlp_dim,
 V vocabulary, S slots of the cache.
@@ -74,6 +75,18 @@ class Projection(nnx.Module):
         return jk.matmul(x, kernel, activation=activation, residual=residual, backend=self.config.backend)
 
 
+class Norm(nnx.Module):
+    """RMS norm with a scale. A residual is no operand: the products before have added it to the stream."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.scale = nnx.Param(nnx.initializers.ones(rngs.params(), (config.embed_dim,), jnp.float32))
+        self.config = config
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        backend = "xla" if self.config.backend == "xla" else None  # Not all backends have norms.
+        return jk.rms_norm(x, self.scale[...], eps=self.config.norm_epsilon, backend=backend)
+
+
 class Attention(nnx.Module):
     """Causal self-attention with rotary positions and grouped key/value heads."""
 
@@ -135,9 +148,9 @@ class Block(nnx.Module):
     """One layer: attention and feed-forward. Each reads the normalised stream and adds its result to the stream."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, attention_fn: Callable[..., jax.Array] | None = None):
-        self.attention_norm = _norm(config, rngs)
+        self.attention_norm = Norm(config, rngs=rngs)
         self.attention = Attention(config, rngs=rngs, attention_fn=attention_fn)
-        self.mlp_norm = _norm(config, rngs)
+        self.mlp_norm = Norm(config, rngs=rngs)
         self.mlp = FeedForward(config, rngs=rngs)
 
     def __call__(
@@ -176,7 +189,7 @@ class Transformer(nnx.Module):
         layer = lambda i: jax.tree.map(lambda x: x[i], stacked)
         # One Block with stacked parameters if the model scans, else a list of Blocks.
         self.layers: Any = stacked if config.scan else nnx.List(map(layer, range(config.num_layers)))
-        self.norm = _norm(config, rngs)
+        self.norm = Norm(config, rngs=rngs)
         if not config.tied_embedding:
             self.unembedding = nnx.Param(init(rngs.params(), shape, jnp.float32))
 
@@ -277,12 +290,8 @@ def abstract_params(
     return graphdef, nnx.to_pure_dict(params)
 
 
-def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(config.embed_dim, epsilon=config.norm_epsilon, dtype=config.dtype, rngs=rngs)
-
-
 @functools.partial(nnx.remat, prevent_cse=False)
-def _normalise(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
+def _normalise(norm: Norm, x: jax.Array) -> jax.Array:
     """Applies a norm. The backward pass computes it again.
 
     A scan keeps what the gradient reads of each layer, and that would be several float32 arrays of the stream's size.

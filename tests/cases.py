@@ -1,4 +1,4 @@
-"""The tests' tables of cases: one of products, one of attentions (`jaxkernels.core.cases.Case`).
+"""The tests' tables of cases: of products, attentions and norms (`jaxkernels.core.cases.Case`).
 
 Axes are distinct and greater than 1, so that a wrong order of axes cannot hide. Small cases run
 everywhere; real ones are for a GPU.
@@ -11,8 +11,11 @@ import dataclasses
 from jaxkernels.core.cases import random_array
 from jaxkernels.ops.attention.cases import AttentionCase
 from jaxkernels.ops.matmul.cases import MatmulCase
+from jaxkernels.ops.norm.cases import NormCase
 
-__all__ = ["ATTENTION_CASES", "MATMUL_CASES", "AttentionCase", "MatmulCase", "random_array"]
+__all__ = [
+    "ATTENTION_CASES", "MATMUL_CASES", "NORM_CASES", "AttentionCase", "MatmulCase", "NormCase", "random_array",
+]  # fmt: skip
 
 
 def _matmul_cases() -> tuple[MatmulCase, ...]:
@@ -175,3 +178,44 @@ def _attention_cases() -> tuple[AttentionCase, ...]:
 
 
 ATTENTION_CASES = _attention_cases()
+
+
+def _norm_cases() -> tuple[NormCase, ...]:
+    case = NormCase
+    small = [
+        # One row, one feature, rows that are not a multiple of 16 bytes.
+        case((1,), 64),
+        case((), 7, dtype="float32"),
+        case((5,), 1, dtype="float32"),
+        case((5,), 1, centered=True, bias=True),
+        case((3, 5), 33),
+        case((3, 5), 33, centered=True, bias=True, dtype="float16"),
+        case((2, 3, 5), 48, centered=True, scale=False, dtype="float32"),
+        # What may be given.
+        case((6,), 40, scale=False),
+        case((6,), 40, residual=True),
+        case((6,), 40, residual=True, dtype="float16"),
+        case((2, 6), 40, centered=True, bias=True, residual=True),
+        case((2, 6), 40, centered=True, scale=False, bias=True, residual=True, dtype="float32"),
+        # Other dtypes of the parameters, eps and offset.
+        case((6,), 40, parameter_dtype="float32", scale_offset=1.0),
+        case((6,), 40, centered=True, bias=True, dtype="float32", parameter_dtype="bfloat16", eps=0.1),
+        case((6,), 40, scale_offset=1.0, residual=True, eps=1e-5, dtype="float16"),
+        case((67,), 130, centered=True, bias=True, dtype="float16", parameter_dtype="float32"),
+    ]
+    real = [
+        case((16384,), 4096),
+        case((16384,), 4096, residual=True),
+        case((4, 1000), 5120, dtype="float16", parameter_dtype="float32", scale_offset=1.0),
+        case((4096,), 12288, centered=True, bias=True),
+        case((8, 512), 768, centered=True, bias=True, residual=True),
+        case((2048,), 16384, residual=True),
+        case((1000,), 65536, centered=True, bias=True, dtype="float32"),
+        case((999,), 1001, centered=True, bias=True, residual=True, dtype="float16"),
+        case((100003,), 64),
+        case((3,), 8192, dtype="float32"),
+    ]
+    return (*small, *(dataclasses.replace(c, size="real") for c in real))
+
+
+NORM_CASES = _norm_cases()

@@ -26,7 +26,7 @@ from typing import Any
 
 import jax
 import pytest
-from cases import ATTENTION_CASES, MATMUL_CASES
+from cases import ATTENTION_CASES, MATMUL_CASES, NORM_CASES
 
 from jaxkernels.core import dispatch, hardware, winners
 from jaxkernels.triton import calls
@@ -84,14 +84,16 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs tests over op x backend x case.
 
-    With `matmul_case` or `attention_case`, `backend` is "xla" on the table's small cases, one in three of them without
-    --thorough, and on a Hopper GPU every kernel backend of the operation on all of them. By itself it is "xla" and
-    "opaque" (see the fixture): how an operation behaves does not depend on its kernel.
+    With `matmul_case`, `attention_case` or `norm_case`, `backend` is "xla" on the table's small cases, one in three of
+    them without --thorough, and on a Hopper GPU every kernel backend of the operation on all of them. By itself it is
+    "xla" and "opaque" (see the fixture): how an operation behaves does not depend on its kernel.
     """
     if "backend" not in metafunc.fixturenames:
         return
     tables: dict[str, tuple[str, Sequence[Any]]] = dict(
-        matmul_case=("matmul", MATMUL_CASES), attention_case=("attention_forward", ATTENTION_CASES)
+        matmul_case=("matmul", MATMUL_CASES),
+        attention_case=("attention_forward", ATTENTION_CASES),
+        norm_case=("norm_forward", NORM_CASES),
     )
     name = next((name for name in tables if name in metafunc.fixturenames), None)
     if name is None:

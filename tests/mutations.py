@@ -270,6 +270,31 @@ MUTATIONS: dict[str, Edit | Planted] = {
         Fault("jaxkernels.ops.matmul.rules:_batched", places_rhs_before_the_free_dimensions),
         "tests/test_transforms.py::test_vmap_of_every_combination_of_operands",
     ),
+    # Derivatives, vmap and shards of norms.
+    "norm's statistics as constants in second derivatives": Edit(
+        "jaxkernels/ops/norm/rules.py",
+        'named | reference.statistics(spec, named["x"])',
+        "named",
+        "tests/test_transforms.py::test_second_derivatives[rms norm]",
+    ),
+    "one gradient of a norm's scale for a mapped axis": Planted(
+        Fault("jaxkernels.ops.norm.rules:_NormOp.not_shared", lambda _: lambda op, spec, mapped: mapped),
+        "tests/test_transforms.py::test_vmap_of_every_combination_of_operands[rms norm]",
+    ),
+    "norm's statistics added up over shards of features": Edit(
+        "jaxkernels/ops/norm/rules.py",
+        "for axis in of_result if axis not in axes)",
+        "for axis in of_result)",
+        "tests/norm/test_sharded_norm.py::test_norm[rms-features-auto]",
+    ),
+    "cotangent of a norm's sum left out": Edit(
+        "jaxkernels/ops/norm/reference.py",
+        """    if spec.sum_gradient:
+        dx = dx +""",
+        """    if spec.sum_gradient:
+        dx = dx + 0 *""",
+        "tests/test_transforms.py::test_first_derivatives[xla-layer norm, residual]",
+    ),
     # Masks of the reference.
     "causal mask without the diagonal": Planted(
         Fault("jaxkernels.ops.attention.terms:Band.visible", hides_the_diagonal),

@@ -924,7 +924,7 @@ def test_what_no_run_can_go_on_with(tmp_path):
     path = tmp_path / "a.json"
     goes_on = ("--shapes", "32x48x40", "--regime", "burst", "--resume")
     assert refusal("bench", "gemm", *goes_on) == (
-        "error: bench: --resume needs a --json file with rows of gemm or attention; got no --json.\n"
+        "error: bench: --resume needs a --json file with rows of an operation; got no --json.\n"
     )
     assert "got train, whose suites have one row each." in refusal("bench", "train", "--resume", "--json", path)
     where = dict(command="b", date="2026-11-23", device="NVIDIA H200", commit=None, versions=dict(jax="0.12.0"))
@@ -1324,7 +1324,7 @@ def test_suites_are_listed():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["conv"], "bench: unknown operation 'conv'; use one of gemm, attention, train."),
+        (["conv"], "bench: unknown operation 'conv'; use one of gemm, attention, norm, train."),
         (["train", "--suite", "gemm-odd"], "bench: unknown suite 'gemm-odd'; train has train-tiny, train-124m, "
          "train-350m, train-1b, train-8b."),
         (["gemm", "--backend", "cublas"], "bench: unknown backend 'cublas'; use one of "
@@ -1357,7 +1357,7 @@ def test_suites_are_listed():
         ),
         (
             ["train", "--suite", "train-tiny", "--match", "x"],
-            "bench: --match selects rows of gemm or attention; a suite of train has one row only.",
+            "bench: --match selects rows of an operation; a suite of train has one row only.",
         ),
     ],
 )  # fmt: skip

@@ -49,6 +49,10 @@ PROGRAMS = {
         functools.partial(jk.dot_product_attention, is_causal=True),
         ((2, 5, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8), (1, 4, 5, 6)),
     ),
+    "norm": (
+        lambda x, scale, bias, residual: sum(jk.layer_norm(x, scale, bias, residual=residual)),
+        ((2, 5, 7), (7,), (7,), (2, 5, 7)),
+    ),
 }
 
 
@@ -113,7 +117,7 @@ def test_triton_kernels_are_exported_for_the_chip_that_is_named(monkeypatch, chi
         assert any(f"@{name}(" in text for name in triton.TARGETS)
 
 
-dense, dot_general, attention = (PROGRAMS[name][0] for name in ("dense", "dot_general", "attention"))
+dense, dot_general, attention, norm = (PROGRAMS[name][0] for name in ("dense", "dot_general", "attention", "norm"))
 QKV = "b, t, 4, 8", "b, s, 2, 8", "b, s, 2, 8"
 
 SYMBOLIC = {
@@ -128,6 +132,7 @@ SYMBOLIC = {
     "vmap": (jax.vmap(with_gradients(dense)), ("b, 5, 7", "b, 7, 3", "b, 3")),
     "attention": (with_gradients(attention), (*QKV, "1, 4, t, s")),
     "attention, bias of each batch": (with_gradients(attention), (*QKV, "b, 4, 1, s")),
+    "norm": (with_gradients(norm), ("b, m, k", "k", "k", "b, m, k")),
     "vmap of attention": (
         jax.vmap(with_gradients(attention)),
         (*(f"3, {shape}" for shape in QKV), "3, 1, 4, t, s"),

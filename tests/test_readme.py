@@ -36,6 +36,8 @@ def call(operation: str, dtype: str, backend: str):
     x = jax.ShapeDtypeStruct((256, 256), dtype)
     if operation == "matmul":
         return lambda a, b: jk.matmul(a, b, backend=backend), (x, x)
+    if operation in ("rms_norm", "layer_norm"):
+        return lambda x, scale: getattr(jk, operation)(x, scale[0], backend=backend), (x, x)
     return lambda a, b: jk.dot_general(a, b, (((1,), (0,)), ((), ())), backend=backend), (x, x)
 
 
@@ -101,7 +103,7 @@ def test_table_agrees_with_the_backends(row):
         for dtype in FLOATS:
             f, operands = call(operation, dtype, backend)
             named = dtype in row["dtypes"].split(";")[0] or backend == "xla"
-            if dtype.startswith("float8") and operation == "dot_product_attention":
+            if dtype.startswith("float8") and operation not in ("matmul", "dot_general"):
                 # Nor does jax.nn.dot_product_attention take it.
                 with pytest.raises(ValueError, match="16 bits or more"):
                     jk.explain(f, *operands, platform="cuda")

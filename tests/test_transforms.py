@@ -54,6 +54,15 @@ def _plain_lse(q: jax.Array, k: jax.Array) -> jax.Array:
     return jax.nn.logsumexp(logits / np.sqrt(q.shape[3]).astype(np.float32), axis=-1)
 
 
+def _plain_norm(x: jax.Array, scale: jax.Array, *others: jax.Array) -> Any:
+    """RMS norm of (x, scale); layer norm of (x, scale, bias); with a residual as the last, (out, sum)."""
+    bias, residual = others if others else (None, None)
+    z = x if residual is None else x + residual
+    centred = z if bias is None else z - jnp.mean(z, axis=-1, keepdims=True)
+    out = centred / jnp.sqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + 0.1) * (scale + 0.5)
+    return out if bias is None else (out + bias, z)
+
+
 _NUMBERS = (((3, 1), (0, 2)), ((0,), (1,)))
 _QKV = ((2, 3, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8))
 _MASKS = dict(
@@ -105,6 +114,16 @@ PROGRAMS = {
         functools.partial(jk.dot_product_attention, return_lse=True),
         lambda q, k, v: (jax.nn.dot_product_attention(q, k, v), _plain_lse(q, k)),
         shapes=_QKV,
+    ),
+    "rms norm": Program(
+        functools.partial(jk.rms_norm, eps=0.1, scale_offset=0.5), _plain_norm, shapes=((2, 5, 7), (7,))
+    ),
+    "layer norm, residual": Program(
+        lambda x, scale, bias, residual, backend: jk.layer_norm(
+            x, scale, bias, residual=residual, eps=0.1, scale_offset=0.5, backend=backend
+        ),
+        _plain_norm,
+        shapes=((5, 7), (7,), (7,), (5, 7)),
     ),
 }
 
@@ -183,7 +202,7 @@ def test_third_derivatives():
     assert_same(third, *program.both("xla"))
 
 
-@some_programs("product", "bias, gelu, residual", "attention, bias")
+@some_programs("product", "bias, gelu, residual", "attention, bias", "rms norm", "layer norm, residual")
 def test_jacobians(program):
     """In forward mode, which also calls the batching rules if no operand is mapped."""
     xs = program.operands()
@@ -206,7 +225,7 @@ def test_linear_transpose(backend, program):
     assert_same(transposes, *program.both(backend))
 
 
-@some_programs("alpha", "bias, gelu, residual", "attention, bias", "attention, masks")
+@some_programs("alpha", "bias, gelu, residual", "attention, bias", "attention, masks", "rms norm")
 def test_promotion_that_is_forbidden_to_the_caller(program):
     """Our own arithmetic promotes dtypes and ranks nevertheless: in kernels and in all rules."""
     xs = tuple(x.astype(jnp.bfloat16) for x in program.operands())
@@ -355,6 +374,9 @@ BLOCKS = {
         functools.partial(jax.nn.dot_product_attention, is_causal=True),
         shapes=((2, 3, 2, 4), (3, 2, 3, 2, 4)),
     ),
+    "rms norm": Program(
+        functools.partial(jk.rms_norm, eps=0.1, scale_offset=0.5), _plain_norm, shapes=((4, 6), (3, 6))
+    ),
 }
 
 POLICIES = {
@@ -382,7 +404,7 @@ def test_scan_over_layers(opaque, name, policy):
     assert_same(derivatives, *BLOCKS[name].both(opaque))
 
 
-@some_programs("product", "bias, gelu, residual", "attention, bias")
+@some_programs("product", "bias, gelu, residual", "attention, bias", "layer norm, residual")
 def test_cond_loop_and_custom_derivatives_around_it(program):
     xs = program.operands()
 
@@ -422,6 +444,14 @@ def test_attention_keeps_its_operands_output_and_lse():
     batch, num_queries, num_heads, _ = q.shape
     lse = batch, num_heads, num_queries
     assert kept(jk.dot_product_attention, q, k, v) == sorted([q.shape, k.shape, v.shape, q.shape, lse])
+
+
+def test_norm_keeps_its_sum_and_the_statistics():
+    x, scale, bias, residual = PROGRAMS["layer norm, residual"].operands()
+    f = lambda x, scale, bias, residual: jk.layer_norm(x, scale, bias, residual=residual)
+    row, parameter = (1, x.shape[0]), (1, x.shape[1])
+    assert kept(f, x, scale, bias, residual) == sorted([row, row, parameter, parameter, (1, *x.shape)])
+    assert kept(jk.rms_norm, x) == sorted([row, (1, *x.shape)])
 
 
 def test_checkpoint_keeps_what_its_policy_says():
@@ -529,7 +559,9 @@ def test_many_tangents_of_some_operands(num_heads, head_dim):
 # Experimental transforms.
 
 
-@some_programs("product", "alpha", "dot_general", "silu", "bias, gelu, residual", "attention", "attention, masks")
+@some_programs(
+    "product", "alpha", "dot_general", "silu", "bias, gelu, residual", "attention", "attention, masks", "rms norm"
+)
 def test_taylor_series(program):
     """`jax.experimental.jet`: three orders, of every operand."""
     primals = program.operands()
@@ -543,7 +575,7 @@ def test_taylor_series_of_a_kernel_are_refused(opaque):
         jet.jet(functools.partial(jk.dot_product_attention, backend=opaque), primals, tuple([x] for x in primals))
 
 
-@some_programs("product", "silu", "attention")
+@some_programs("product", "silu", "attention", "rms norm")
 def test_checkify_finds_nan(backend, program):
     """And says which operation made it."""
     f = checkify.checkify(jax.jit(program.both(backend)[0]), errors=checkify.nan_checks)
@@ -557,13 +589,13 @@ def test_checkify_finds_nan(backend, program):
 # Other ways in.
 
 
-@some_programs("bias, gelu, residual", "attention, bias")
+@some_programs("bias, gelu, residual", "attention, bias", "layer norm, residual")
 def test_no_tracer_leaks(opaque, program):
     with jax.checking_leaks():
         compile_quickly(jax.vmap(jax.grad(loss(program.both(opaque)[0]))))(*(x[None] for x in program.operands()))
 
 
-@some_programs("product", "bias, gelu, residual")
+@some_programs("product", "bias, gelu, residual", "layer norm, residual")
 def test_eager_evaluation_equals_jit(backend, program):
     f, _ = program.both(backend)
     xs = program.operands()
@@ -576,7 +608,13 @@ def test_eager_evaluation_equals_jit(backend, program):
 _PRODUCTS = ("product", "batch of products", "alpha", "dot_general", "bias", "silu", "bias, residual")
 _PRODUCTS += ("bias, gelu, residual",)
 _ATTENTIONS = ("attention", "attention, masks", "attention, lse")
-_ON_KERNELS = {"cuda": _PRODUCTS, "pallas": (*_PRODUCTS, *_ATTENTIONS), "opaque": ("silu", "attention, masks")}
+_NORMS = ("rms norm", "layer norm, residual")
+_ON_KERNELS = {
+    "cuda": _PRODUCTS,
+    "pallas": (*_PRODUCTS, *_ATTENTIONS),
+    "triton": _NORMS,
+    "opaque": ("silu", "attention, masks", "rms norm"),
+}
 
 
 def rounded(xs: Arrays) -> Arrays:
@@ -592,7 +630,7 @@ def rounded(xs: Arrays) -> Arrays:
     ],
 )
 def test_kernels_under_every_transform(opaque, kernel, name):
-    """Forward mode of attention, which no kernel computes, aside."""
+    """Forward mode of attention and second derivatives of both attention and norms, which not all have, aside."""
     program = PROGRAMS[name]
     xs, dxs = rounded(program.operands(0)), rounded(program.operands(1))
     stacks = rounded(tuple(stack(x, i, 0) for i, x in enumerate(xs)))
@@ -602,7 +640,8 @@ def test_kernels_under_every_transform(opaque, kernel, name):
         out, pull = jax.vjp(f, *xs)
         gradient = jax.grad(loss(f), all_args(xs))
         remade = jax.grad(loss(jax.checkpoint(f)), all_args(xs))
-        forward = [jax.jvp(f, xs, dxs), jax.jvp(gradient, xs, dxs)] if name in _PRODUCTS else None
+        forward = [jax.jvp(f, xs, dxs)] if name in (*_PRODUCTS, *_NORMS) else []
+        forward += [jax.jvp(gradient, xs, dxs)] if name in _PRODUCTS else []
         return dict(
             out=out,
             pull=pull(out),

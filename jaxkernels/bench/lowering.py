@@ -29,6 +29,7 @@ import jaxkernels as jk
 from jaxkernels import cudnn, triton
 from jaxkernels.bench.results import TimedKernel
 from jaxkernels.core import dispatch, hardware, plain
+from jaxkernels.core.cases import result_types
 from jaxkernels.core.hardware import Chip
 from jaxkernels.core.problems import Contender, Problem
 
@@ -58,9 +59,10 @@ def struct(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def shapes(problem: Problem) -> tuple[dict[str, Any], Any]:
-    """Shapes and dtypes of the operands and of the cotangent."""
+    """Shapes and dtypes of the operands, and of the cotangent: an array's, or a tuple of those of several results."""
     operands = {name: struct(x) for name, x in (problem.case.draws | masks(problem)).items()}
-    return operands, struct(problem.case.out_type)
+    out, *others = map(struct, result_types(problem.case).values())
+    return operands, (out, *others) if others else out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,18 +123,19 @@ def _lower_forward(
         return None, lambda: make(contender.function, operands)
     trees = []
 
-    def forward(operands: dict[str, jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+    def forward(operands: dict[str, jax.Array]) -> tuple[Any, list[jax.Array]]:
         out, pull = save(problem, contender.function, operands)
         saved, tree = jax.tree.flatten(pull)
         trees.append(tree)
         return out, saved
 
-    def backward(saved: list[jax.Array], cotangent: jax.Array) -> dict[str, jax.Array]:
+    def backward(saved: list[jax.Array], cotangent: Any) -> dict[str, jax.Array]:
         return jax.tree.unflatten(trees[-1], saved)(cotangent)[0]
 
     made = make(forward, operands)
     out, saved = jax.tree.map(struct, results_of(made))
-    return made, lambda: make(backward, saved, jax.ShapeDtypeStruct(cotangent.shape, out.dtype))
+    cotangent = jax.tree.map(lambda ct, x: jax.ShapeDtypeStruct(ct.shape, x.dtype), cotangent, out)
+    return made, lambda: make(backward, saved, cotangent)
 
 
 def _described(choices: list[dispatch.Choice]) -> tuple[str, ...]:

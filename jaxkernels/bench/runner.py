@@ -27,7 +27,7 @@ from jaxkernels.bench.results import Row, Side, TimedKernel
 from jaxkernels.bench.suites import baselines_of, peak_flops_per_s
 from jaxkernels.bench.telemetry import Telemetry
 from jaxkernels.core import dispatch, hardware
-from jaxkernels.core.cases import Draw
+from jaxkernels.core.cases import Case, Draw, by_name, result_types
 from jaxkernels.core.measure import Call, Clock, Regime, Samples, clock_for, measure, num_rotations
 from jaxkernels.core.problems import Contender, Problem
 
@@ -297,13 +297,13 @@ class _Plan:
         judge = self._judge
         operands, cotangent = judge.draw(0)
         verdict = judge.verdict(operands, cotangent)
-        copies, is_cold = num_rotations(sum(x.nbytes for x in (*operands.values(), cotangent)))
+        copies, is_cold = num_rotations(sum(x.nbytes for x in jax.tree.leaves((operands, cotangent))))
         sets = [(operands, cotangent), *(judge.draw(seed) for seed in range(1, copies))]
         errors, calls = {}, {}
         for key, contestant in self._contestants.items():
             try:
                 arguments = contestant.arguments(operands, cotangent)
-                errors[key] = verdict(contestant.results(contestant.program(*arguments)))
+                errors[key] = verdict(contestant.results(self.problem.case, contestant.program(*arguments)))
                 if not errors[key] <= accuracy.ALLOWED:  # Also true of NaN.
                     raise _WrongResultError(f"wrong: {errors[key]:.3g} times as far from the reference as plain JAX")
                 rest = [contestant.arguments(*one) for one in sets[1:]]
@@ -419,17 +419,17 @@ class _Contestant:
     timed: tuple[TimedKernel, ...]
     seconds: dict[str, float]
 
-    def arguments(self, operands: _Arrays, cotangent: jax.Array) -> tuple[Any, ...]:
+    def arguments(self, operands: _Arrays, cotangent: Any) -> tuple[Any, ...]:
         """The arguments of the timed program."""
         operands = self.contender.prepare(operands)
         if self.forward is None:
             return (operands,)
         out, saved = self.forward(operands)
-        return saved, cotangent.astype(out.dtype)
+        return saved, jax.tree.map(lambda ct, x: ct.astype(x.dtype), cotangent, out)
 
-    def results(self, out: Any) -> _Arrays:
+    def results(self, case: Case, out: Any) -> _Arrays:
         """The results, with the names that the reference uses."""
-        return self.contender.finish({"out": out} if self.forward is None else _as_gradients(out))
+        return self.contender.finish(by_name(case, out) if self.forward is None else _as_gradients(out))
 
 
 def _as_gradients(by_operand: dict[str, Any]) -> dict[str, Any]:
@@ -509,13 +509,13 @@ class _Judge:
         #: The part's case, for the reference: its mask is an operand.
         self._case = self._part.case.for_reference()
         self._masks = lowering.masks(problem)
-        self._draws = {**case.draws, "cotangent": case.out_type}
+        self._draws = {**case.draws, **result_types(case)}  # A result's name stands for its cotangent.
         self._drawing = {
             name: submit_once(("draw", draw.shape, draw.dtype), functools.partial(_compile_draw, draw))
             for name, draw in self._draws.items()
         }
         if problem.direction == "forward":
-            self._types = {"out": case.out_type}
+            self._types = result_types(case)
         else:
             self._types = _as_gradients({name: case.draws[name] for name in case.moving})
         self._comparing = {}
@@ -536,18 +536,23 @@ class _Judge:
         taking = [] if self._taking is None else [self._taking]
         concurrent.futures.wait([*self._drawing.values(), *taking, *self._comparing.values(), self._referring])
 
-    def draw(self, copy: int) -> tuple[_Arrays, jax.Array]:
+    def draw(self, copy: int) -> tuple[_Arrays, Any]:
         """Random operands and cotangent. The masks are the same in every copy."""
         arrays = {
             name: self._drawing[name].result()(np.uint32(copy * len(self._draws) + i), np.float32(draw.scale))
             for i, (name, draw) in enumerate(self._draws.items())
         }
-        cotangent = arrays.pop("cotangent")
+        cotangent = self._take_cotangent(arrays)
         return arrays | {name: jnp.asarray(x) for name, x in self._masks.items()}, cotangent
 
-    def verdict(self, operands: _Arrays, cotangent: jax.Array) -> Callable[[_Arrays], float]:
+    def _take_cotangent(self, arrays: dict[str, Any]) -> Any:
+        """Takes the cotangents out of named arrays: an array, or a tuple."""
+        first, *others = (arrays.pop(name) for name in result_types(self._problem.case))
+        return (first, *others) if others else first
+
+    def verdict(self, operands: _Arrays, cotangent: Any) -> Callable[[_Arrays], float]:
         """Returns a function from results (or gradients by name) to the largest error ratio of their arrays."""
-        part = {**operands, "out": cotangent}
+        part = operands | by_name(self._problem.case, cotangent)
         if self._taking is not None:
             part = self._taking.result()(part)
         part = self._part.case.with_masks(part)
@@ -579,7 +584,7 @@ class _Judge:
 
     def _shapes(self) -> _Arrays:
         operands, cotangent = lowering.shapes(self._problem)
-        return {**operands, "out": cotangent}
+        return operands | by_name(self._problem.case, cotangent)
 
     def _compile_taking(self) -> Any:
         return jax.jit(self._part.of).lower(self._shapes()).compile()
@@ -596,8 +601,8 @@ class _Judge:
 
     def _judge(self, part: _Arrays) -> tuple[_Arrays, dict[str, tuple[Any, Any]]]:
         """The reference in float64; for each array the error of plain JAX, and the largest value."""
-        case, cotangent = self._case, part["out"]
-        part = {name: x for name, x in part.items() if name != "out"}
+        case, part = self._case, dict(part)
+        cotangent = self._take_cotangent(part)
         references = self._results(case.reference, accuracy.widen(part), accuracy.widen(cotangent))
         approximations = self._results(case.plain, part, cotangent)
         measured = {
@@ -606,8 +611,8 @@ class _Judge:
         }
         return references, measured
 
-    def _results(self, function: Callable[..., Any], operands: _Arrays, cotangent: jax.Array) -> _Arrays:
+    def _results(self, function: Callable[..., Any], operands: _Arrays, cotangent: Any) -> _Arrays:
         if not self._case.one_reference and self._problem.direction == "forward":
-            return {"out": function(operands)}
+            return by_name(self._case, function(operands))
         out, pull = lowering.save(self._problem, function, operands)
-        return {"out": out} | _as_gradients(pull(cotangent)[0])
+        return by_name(self._case, out) | _as_gradients(pull(cotangent)[0])

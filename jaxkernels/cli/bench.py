@@ -34,7 +34,7 @@ _WHAT, _AGAINST, _OUT = "What is timed", "Sides", "Output"
 
 
 def bench(
-    op: Annotated[str, typer.Argument(help="gemm, attention or train.")],
+    op: Annotated[str, typer.Argument(help="gemm, attention, norm or train.")],
     suite: Annotated[
         list[str] | None,
         typer.Option(
@@ -251,7 +251,7 @@ def _earlier(op: str, json: pathlib.Path | None) -> Results | None:
 
     if json is None or op == "train":
         given = "train, whose suites have one row each" if op == "train" else "no --json"
-        raise InputError(f"bench: --resume needs a --json file with rows of gemm or attention; got {given}.")
+        raise InputError(f"bench: --resume needs a --json file with rows of an operation; got {given}.")
     if not json.exists():
         return None
     earlier = results_lib.load(json)
@@ -344,7 +344,7 @@ def _work(
         )
     if op == "train":
         if match is not None:
-            raise InputError("bench: --match selects rows of gemm or attention; a suite of train has one row only.")
+            raise InputError("bench: --match selects rows of an operation; a suite of train has one row only.")
         return [(suite.name, suite.name.removeprefix("train-")) for suite in selected]
     matching = _matching([(suite.name, problem) for suite in selected for problem in suite.problems], match)
     work = []

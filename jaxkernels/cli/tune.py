@@ -23,7 +23,8 @@ def tune(
     op: Annotated[
         str | None,
         typer.Argument(
-            help="An operation, with its gradients: gemm, attention.", show_default="all, with --calibrate; else needed"
+            help="An operation, with its gradients: gemm, attention, norm.",
+            show_default="all, with --calibrate; else needed",
         ),
     ] = None,
     shapes: Annotated[

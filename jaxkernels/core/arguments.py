@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 __all__ = [
-    "as_array", "as_flag", "as_number", "check_fields", "check_rules", "is_whole", "positive_number", "positive_whole",
+    "as_array", "as_flag", "as_floating", "as_number", "check_fields", "check_rules", "is_whole", "positive_number",
+    "positive_whole",
 ]  # fmt: skip
 
 
@@ -101,6 +102,16 @@ def as_array(op: str, name: str, x: Any, *, floating: bool = False) -> jax.Array
         raise ValueError(f"{op}: {name} must be an array that JAX takes; got {got}.") from e
     if floating and not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{op}: {name} must have a floating dtype; got {x.dtype}. Cast it with .astype.")
+    return x
+
+
+def as_floating(op: str, name: str, x: Any) -> jax.Array:
+    """Returns argument `name` of `op` as a JAX array; raises ValueError unless it has a float dtype of 16 bits."""
+    x = as_array(op, name, x, floating=True)
+    if x.dtype.itemsize < 2:  # JAX promotes these to nothing.
+        raise ValueError(
+            f"{op}: {name} must have a floating dtype of 16 bits or more; got {x.dtype}. Cast it with .astype."
+        )
     return x
 
 

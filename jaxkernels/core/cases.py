@@ -13,7 +13,10 @@ import numpy as np
 
 from jaxkernels.core.types import ArrayType
 
-__all__ = ["Case", "Cut", "Direction", "Draw", "Operands", "Part", "Size", "random_array", "random_on_device"]
+__all__ = [
+    "Case", "Cut", "Direction", "Draw", "Operands", "Part", "Size", "by_name", "random_array", "random_on_device",
+    "result_types",
+]  # fmt: skip
 
 Size = Literal["small", "real"]
 Direction = Literal["forward", "backward"]
@@ -94,8 +97,8 @@ class Case(Protocol):
         """The operands that are no numbers to compute with."""
         ...
 
-    def forward(self, operands: dict[str, jax.Array], *, backend: str | None = None) -> jax.Array:
-        """The result that a benchmark times, by this package."""
+    def forward(self, operands: dict[str, jax.Array], *, backend: str | None = None) -> Any:
+        """The result that a benchmark times, by this package; a tuple if there are several (`result_types`)."""
         ...
 
     def letters(self, name: str, num_axes: int) -> str:
@@ -114,13 +117,23 @@ class Case(Protocol):
         """The operands of `for_reference`'s case, from those of this one: arrays or their types."""
         ...
 
-    def plain(self, operands: dict[str, Any]) -> jax.Array:
+    def plain(self, operands: dict[str, Any]) -> Any:
         """The result in plain JAX, in the operands' dtype."""
         ...
 
-    def reference(self, operands: dict[str, Any]) -> jax.Array:
+    def reference(self, operands: dict[str, Any]) -> Any:
         """The result of `plain`, computed in as little memory as a check in float64 needs."""
         ...
+
+
+def result_types(case: Case) -> dict[str, Draw]:
+    """The results of a case by name, "out" first. A case with more than one has the others as `further_out_types`."""
+    return {"out": case.out_type, **getattr(case, "further_out_types", {})}
+
+
+def by_name(case: Case, results: Any) -> dict[str, Any]:
+    """Names what `Case.forward` returns, an array or a tuple, or its cotangents."""
+    return dict(zip(result_types(case), results if isinstance(results, tuple) else (results,), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)

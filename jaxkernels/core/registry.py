@@ -107,6 +107,23 @@ OPERATIONS: dict[str, Operation] = {
             },
         },
     ),
+    "norm": Operation(
+        "jaxkernels.ops.norm",
+        {
+            "norm_forward": {
+                "triton": Entry(("jaxkernels.triton.norm.forward",), _CUDA, is_exportable=False),
+                "xla": Entry(("jaxkernels.ops.norm.reference_forward",)),
+            },
+            "norm_backward": {
+                "triton": Entry(("jaxkernels.triton.norm.backward",), _CUDA, is_exportable=False),
+                "xla": Entry(("jaxkernels.ops.norm.reference_backward",)),
+            },
+            "norm_tangent": {
+                "triton": Entry(("jaxkernels.triton.norm.tangent",), _CUDA, is_exportable=False),
+                "xla": Entry(("jaxkernels.ops.norm.reference_tangent",)),
+            },
+        },
+    ),
 }
 
 

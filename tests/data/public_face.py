@@ -24,5 +24,7 @@ def accepted(x: jax.Array, model: ModelConfig) -> None:
     assert_type(jk.__version__, str)
     assert_type(jk.matmul(x, x, activation="gelu"), jax.Array)
     assert_type(jk.dot_product_attention(x, x, x), jax.Array)
+    assert_type(jk.rms_norm(x, x), jax.Array)
+    assert_type(jk.layer_norm(x, x, x, residual=x), tuple[jax.Array, jax.Array])
     assert_type(jk.ffi.CudaKernel, type[CudaKernel])
     assert_type(model.num_layers, int)

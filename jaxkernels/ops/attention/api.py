@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jaxtyping import Array, ArrayLike
 
 from jaxkernels.core import dispatch, hardware
-from jaxkernels.core.arguments import as_array, as_flag, as_number
+from jaxkernels.core.arguments import as_array, as_flag, as_floating, as_number
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.rules import forward_op
 from jaxkernels.ops.attention.spec import AttentionSpec, Extras
@@ -230,7 +230,7 @@ def dot_product_attention(
 
 def _heads(op: str, query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.Array, bool]:
     """q, k and v as arrays with a batch, whose shapes and dtypes fit; and whether the query came with a batch."""
-    q, k, v = (_floating(op, name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    q, k, v = (as_floating(op, name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     if q.ndim not in (3, 4):
         raise ValueError(f"{op}: query must have shape (B, T, N, H) or (T, N, H); got {q.shape}.")
     batched = q.ndim == 4
@@ -346,7 +346,7 @@ def _logits_shaped(op: str, name: str, x: Any, shape: tuple[int, ...]) -> jax.Ar
     """A bias or a mask as a 4-dimensional array whose dimensions are 1 or those of the logits."""
     if x is None:
         return None
-    x = _floating(op, name, x) if name == "bias" else as_array(op, name, x)
+    x = as_floating(op, name, x) if name == "bias" else as_array(op, name, x)
     if name == "mask" and x.dtype != jnp.bool_:
         raise ValueError(
             f"{op}: mask must be bool, True where a query sees a key; got {x.dtype}. "
@@ -355,15 +355,6 @@ def _logits_shaped(op: str, name: str, x: Any, shape: tuple[int, ...]) -> jax.Ar
     if x.ndim > 4 or any(size not in (1, full) for size, full in zip(x.shape[::-1], shape[::-1])):
         raise ValueError(f"{op}: {name} must be broadcastable to (B, N, T, S) = {shape}; got {x.shape}.")
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
-
-
-def _floating(op: str, name: str, x: Any) -> jax.Array:
-    x = as_array(op, name, x, floating=True)
-    if x.dtype.itemsize < 2:  # JAX promotes these to nothing.
-        raise ValueError(
-            f"{op}: {name} must have a floating dtype of 16 bits or more; got {x.dtype}. Cast it with .astype."
-        )
-    return x
 
 
 def _integers(op: str, name: str, x: Any, shape: tuple[int, ...], batched: bool = True) -> jax.Array | None:

@@ -1,0 +1,1 @@
+"""RMS norm and layer norm, with an optional residual that is added first."""
