@@ -21,12 +21,13 @@ from jaxkernels import checkpoint_policies
 from jaxkernels.core.explain import explain
 from jaxkernels.core.versions import installed_version as _installed_version
 from jaxkernels.ops.attention.api import dot_product_attention
+from jaxkernels.ops.linear_cross_entropy.api import linear_cross_entropy
 from jaxkernels.ops.matmul.api import dot_general, matmul
 from jaxkernels.tuning.autotune import autotune, tuning
 
 __all__ = [
     "__version__", "autotune", "checkpoint_policies", "dot_general", "dot_product_attention", "explain", "ffi",
-    "matmul", "models", "tuning",
+    "linear_cross_entropy", "matmul", "models", "tuning",
 ]  # fmt: skip
 
 #: The installed version; "0+unknown" in a checkout that is not installed.

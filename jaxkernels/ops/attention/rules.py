@@ -9,7 +9,7 @@ of those two, for every higher order, are those of the reference in plain JAX.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,9 +18,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 
 from jaxkernels.core import _jax
+from jaxkernels.core.derivatives import check_computes, jvp_of_reference, reference
 from jaxkernels.core.kernel_op import KernelOp, usual_promotion
 from jaxkernels.core.sharding import Assignment
-from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention import reference_backward, reference_forward, reference_tangent
 from jaxkernels.ops.attention.spec import AttentionSpec
 
@@ -86,54 +86,14 @@ def _tangent_transpose(cts: Any, *args: Any, static: AttentionSpec, backend: str
     return [named[name] if name in wanted else None for name in operands]
 
 
-def _reference_only(op: KernelOp, order: str, backend: str | None) -> None:
-    if backend not in (None, "xla"):
-        raise NotImplementedError(
-            f'{op.name}[{backend}]: {order} are computed by XLA only. Use backend=None or backend="xla".'
-        )
-
-
-def _reference(op: KernelOp, module: Any, spec: AttentionSpec) -> Callable[..., list[jax.Array]]:
-    """The op in plain JAX, of its operands in order."""
-
-    def run(*xs: jax.Array) -> list[jax.Array]:
-        return module.run(spec.typed(op.name, [ArrayType.of(x) for x in xs]), module.Config(), *xs)
-
-    return run
-
-
-def _differentiate(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """The tangents of f, by jax.jvp in its floating arguments that move; the others are constants."""
-    floating = [i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.floating)]
-    moving = [i for i in floating if type(tangents[i]) is not ad.Zero]
-
-    def g(*xs: jax.Array) -> Any:
-        args = list(primals)
-        for i, x in zip(moving, xs):
-            args[i] = x
-        return f(*args)
-
-    with usual_promotion():
-        return jax.jvp(g, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving))[1]
-
-
-def _jvp_of_reference(op: KernelOp, module: Any) -> Callable[..., Any]:
-    def jvp(primals: Any, tangents: Any, *, static: AttentionSpec, backend: str | None, config: Any) -> Any:
-        _reference_only(op, "second derivatives", backend)
-        outs = op.bind(static, static.named(op.name, primals), backend=backend, config=config)
-        return outs, _differentiate(_reference(op, module, static), primals, tangents)
-
-    return jvp
-
-
 def _forward_taylor(primals: Any, series: Any, *, static: AttentionSpec, backend: str | None, config: Any) -> Any:
-    _reference_only(forward_op, "Taylor series", backend)
+    check_computes(forward_op, "Taylor series", backend)
     with usual_promotion():
-        return _jax.taylor(_reference(forward_op, reference_forward, static), primals, series)
+        return _jax.taylor(reference(forward_op, reference_forward, static), primals, series)
 
 
 _jax.register_taylor(forward_op.primitive, _forward_taylor)
 ad.primitive_jvps[forward_op.primitive] = _forward_jvp
 ad.primitive_transposes[tangent_op.primitive] = _tangent_transpose
-ad.primitive_jvps[tangent_op.primitive] = _jvp_of_reference(tangent_op, reference_tangent)
-ad.primitive_jvps[backward_op.primitive] = _jvp_of_reference(backward_op, reference_backward)
+ad.primitive_jvps[tangent_op.primitive] = jvp_of_reference(tangent_op, reference_tangent)
+ad.primitive_jvps[backward_op.primitive] = jvp_of_reference(backward_op, reference_backward)
