@@ -102,9 +102,7 @@ def _in_two_passes(
     statistics = _statistics(spec, operands, axes, backend)
     cts = cotangents(spec, statistics["lse"], operands["weights"], vocab_size)
     given = {name: x for name, x in operands.items() if name != "weights"}
-    gradients = backward_op.bind(
-        spec.without_losses, dict(given, lse=statistics["lse"], **cts), backend=backend
-    )
+    gradients = backward_op.bind(spec.without_losses, dict(given, lse=statistics["lse"], **cts), backend=backend)
     return [*statistics.values(), *gradients]
 
 
@@ -153,9 +151,7 @@ def _tangent_transpose(
     return [grads.get(name) for name in operands]
 
 
-def _fused_jvp(
-    primals: Any, tangents: Any, *, static: LinearCrossEntropySpec, backend: str | None, config: Any
-) -> Any:
+def _fused_jvp(primals: Any, tangents: Any, *, static: LinearCrossEntropySpec, backend: str | None, config: Any) -> Any:
     outs = fused_op.bind(static, static.named(FUSED, primals), backend=backend, config=config)
 
     def in_two_passes(*xs: jax.Array) -> list[jax.Array]:

@@ -118,8 +118,8 @@ class LinearCrossEntropySpec(Spec):
         tokens = tuple(f"t{i}" for i in range(self.x.ndim - 1))
         per_token = lambda dtype, draw=None: Operand(ArrayType(self.x.shape[:-1], jnp.dtype(dtype)), tokens, draw=draw)
         # Every label is there, far from the one before.
-        labels = lambda: (np.arange(self.num_tokens) * 7919 % self.vocab_size).astype(np.int32).reshape(
-            self.x.shape[:-1]
+        labels = lambda: (
+            (np.arange(self.num_tokens) * 7919 % self.vocab_size).astype(np.int32).reshape(self.x.shape[:-1])
         )
         arrays = dict(
             x=Operand(self.x, (*tokens, None)),
