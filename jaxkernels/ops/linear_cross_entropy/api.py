@@ -106,12 +106,12 @@ def linear_cross_entropy(
     and gradient take three products. Otherwise the backward pass computes the logits again, a fourth product. Second
     derivatives are computed in plain JAX.
 
-    Sharding: on a mesh, tokens stay sharded, and so does the vocabulary; d is gathered. The gradient of w is summed over
-    the shards of the tokens once. Shards of the vocabulary exchange two or three numbers for each token; value and
-    gradient then take four products.
+    Sharding: on a mesh, tokens stay sharded, and so does the vocabulary; d is gathered. The gradient of w is summed
+    over the shards of the tokens once. Shards of the vocabulary exchange three or four numbers for each token; value
+    and gradient then take four products.
 
-    References: PaLM (Chowdhery et al. 2022, arXiv:2204.02311) for the z-loss; Wijmans et al. 2024, arXiv:2411.09009, and
-    Hsu et al. 2024, arXiv:2410.10989, for losses without stored logits, and for gradients computed along with the loss.
+    References: PaLM (Chowdhery et al. 2022, arXiv:2204.02311) for the z-loss; Wijmans et al. 2024, arXiv:2411.09009,
+    for losses without stored logits; Hsu et al. 2024, arXiv:2410.10989, for gradients computed along with the loss.
     """
     op = f"linear_cross_entropy[{backend or 'auto'}]"
     dispatch.check_backend("linear_cross_entropy", backend)

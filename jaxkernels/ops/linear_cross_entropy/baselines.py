@@ -13,7 +13,6 @@ import optax
 from jaxkernels.core.hardware import Chip
 from jaxkernels.core.problems import Baseline, Contender, Problem
 from jaxkernels.ops.linear_cross_entropy.cases import LinearCrossEntropyCase, with_gradients
-from jaxkernels.ops.linear_cross_entropy.oracle import plain_losses
 
 __all__ = ["BASELINES"]
 

@@ -19,6 +19,9 @@ def plain_losses(case: LinearCrossEntropyCase, operands: dict[str, Any]) -> tupl
     x, w, labels = operands["x"], operands["w"], operands["labels"]
     ignored = labels == case.ignore_index
     product = jnp.matmul(x, w.T if case.vocab_axis == 0 else w, preferred_element_type=case.rounded_to(x.dtype))
+    # XLA would leave out the rounding of a product that is widened at once.
+    format = jnp.finfo(product.dtype)
+    product = jax.lax.reduce_precision(product, format.nexp, format.nmant)
     logits = product.astype(jnp.promote_types(x.dtype, jnp.float32))
     if case.bias:
         logits = logits + operands["bias"].astype(logits.dtype)

@@ -53,7 +53,7 @@ class Config:
 
 
 def search_space(spec: LinearCrossEntropySpec) -> tuple[Config, ...]:
-    """The default is first: the largest chunk of at most `_MAX_CHUNK_BYTES`. Of equal numbers of chunks one is tried."""
+    """The default is first: the largest chunk of at most `_MAX_CHUNK_BYTES`. Each number of chunks is tried once."""
     if not all(isinstance(size, int) for size in (spec.num_tokens, spec.vocab_size)):
         return (Config(),)
     row_bytes = max(spec.vocab_size * spec.logits_dtype.itemsize, 1)
@@ -97,7 +97,7 @@ def backward(spec: LinearCrossEntropySpec, config: Config, operands: Mapping[str
     def step(sums: dict[str, jax.Array], chunk: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], Any]:
         logits = _Logits.of(spec, operands, chunk["x"])
         cts = {name: chunk[name] for name in names}
-        return _add_gradients(spec, sums, operands, chunk, logits, chunk["lse"], cts)
+        return _add_gradients(spec, BACKWARD, sums, operands, chunk, logits, chunk["lse"], cts)
 
     return _in_chunks(spec, config, BACKWARD, step, operands)
 
@@ -109,7 +109,7 @@ def fused(spec: LinearCrossEntropySpec, config: Config, operands: Mapping[str, j
         logits = _Logits.of(spec, operands, chunk["x"])
         statistics = logits.statistics(spec, chunk["labels"])
         cts = cotangents(spec, statistics["lse"], chunk["weights"], spec.vocab_size)
-        sums, rows = _add_gradients(spec, sums, operands, chunk, logits, statistics["lse"], cts)
+        sums, rows = _add_gradients(spec, FUSED, sums, operands, chunk, logits, statistics["lse"], cts)
         return sums, statistics | rows
 
     return _in_chunks(spec, config, FUSED, step, operands)
@@ -162,6 +162,7 @@ def _pick(logits: Float[Array, "C V"], labels: jax.Array) -> Float[Array, " C"]:
 
 def _add_gradients(
     spec: LinearCrossEntropySpec,
+    kernel: str,
     sums: dict[str, jax.Array],
     operands: Mapping[str, jax.Array],
     chunk: Mapping[str, jax.Array],
@@ -169,7 +170,7 @@ def _add_gradients(
     lse: jax.Array,
     cts: Mapping[str, jax.Array],
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Returns the sums (dw, dbias) with the chunk's added, and the chunk's rows of dx."""
+    """Returns the sums (of dw and dbias) with the chunk's added, and the chunk's rows of dx."""
     x, w = chunk["x"], operands["w"]
     unit = None
     if x.dtype == jnp.float16:
@@ -189,12 +190,13 @@ def _add_gradients(
         )
     )
     rows, sums = {}, dict(sums)
-    if "x" in spec.gradients:
-        rows["dx"] = dot(rounded, w, ((1,), (spec.vocab_axis,))).astype(x.dtype)
-    if "w" in spec.gradients:
-        sums["dw"] += dot(*((rounded, x) if spec.vocab_axis == 0 else (x, rounded)), ((0,), (0,)))
-    if "bias" in spec.gradients:
-        sums["dbias"] += rescaled(jnp.sum(g, axis=0))
+    names = {_operand_of(name): name for name in spec.outputs(kernel)}
+    if "x" in names:
+        rows[names["x"]] = dot(rounded, w, ((1,), (spec.vocab_axis,))).astype(spec.arrays()[names["x"]].type.dtype)
+    if "w" in names:
+        sums[names["w"]] += dot(*((rounded, x) if spec.vocab_axis == 0 else (x, rounded)), ((0,), (0,)))
+    if "bias" in names:
+        sums[names["bias"]] += rescaled(jnp.sum(g, axis=0))
     return sums, rows
 
 
@@ -213,14 +215,15 @@ def _in_chunks(
       operands: the kernel's, by name.
 
     Returns:
-      Sums over all tokens, in the dtype of their operands, and what each token gets in the shape of the tokens.
+      Sums over all tokens, in the dtype of the result, and what each token gets in the shape of the tokens.
     """
     lead = spec.x.shape[:-1]
     num_tokens = spec.num_tokens
-    names = [name for name in spec.inputs(kernel) if name.removeprefix("d") not in _WEIGHTS]
+    names = [name for name in spec.inputs(kernel) if _operand_of(name) not in _WEIGHTS]
     rows = {name: operands[name].reshape(num_tokens, *operands[name].shape[len(lead) :]) for name in names}
-    summed = [name for name in _WEIGHTS if f"d{name}" in spec.outputs(kernel)]
-    sums = {f"d{name}": jnp.zeros(operands[name].shape, spec.wide) for name in summed}
+    arrays = spec.arrays()
+    summed = [name for name in spec.outputs(kernel) if _operand_of(name) in _WEIGHTS]
+    sums = {name: jnp.zeros(arrays[name].type.shape, spec.wide) for name in summed}
     # The size of a symbolic shape is not known: all its tokens are one chunk.
     num_chunks = max(math.ceil(num_tokens / config.chunk), 1) if isinstance(num_tokens, int) else 1
     if num_chunks == 1:
@@ -236,4 +239,9 @@ def _in_chunks(
         sums, outs = jax.lax.scan(jax.checkpoint(step), sums, {name: split(x) for name, x in rows.items()})
         outs = {name: x.reshape(-1, *x.shape[2:])[:num_tokens] for name, x in outs.items()}
     outs = {name: x.reshape(*lead, *x.shape[1:]) for name, x in outs.items()}
-    return outs | {f"d{name}": sums[f"d{name}"].astype(operands[name].dtype) for name in summed}
+    return outs | {name: x.astype(arrays[name].type.dtype) for name, x in sums.items()}
+
+
+def _operand_of(name: str) -> str:
+    """The operand that an array is, or of which it is a tangent or a gradient."""
+    return name.removeprefix("wide_").removeprefix("d")

@@ -1,4 +1,4 @@
-"""Linear cross entropy's forward pass with gradients in plain JAX (see `jaxkernels.ops.linear_cross_entropy.reference`)."""
+"""Linear cross entropy's fused pass in plain JAX (see `jaxkernels.ops.linear_cross_entropy.reference`)."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def _in_two_passes(
     cts = cotangents(spec, statistics["lse"], operands["weights"], vocab_size)
     given = {name: x for name, x in operands.items() if name != "weights"}
     gradients = backward_op.bind(spec.without_losses, dict(given, lse=statistics["lse"], **cts), backend=backend)
-    return [*statistics.values(), *gradients]
+    return [*statistics.values(), *(gradient.astype(statistics["lse"].dtype) for gradient in gradients)]
 
 
 def _add_up(assignment: Assignment, outs: list[jax.Array], whole: int) -> list[jax.Array]:

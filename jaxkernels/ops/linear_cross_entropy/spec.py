@@ -26,8 +26,8 @@ FORWARD, TANGENT, BACKWARD, FUSED = (
 class LinearCrossEntropySpec(Spec):
     """Statistics of logits = soft_cap(x w + bias), a row of V logits for each token, and their derivatives.
 
-    The statistics of a token are lse, the natural logsumexp of its logits, label_logit, the logit of its label (0 if the
-    label is not in [0, V)), and with `logit_sum` the sum of its logits. The loss of a token is
+    The statistics of a token are lse, the natural logsumexp of its logits, label_logit, the logit of its label (0 if
+    the label is not in [0, V)), and with `logit_sum` the sum of its logits. The loss of a token is
 
         lse - (1 - label_smoothing) * label_logit - label_smoothing * logit_sum / V + z_loss * lse^2.
 
@@ -36,7 +36,8 @@ class LinearCrossEntropySpec(Spec):
     - forward: the statistics;
     - tangent: the tangents of the statistics;
     - backward: the gradients of the operands, for cotangents of the statistics;
-    - fused: the statistics, and the gradients of the sum of all losses times their weights.
+    - fused: the statistics, and the gradients of the sum of all losses times their weights. They are not rounded to the
+      operands' dtype: they are still to be multiplied by the cotangent of the sum.
 
     Attributes:
       x: (..., d), the tokens.
@@ -105,12 +106,11 @@ class LinearCrossEntropySpec(Spec):
         return (*self.linear_names, "labels", *after[kernel])
 
     def outputs(self, kernel: str) -> tuple[str, ...]:
-        gradients = tuple(f"d{name}" for name in self.gradients)
         return {
             FORWARD: self.statistics,
             TANGENT: tuple(f"d{name}" for name in self.statistics),
-            BACKWARD: gradients,
-            FUSED: (*self.statistics, *gradients),
+            BACKWARD: tuple(f"d{name}" for name in self.gradients),
+            FUSED: (*self.statistics, *(f"wide_d{name}" for name in self.gradients)),
         }[kernel]
 
     def arrays(self) -> Mapping[str, Operand]:
@@ -130,4 +130,7 @@ class LinearCrossEntropySpec(Spec):
         if self.bias is not None:
             arrays["bias"] = Operand(self.bias, ("v",))
         arrays |= dict.fromkeys(self.statistics, per_token(self.wide))
-        return arrays | {f"d{name}": arrays[name] for name in (*self.linear_names, *self.statistics)}
+        for name in self.linear_names:
+            wide = ArrayType(arrays[name].type.shape, self.wide)
+            arrays |= {f"d{name}": arrays[name], f"wide_d{name}": dataclasses.replace(arrays[name], type=wide)}
+        return arrays | {f"d{name}": arrays[name] for name in self.statistics}
