@@ -37,10 +37,11 @@ def _limit(devices: Sequence[Any]) -> int | None:
 
 
 def _least_bytes_per_sequence(config: TrainingConfig) -> int:
-    """The bytes that a step keeps for each sequence, even with `remat`: the input of each layer, and the logits."""
+    """The bytes that a step keeps for each sequence, even with `remat`: the input of each layer, and stored logits."""
     m = config.model
     itemsize = 4 if m.dtype == "float32" else 2
-    return config.sequence_length * (m.num_layers * m.embed_dim + m.vocab_size) * itemsize
+    logits = 0 if config.chunked_loss else m.vocab_size
+    return config.sequence_length * (m.num_layers * m.embed_dim + logits) * itemsize
 
 
 def check_config(config: TrainingConfig, devices: Sequence[Any]) -> None:
