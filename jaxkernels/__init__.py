@@ -3,6 +3,7 @@
 >>> import jaxkernels as jk
 >>> h = jk.matmul(x, w, bias=bias, activation="gelu")
 >>> out = jk.dot_product_attention(q, k, v, is_causal=True)
+>>> loss = jk.linear_cross_entropy(h, table, labels, vocab_axis=0, reduction="mean")
 
 `jk.ffi.CudaKernel` turns your own CUDA C++ into a JAX function. `jk.models` has a Flax transformer and
 attention functions for Flax's layers.

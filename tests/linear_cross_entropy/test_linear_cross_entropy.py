@@ -49,7 +49,8 @@ def test_random_options(seed):
     chance = lambda: bool(rng.integers(2))
     tokens, embed_dim, vocab = (int(rng.integers(1, most)) for most in (700, 40, 130))
     case = LinearCrossEntropyCase(
-        tokens, embed_dim, vocab, vocab_axis=int(chance()), dtype=str(rng.choice(["bfloat16", "float16", "float32"])),
+        tokens, embed_dim, vocab, vocab_axis=1 if chance() else 0,
+        dtype=str(rng.choice(["bfloat16", "float16", "float32"])),
         bias=chance(), weights=chance(), soft_cap=float(rng.uniform(1, 20)) if chance() else None,
         label_smoothing=float(rng.uniform(0, 1)) if chance() else 0.0, z_loss=1e-2 if chance() else 0.0,
         ignore_index=int(rng.integers(-1, vocab)) if chance() else None,
@@ -267,6 +268,19 @@ def test_labels_of_any_integer_dtype():
         assert_same_bits(ours(SMALL, "none", operands | dict(labels=operands["labels"].astype(dtype))), expected)
 
 
+def test_labels_beyond_the_range_of_a_dtype():
+    """Neither a vocabulary that is larger than the labels' dtype, nor labels of 64 bits, wrap around."""
+    w = np.ones((300, 4), np.float32)
+    x = np.ones((2, 4), np.float32)
+    losses = lambda labels: jk.linear_cross_entropy(x, w, labels, vocab_axis=0, ignore_index=-100)
+    np.testing.assert_allclose(losses(np.array([3, 100], np.int8)), np.log(300), rtol=1e-6)
+    np.testing.assert_allclose(losses(np.array([3, 255], np.uint8)), np.log(300), rtol=1e-6)
+    assert (np.isnan(losses(np.array([3, 2**32 - 1], np.uint32))) == [False, True]).all()
+    with jax.enable_x64(True):
+        for label in (2**32 + 3, -(2**32) + 3):
+            assert (np.isnan(losses(np.array([3, label], np.int64))) == [False, True]).all()
+
+
 def test_float64():
     operands = SMALL.operands()
     with jax.enable_x64(True):
@@ -373,7 +387,14 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "labels' shape": (dict(labels=LABELS[:5]), "labels must have shape (6,), that of x without d; got (5,)."),
     "bias": (dict(bias=np.zeros(4)), "bias must have shape (V,) = (5,); got (4,)."),
     "weights": (dict(weights=np.zeros(())), "weights must have the labels' shape (6,); got ()."),
-    "ignore_index": (dict(ignore_index=1.5), "ignore_index must be an int or None; got 1.5. Use weights instead."),
+    "ignore_index": (
+        dict(ignore_index=1.5),
+        "ignore_index must be an int of 32 bits or None; got 1.5. Use weights instead.",
+    ),
+    "ignore_index of 33 bits": (
+        dict(ignore_index=2**31),
+        "ignore_index must be an int of 32 bits or None; got 2147483648. Use weights instead.",
+    ),
     "reduction": (dict(reduction="average"), "unknown reduction='average'; use one of 'none', 'sum', 'mean'."),
     "label_smoothing": (dict(label_smoothing=1.5), "label_smoothing must be from 0 to 1; got 1.5."),
     "z_loss": (
@@ -403,9 +424,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusals(name):
-    arguments, message = REFUSALS[name]
+    changed, message = REFUSALS[name]
+    arguments: dict[str, Any] = dict(x=X, w=W, labels=LABELS) | changed
     with raises_exactly(ValueError, f"linear_cross_entropy[auto]: {message}"):
-        jk.linear_cross_entropy(**(dict(x=X, w=W, labels=LABELS) | arguments))
+        jk.linear_cross_entropy(**arguments)
 
 
 def test_refusals_of_backends():

@@ -129,8 +129,10 @@ def linear_cross_entropy(
         shape = () if is_single else labels.shape
         if weights.shape != shape:
             raise ValueError(f"{op}: weights must have the labels' shape {shape}; got {weights.shape}.")
-    if ignore_index is not None and not is_whole(ignore_index):
-        raise ValueError(f"{op}: ignore_index must be an int or None; got {ignore_index!r}. Use weights instead.")
+    if ignore_index is not None and not (is_whole(ignore_index) and -(2**31) <= ignore_index < 2**31):
+        raise ValueError(
+            f"{op}: ignore_index must be an int of 32 bits or None; got {ignore_index!r}. Use weights instead."
+        )
     if not (isinstance(reduction, str) and reduction in _REDUCTIONS):
         known = ", ".join(map(repr, _REDUCTIONS))
         raise ValueError(f"{op}: unknown reduction={reduction!r}; use one of {known}.")
@@ -159,8 +161,7 @@ def linear_cross_entropy(
     factors = jnp.ones_like(labels, spec.wide) if weights is None else weights.astype(spec.wide).reshape(labels.shape)
     if ignored is not None:
         factors = jnp.where(ignored, 0, factors)
-    operands = dict(x=x, w=w, labels=labels.astype(jnp.int32)) | ({} if bias is None else dict(bias=bias))
-    options = dict(backend=backend, config=config)
+    operands = dict(x=x, w=w, labels=labels) | ({} if bias is None else dict(bias=bias))
 
     if reduction == "mean":
         has_all = weights is None and ignored is None
@@ -169,7 +170,7 @@ def linear_cross_entropy(
     if reduction != "none" and not returns_logsumexp:
         return total_loss(spec, backend, config, operands | dict(weights=factors))
     plain = spec.without_losses
-    statistics = dict(zip(spec.statistics, forward_op(plain, operands, **options)))
+    statistics = dict(zip(spec.statistics, forward_op(plain, operands, backend=backend, config=config)))
     losses = token_losses(spec, statistics, vocab_size) * factors
     lse = statistics["lse"] if ignored is None else jnp.where(ignored, 0, statistics["lse"])
     if is_single:
@@ -179,7 +180,7 @@ def linear_cross_entropy(
 
 
 def _operands(op: str, x: Any, w: Any, labels: Any, vocab_axis: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """x, w and labels as arrays whose shapes and dtypes fit."""
+    """x, w and labels as arrays whose shapes and dtypes fit; labels as int32."""
     x, w = as_array(op, "x", x, floating=True), as_array(op, "w", w, floating=True)
     labels = as_array(op, "labels", labels)
     if not is_whole(vocab_axis) or vocab_axis not in (0, 1):
@@ -202,7 +203,15 @@ def _operands(op: str, x: Any, w: Any, labels: Any, vocab_axis: Any) -> tuple[ja
         raise ValueError(f"{op}: labels must be integers; got {labels.dtype}.")
     if labels.shape != x.shape[:-1]:
         raise ValueError(f"{op}: labels must have shape {x.shape[:-1]}, that of x without d; got {labels.shape}.")
-    return x, w, labels
+    return x, w, _as_int32(labels)
+
+
+def _as_int32(labels: jax.Array) -> jax.Array:
+    """Labels beyond 32 bits become the largest or the smallest number: they are in no vocabulary either way."""
+    given, least, most = jnp.iinfo(labels.dtype), -(2**31), 2**31 - 1
+    if given.max > most:
+        labels = jnp.clip(labels, max(int(given.min), least), most)
+    return labels.astype(jnp.int32)
 
 
 def _logits_dtype(op: str, logits_dtype: Any, dtype: np.dtype) -> np.dtype:
