@@ -223,6 +223,15 @@ def test_bias_of_minus_infinity_leaves_classes_out():
     assert (np.asarray(dw)[40:] == 0).all()
 
 
+@every_reduction
+def test_large_bias(reduction):
+    """The tokens that fill up the last chunk add nothing, although exp(200) overflows."""
+    operands = SMALL.operands()
+    bias = np.full(50, 200, np.float32)
+    f = lambda w, **options: jnp.sum(jax.tree.leaves(ours(SMALL, reduction, operands | dict(w=w) | options))[0])
+    assert_close(jax.grad(functools.partial(f, bias=bias))(operands["w"]), jax.grad(f)(operands["w"]), rtol=1e-3)
+
+
 @pytest.mark.parametrize("reduction", ["none", "sum"])
 def test_small_weights_in_float16(reduction):
     """Cotangents of logits below 2^-24 are not lost before they are added up, and large ones do not overflow."""

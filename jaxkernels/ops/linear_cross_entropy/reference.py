@@ -233,10 +233,12 @@ def _in_chunks(
         size = min(math.ceil(size / _STEP) * _STEP, max(config.chunk, size))
         num_chunks = math.ceil(num_tokens / size)
         missing = num_chunks * size - num_tokens
-        fill = lambda x: jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)]) if missing else x
-        split = lambda x: fill(x).reshape(num_chunks, size, *x.shape[1:])
+        # Logits of a large bias less a logsumexp of 0 have infinite exponentials, and their product with 0 is NaN.
+        filling = lambda name: jnp.inf if name == "lse" else 0
+        pad = lambda name, x: jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)], constant_values=filling(name))
+        split = lambda name, x: (pad(name, x) if missing else x).reshape(num_chunks, size, *x.shape[1:])
         # A derivative of the loop keeps its operands, and computes the logits of each chunk again.
-        sums, outs = jax.lax.scan(jax.checkpoint(step), sums, {name: split(x) for name, x in rows.items()})
+        sums, outs = jax.lax.scan(jax.checkpoint(step), sums, {name: split(name, x) for name, x in rows.items()})
         outs = {name: x.reshape(-1, *x.shape[2:])[:num_tokens] for name, x in outs.items()}
     outs = {name: x.reshape(*lead, *x.shape[1:]) for name, x in outs.items()}
     return outs | {name: x.astype(arrays[name].type.dtype) for name, x in sums.items()}
