@@ -3,6 +3,7 @@
 >>> import jaxkernels as jk
 >>> h = jk.matmul(x, w, bias=bias, activation="gelu")
 >>> out = jk.dot_product_attention(q, k, v, is_causal=True)
+>>> loss = jk.linear_cross_entropy(h, table, labels, vocab_axis=0, reduction="mean")
 
 `jk.ffi.CudaKernel` turns your own CUDA C++ into a JAX function. `jk.models` has a Flax transformer and
 attention functions for Flax's layers.
@@ -21,13 +22,14 @@ from jaxkernels import checkpoint_policies
 from jaxkernels.core.explain import explain
 from jaxkernels.core.versions import installed_version as _installed_version
 from jaxkernels.ops.attention.api import dot_product_attention
+from jaxkernels.ops.linear_cross_entropy.api import linear_cross_entropy
 from jaxkernels.ops.matmul.api import dot_general, matmul
 from jaxkernels.ops.norm.api import layer_norm, rms_norm
 from jaxkernels.tuning.autotune import autotune, tuning
 
 __all__ = [
     "__version__", "autotune", "checkpoint_policies", "dot_general", "dot_product_attention", "explain", "ffi",
-    "layer_norm", "matmul", "models", "rms_norm", "tuning",
+    "layer_norm", "linear_cross_entropy", "matmul", "models", "rms_norm", "tuning",
 ]  # fmt: skip
 
 #: The installed version; "0+unknown" in a checkout that is not installed.

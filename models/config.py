@@ -319,6 +319,8 @@ class TrainingConfig:
         bit. XLA then sums an embedding's gradient in order instead of atomically, and does not autotune its own
         matmuls. Our attention sums the queries' gradient in order. On CPUs equal runs are equal without it.
       init_from: folder of the run whose weights are the start; None: random weights.
+      chunked_loss: compute the loss with `jaxkernels.linear_cross_entropy`, which stores the logits of some tokens at a
+        time. The loss is the same up to rounding.
     """
 
     preset: str
@@ -339,6 +341,7 @@ class TrainingConfig:
     clip_norm: float = 1.0
     deterministic: bool = True
     init_from: str | None = None
+    chunked_loss: bool = False
 
     def __post_init__(self) -> None:
         _require_types(self)

@@ -37,10 +37,11 @@ def _limit(devices: Sequence[Any]) -> int | None:
 
 
 def _least_bytes_per_sequence(config: TrainingConfig) -> int:
-    """The bytes of a sequence that a step keeps even with the remat policy "full": inputs of layers, and logits."""
+    """The bytes of a sequence that a step keeps even with the remat policy "full": inputs of layers, and stored logits."""
     m = config.model
     itemsize = 4 if m.dtype == "float32" else 2
-    return config.sequence_length * (m.num_layers * m.embed_dim + m.vocab_size) * itemsize
+    logits = 0 if config.chunked_loss else m.vocab_size
+    return config.sequence_length * (m.num_layers * m.embed_dim + logits) * itemsize
 
 
 def _state_bytes(config: TrainingConfig) -> int:

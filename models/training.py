@@ -204,8 +204,8 @@ class Trainer:
         return math.fsum(map(float, losses)) / len(losses)
 
     def _loss(self, params: Any, batch: Int[Array, "B T+1"]) -> Float[Array, ""]:
-        logits = nnx.merge(self.graphdef, params)(batch[:, :-1])
-        return cross_entropy(logits, batch[:, 1:])
+        model, tokens, targets = nnx.merge(self.graphdef, params), batch[:, :-1], batch[:, 1:]
+        return model.loss(tokens, targets) if self.config.chunked_loss else cross_entropy(model(tokens), targets)
 
     def _step(self, state: TrainState, batch: Int[Array, "B T+1"]) -> tuple[TrainState, dict[str, jax.Array]]:
         loss, grads = jax.value_and_grad(self._loss)(state.params, batch)

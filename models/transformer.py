@@ -201,18 +201,31 @@ class Transformer(nnx.Module):
         With a cache it returns (logits, the cache with these tokens added). `tokens` is then a single token for each
         sequence, or, if the cache is empty, a prompt of at most S tokens.
         """
+        x, updated = self._stream(tokens, cache)
+        # Logits have the compute dtype. With float32 logits the backward products would be float32, too.
+        logits = jk.dot_general(x, self._table(), (((2,), (1,)), ((), ())), backend=self.config.backend)
+        return logits if updated is None else (logits, updated)
+
+    def loss(self, tokens: Int[Array, "B T"], targets: Int[Array, "B T"]) -> Float[Array, ""]:
+        """Returns the mean negative log-likelihood of the targets, in nats per token, without storing all logits.
+
+        `linear_cross_entropy` chooses its backend itself: the backends of the config have products and attention.
+        """
+        x, _ = self._stream(tokens, None)
+        return jk.linear_cross_entropy(x, self._table(), targets, vocab_axis=0, reduction="mean")
+
+    def _table(self) -> Float[Array, "V D"]:
+        """The unembedding, in the compute dtype."""
+        return (self.embedding if self.config.tied_embedding else self.unembedding)[...].astype(self.config.dtype)
+
+    def _stream(self, tokens: Int[Array, "B T"], cache: Cache | None) -> tuple[Float[Array, "B T D"], Cache | None]:
+        """Returns the normalised stream after the last layer, and the updated cache (None without a cache)."""
         c = self.config
         length = jnp.int32(0) if cache is None else cache.length
         rotation = rotation_at(length + jnp.arange(tokens.shape[1]), c)
         x = jnp.take(self.embedding[...], tokens, axis=0).astype(c.dtype)
         x, layers = self._run_layers(x, rotation, None if cache is None else cache.layers, length)
-        x = _normalise(self.norm, x)
-        table = (self.embedding if c.tied_embedding else self.unembedding)[...].astype(c.dtype)
-        # Logits have the compute dtype. With float32 logits the backward products would be float32, too.
-        logits = jk.dot_general(x, table, (((2,), (1,)), ((), ())), backend=c.backend)
-        if cache is None:
-            return logits
-        return logits, Cache(layers, length + tokens.shape[1])
+        return _normalise(self.norm, x), None if cache is None else Cache(layers, length + tokens.shape[1])
 
     def _run_layers(self, x: jax.Array, rotation: tuple[jax.Array, jax.Array], caches: Any, length: jax.Array) -> Any:
         """Returns the stream after the last layer, and the updated caches (None without caches)."""

@@ -252,7 +252,50 @@ _SCHEDULE = "tests/attention/test_attention_schedule.py::test_random_cases"
 _WORK_IS_COUNTED = "tests/test_bench.py::test_work_is_counted"
 _LAUNCH = "tests/test_ffi_launcher.py::test_launch_reaches_the_driver_as_it_was_asked_for"
 
+
+def forgets(**options: Any) -> Callable[[Any], Any]:
+    """A function of a spec that does not see some of its options."""
+    return lambda right: lambda spec, *args: right(dataclasses.replace(spec, **options), *args)
+
+
+def adds_up_all(right: Any) -> Any:
+    return lambda assignment, outs, whole: right(assignment, outs, 0)
+
+
+_LOSSES = "tests/linear_cross_entropy/test_linear_cross_entropy.py"
+_SHARDED_LOSSES = "tests/linear_cross_entropy/test_sharded_losses.py"
+
+
 MUTATIONS: dict[str, Edit | Planted] = {
+    # Linear cross entropy.
+    "fused gradients without the z-loss": Planted(
+        Fault("jaxkernels.ops.linear_cross_entropy.reference:cotangents", forgets(z_loss=0.0)),
+        f"{_LOSSES}::test_error_rule",
+    ),
+    "gradients without the soft cap's slope": Planted(
+        Fault("jaxkernels.ops.linear_cross_entropy.reference:_Logits.chain", lambda right: lambda logits, x: x),
+        f"{_LOSSES}::test_error_rule",
+    ),
+    "statistics added up over shards of the vocabulary": Planted(
+        Fault("jaxkernels.ops.linear_cross_entropy.rules:_add_up", adds_up_all),
+        f"{_SHARDED_LOSSES}::test_all_options",
+    ),
+    "loop over tokens left to XLA's partitioner": Planted(
+        Fault("jaxkernels.ops.linear_cross_entropy.rules:_LinearCrossEntropyOp.loops", lambda right: False),
+        f"{_SHARDED_LOSSES}::test_no_more_collectives_than_plain_losses",
+    ),
+    "ignored tokens reach the products": Edit(
+        "jaxkernels/ops/linear_cross_entropy/api.py",
+        "jnp.where(ignored[..., None], 0, x), jnp.where(ignored, 0, labels)",
+        "x, jnp.where(ignored, 0, labels)",
+        f"{_LOSSES}::test_ignored_tokens_may_be_nan",
+    ),
+    "float16 gradients rounded without a unit": Edit(
+        "jaxkernels/ops/linear_cross_entropy/reference.py",
+        "if x.dtype == jnp.float16:",
+        "if x.dtype == jnp.bool_:",
+        f"{_LOSSES}::test_small_weights_in_float16",
+    ),
     # Derivatives and vmap of products.
     "contracted dimensions in the operand's own order": Planted(
         Fault("jaxkernels.ops.matmul.rules:_cotangent", contracts_in_own_order),

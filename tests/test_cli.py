@@ -72,7 +72,8 @@ def test_help_of_train_explains_every_option(monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     text = invoke("train", "--help").stdout
     for option in (
-        "preset", "backend", "dtype", "remat", "scan", "no-scan", "data", "tokenizer", "vocab-size",
+        "preset", "backend", "dtype", "remat", "scan", "no-scan", "chunked-loss", "no-chunked-loss", "data",
+        "tokenizer", "vocab-size",
         "steps", "batch-size", "sequence-length", "learning-rate", "optimizer", "seed", "deterministic",
         "no-deterministic", "out", "resume", "init-from", "checkpoint-every", "eval-every", "devices",
     ):  # fmt: skip

@@ -18,7 +18,7 @@ from errors import raises_exactly
 from jax import export
 
 import jaxkernels as jk
-from jaxkernels.core import dispatch, hardware
+from jaxkernels.core import dispatch, hardware, registry
 from jaxkernels.core.dispatch import Entry
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.reference_forward import Config as ForwardConfig
@@ -529,8 +529,13 @@ def test_figures_of_a_chip_fit_each_other(name, capability, fp32_units, to_bf16,
     assert 70 < chip.bf16_flops_per_s / chip.memory_bytes_per_s < 450
 
 
+#: A Config that the kernels of an operation share names the operation.
 CONFIG_FIELDS = [
-    (design.Config, f"{op}[{backend}]", field.name)
+    (
+        design.Config,
+        f"{op if design.Config.__module__ == design.__name__ else registry.operation_of(op)}[{backend}]",
+        field.name,
+    )
     for op, backend in dispatch.REGISTRY
     for design in dispatch.load(op, backend).designs
     for field in dataclasses.fields(design.Config)

@@ -215,6 +215,20 @@ def test_eight_devices_compute_what_one_does(kernels, opaque):
     assert_close(*results)
 
 
+@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("tied", [True, False])
+def test_chunked_loss_and_its_gradients_are_those_of_stored_logits(num_devices, tied):
+    """Up to rounding."""
+    model = dataclasses.replace(MODEL, tied_embedding=tied)
+    results = []
+    for chunked in (False, True):
+        t = trainer(dataclasses.replace(CONFIG, model=model, chunked_loss=chunked), num_devices)
+        state, metrics = t.step(t.init_state(), t.put(batch()))
+        results.append((metrics, jax.tree.map(lambda x: 10 * x, state.opt_state[1][0].mu)))
+        np.testing.assert_allclose(t.loss(t.init_state().params, t.put(batch())), metrics["loss"], rtol=1e-5)
+    assert_close(*results)
+
+
 @pytest.mark.gpu
 def test_steps_on_a_gpu_are_repeatable_bit_for_bit():
     model = dict(embed_dim=256, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=512, dtype="bfloat16")

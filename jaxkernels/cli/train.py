@@ -65,6 +65,15 @@ _Scan = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+_ChunkedLoss = Annotated[
+    bool | None,
+    typer.Option(
+        "--chunked-loss/--no-chunked-loss",
+        help="Store the logits of some tokens at a time: less memory, the same loss up to rounding.",
+        show_default="no-chunked-loss",
+        rich_help_panel=_MODEL,
+    ),
+]
 
 # The text.
 
@@ -182,6 +191,7 @@ def train(
     dtype: _Dtype = None,
     remat: _Remat = None,
     scan: _Scan = None,
+    chunked_loss: _ChunkedLoss = None,
     data: _Data = None,
     tokenizer: _Tokenizer = None,
     vocab_size: _VocabSize = None,
@@ -213,6 +223,7 @@ def train(
         backend=backend,
         remat=remat,
         scan=scan,
+        chunked_loss=chunked_loss,
         steps=steps,
         batch_size=batch_size,
         sequence_length=sequence_length,

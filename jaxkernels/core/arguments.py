@@ -14,8 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkernels.core import _jax
+
 __all__ = [
-    "as_array", "as_flag", "as_floating", "as_number", "check_fields", "check_rules", "is_whole", "positive_number",
+    "as_array", "as_flag", "as_floating", "as_number", "as_precision", "check_fields", "check_rules", "is_whole",
+    "positive_number",
     "positive_whole",
 ]  # fmt: skip
 
@@ -130,6 +133,17 @@ def as_flag(op: str, name: str, x: Any, way_out: str) -> bool:
     if value.ndim != 0 or value.dtype.kind not in "bi" or value not in (0, 1):
         raise ValueError(f"{op}: {name} must be True or False, known at trace time; got {x!r}. {way_out}")
     return bool(value)
+
+
+def as_precision(op: str, precision: Any) -> Any:
+    """Returns argument `precision` of `op` in lax's own form (`_jax.canonical_precision`)."""
+    try:
+        return _jax.canonical_precision(precision)
+    except ValueError:
+        raise ValueError(
+            f"{op}: precision must be None, a jax.lax.Precision, a pair of them, a jax.lax.DotAlgorithmPreset, or the "
+            f"name of one; got {precision!r}."
+        ) from None
 
 
 def _known(x: Any) -> np.ndarray:

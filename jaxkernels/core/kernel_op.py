@@ -44,9 +44,12 @@ class KernelOp:
       name: the kernel's name in `dispatch.REGISTRY` and in messages.
       primitive: the JAX primitive.
       keeps_weak_types: whether results of weakly typed operands are weakly typed.
+      loops: whether the reference loops over a dimension that may be sharded. XLA's partitioner would gather it, so the
+        reference is split as the kernels are.
     """
 
     keeps_weak_types = False
+    loops = False
 
     def __init__(self, name: str, primitive_name: str, *, multiple_results: bool):
         self.name = name
@@ -88,7 +91,8 @@ class KernelOp:
         types = [ArrayType(x.shape[name in mapped :], jnp.dtype(x.dtype)) for name, x in xs.items()]
         arrays = static.typed(self.name, types).arrays()
         place: dict[str, Any] = {name: operand.place(static.batch_axis) for name, operand in arrays.items()}
-        if any(place[name] is None for name in mapped):  # A kernel takes one for the whole batch.
+        # A kernel takes one for the whole batch, or returns one.
+        if any(place[name] is None for name in (*mapped, *static.outputs(self.name))):
             outs = jax.lax.map(
                 lambda given: self._list(self.bind(static, xs | given, **params)), {name: xs[name] for name in mapped}
             )
@@ -203,12 +207,10 @@ class KernelOp:
         types = tuple(ArrayType.of(aval) for aval in ctx.avals_in)
         devices = _jax.devices_during_lowering(ctx)
         target = hardware.cuda_target(devices) if platform == "cuda" else hardware.host(platform)
-        partitioned = _jax.is_auto_partitioned(ctx)
+        partitioned, exported = _jax.is_auto_partitioned(ctx), _jax.is_exported(ctx)
         spec = static.typed(self.name, types, target)
-        choice = dispatch.choose(
-            self.name, spec, backend, config, is_partitioned=partitioned, is_exported=_jax.is_exported(ctx)
-        )
-        if choice.backend != "xla" and partitioned:
+        choice = dispatch.choose(self.name, spec, backend, config, is_partitioned=partitioned, is_exported=exported)
+        if partitioned and (choice.backend != "xla" or (self.loops and not exported)):
             run = self._whole(static, types, backend, config)
             ctx = _jax.with_unknown_devices(ctx)
         else:

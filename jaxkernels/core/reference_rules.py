@@ -14,10 +14,15 @@ from jaxkernels.core.kernel_op import KernelOp, usual_promotion
 from jaxkernels.core.operands import Spec
 from jaxkernels.core.types import ArrayType
 
-__all__ = ["differentiate_reference", "expand_reference"]
+__all__ = ["differentiate", "differentiate_reference", "expand_reference", "reference_of"]
 
 #: A kernel in plain JAX: of its spec and operands, its results.
 Reference = Callable[..., list[jax.Array]]
+
+
+def reference_of(module: Any) -> Reference:
+    """The kernel of a design of the backend "xla", with its first configuration."""
+    return lambda spec, *operands: module.run(spec, next(iter(module.search_space(spec))), *operands)
 
 
 def differentiate_reference(op: KernelOp, reference: Reference) -> None:
@@ -30,7 +35,7 @@ def differentiate_reference(op: KernelOp, reference: Reference) -> None:
     def jvp(primals: Any, tangents: Any, *, static: Spec, backend: str | None, config: Any) -> Any:
         _reference_only(op, "second derivatives", backend)
         outs = op.bind(static, static.named(op.name, primals), backend=backend, config=config)
-        return outs, _differentiate(_typed(op, reference, static), primals, tangents)
+        return outs, differentiate(_typed(op, reference, static), primals, tangents)
 
     ad.primitive_jvps[op.primitive] = jvp
 
@@ -58,7 +63,7 @@ def _typed(op: KernelOp, reference: Reference, spec: Spec) -> Callable[..., list
     return lambda *xs: reference(spec.typed(op.name, [ArrayType.of(x) for x in xs]), *xs)
 
 
-def _differentiate(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+def differentiate(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     """The tangents of f, by jax.jvp in its floating arguments that move; the others are constants."""
     floating = [i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.floating)]
     moving = [i for i in floating if type(tangents[i]) is not ad.Zero]

@@ -124,6 +124,15 @@ OPERATIONS: dict[str, Operation] = {
             },
         },
     ),
+    "linear_cross_entropy": Operation(
+        "jaxkernels.ops.linear_cross_entropy",
+        {
+            f"linear_cross_entropy_{kernel}": {
+                "xla": Entry((f"jaxkernels.ops.linear_cross_entropy.reference_{kernel}",))
+            }
+            for kernel in ("forward", "tangent", "backward", "fused")
+        },
+    ),
 }
 
 

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 
 from jaxkernels.core.kernel_op import KernelOp
-from jaxkernels.core.reference_rules import differentiate_reference, expand_reference
+from jaxkernels.core.reference_rules import differentiate_reference, expand_reference, reference_of
 from jaxkernels.core.sharding import Assignment
 from jaxkernels.ops.attention import reference_backward, reference_forward, reference_tangent
 from jaxkernels.ops.attention.spec import AttentionSpec
@@ -85,12 +85,8 @@ def _tangent_transpose(cts: Any, *args: Any, static: AttentionSpec, backend: str
     return [named[name] if name in wanted else None for name in operands]
 
 
-def _reference(module: Any) -> Callable[..., list[jax.Array]]:
-    return lambda spec, *operands: module.run(spec, module.Config(), *operands)
-
-
 ad.primitive_jvps[forward_op.primitive] = _forward_jvp
 ad.primitive_transposes[tangent_op.primitive] = _tangent_transpose
-expand_reference(forward_op, _reference(reference_forward))
-differentiate_reference(tangent_op, _reference(reference_tangent))
-differentiate_reference(backward_op, _reference(reference_backward))
+expand_reference(forward_op, reference_of(reference_forward))
+differentiate_reference(tangent_op, reference_of(reference_tangent))
+differentiate_reference(backward_op, reference_of(reference_backward))

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike
 
 from jaxkernels.core import _jax, dispatch, hardware
-from jaxkernels.core.arguments import as_array, as_number
+from jaxkernels.core.arguments import as_array, as_number, as_precision
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.matmul.epilogue import ACTIVATIONS
 from jaxkernels.ops.matmul.rules import dot_general_op, matmul_op
@@ -109,7 +109,7 @@ def matmul(
     numbers = (((a.ndim - 1,), (b.ndim - 2 if b.ndim > 1 else 0,)), (lead, lead))
     spec = MatmulSpec(
         ArrayType.of(a), ArrayType.of(b), numbers, out_dtype, hardware.host(),
-        precision=_precision(op, precision), alpha=_alpha(op, alpha, dtype),
+        precision=as_precision(op, precision), alpha=_alpha(op, alpha, dtype),
     )  # fmt: skip
     operands = dict(lhs=a, rhs=b)
     if bias is None and activation is None and residual is None:
@@ -191,7 +191,7 @@ def dot_general(
     dispatch.check_backend("dot_general", backend)
     lhs, rhs = as_array(op, "lhs", lhs), as_array(op, "rhs", rhs)
     numbers = _check_dimension_numbers(op, lhs, rhs, dimension_numbers)
-    precision = _precision(op, precision)
+    precision = as_precision(op, precision)
     # lax's own rule decides the dtype, and on a mesh the sharding (or that it is ambiguous).
     product = functools.partial(
         jax.lax.dot_general,
@@ -267,13 +267,3 @@ def _alpha(op: str, alpha: Any, dtype: np.dtype) -> float:
             "result instead."
         )
     return value
-
-
-def _precision(op: str, precision: Any) -> Any:
-    try:
-        return _jax.canonical_precision(precision)
-    except ValueError:
-        raise ValueError(
-            f"{op}: precision must be None, a jax.lax.Precision, a pair of them, a jax.lax.DotAlgorithmPreset, or the "
-            f"name of one; got {precision!r}."
-        ) from None
