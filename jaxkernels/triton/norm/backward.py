@@ -34,7 +34,7 @@ _LONGEST, _CHUNKS = 8192, (4096, 2048)
 _SCHEDULES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2), (1, 3), (2, 3))
 
 #: Elements of an array for each thread of a default configuration.
-_PER_THREAD = 16
+_PER_THREAD = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +51,21 @@ class Config(problem.Config):
 
 def search_space(spec: NormSpec) -> Iterator[Config]:
     """All tiles, with one or a few programs for each SM."""
-    for tile in problem.tiles(spec, _LONGEST, _CHUNKS):
-        yield from (Config(*tile, *schedule) for schedule in _SCHEDULES)
+    for tile in problem.tiles(spec, _longest(spec), _CHUNKS):
+        configs = (Config(*tile, *schedule) for schedule in _SCHEDULES)
+        yield from (config for config in configs if problem.fits(spec, config))
 
 
 def shortlist(spec: NormSpec) -> tuple[Config, ...]:
     """The default."""
-    return (Config(*problem.default_tile(spec, _LONGEST, _CHUNKS, _PER_THREAD), 2, 2),)
+    tile = problem.default_tile(spec, _longest(spec), _CHUNKS, _PER_THREAD)
+    usual = Config(*tile, 2, 2)
+    return (usual if problem.fits(spec, usual) else Config(*tile, 2, 1),)
+
+
+def _longest(spec: NormSpec) -> int:
+    """In float32, rows of the same bytes: longer ones spill registers on chips without room for tiles in flight."""
+    return 2 * _LONGEST // spec.x.dtype.itemsize
 
 
 def run(spec: NormSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:

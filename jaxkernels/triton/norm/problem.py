@@ -27,6 +27,7 @@ __all__ = [
     "Problem",
     "check_config",
     "default_tile",
+    "fits",
     "optional",
     "tiles",
     "unpreferred",
@@ -194,6 +195,12 @@ def tiles(spec: NormSpec, longest: int, chunks: tuple[int, ...]) -> Iterator[tup
                 per_thread = elements / (32 * num_warps)
                 if 4 <= per_thread <= 64 or (per_thread < 4 and num_warps == 1):
                     yield block_rows, block_features, num_warps
+
+
+def fits(spec: NormSpec, config: Config) -> bool:
+    """Whether the tiles in flight have room in shared memory: x and up to two arrays of its type."""
+    tile = config.block_rows * config.block_features * spec.x.dtype.itemsize
+    return config.num_stages == 1 or 3 * config.num_stages * tile <= chips.smem_bytes(spec.target)
 
 
 def default_tile(spec: NormSpec, longest: int, chunks: tuple[int, ...], per_thread: int) -> tuple[int, int, int]:

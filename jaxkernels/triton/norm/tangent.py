@@ -42,7 +42,8 @@ class Config(problem.Config):
 def search_space(spec: NormSpec) -> Iterator[Config]:
     """All tiles, with a program each, and of a few programs for each SM."""
     for tile in problem.tiles(spec, _LONGEST, _CHUNKS):
-        yield from (Config(*tile, *schedule) for schedule in _SCHEDULES)
+        configs = (Config(*tile, *schedule) for schedule in _SCHEDULES)
+        yield from (config for config in configs if problem.fits(spec, config))
 
 
 def shortlist(spec: NormSpec) -> tuple[Config, ...]:
