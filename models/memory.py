@@ -37,7 +37,7 @@ def _limit(devices: Sequence[Any]) -> int | None:
 
 
 def _least_bytes_per_sequence(config: TrainingConfig) -> int:
-    """The bytes of a sequence that a step keeps even with the remat policy "full": inputs of layers, and stored logits."""
+    """The bytes of a sequence that a step keeps in any case: the inputs of layers, and stored logits."""
     m = config.model
     itemsize = 4 if m.dtype == "float32" else 2
     logits = 0 if config.chunked_loss else m.vocab_size
