@@ -142,6 +142,25 @@ def test_times_are_of_one_step():
     assert [kernel.seconds for kernel in found.kernels] == sorted((k.seconds for k in found.kernels), reverse=True)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "group"),
+    [
+        ("attention_forward_mosaic_gpu_kernel", "attention"),
+        ("jaxkernels::attention_backward_wide", "attention"),
+        ("cudnn::fusion::compute_dot_do_o_specialized", "attention"),
+        ("norm_backward", "norms"),
+        ("matmul_mosaic_gpu_kernel", "products"),
+        ("jaxkernels::few_rows", "products"),
+        ("nvjet_sm90_tst_128x160_64x5_2x1_v_bz_NNT", "products"),
+        ("loop_add_fusion_3", "elementwise"),
+    ],
+)
+def test_kernels_of_cuda_graphs_are_grouped_by_their_names(kernel, group):
+    """A CUDA graph's kernels have no instruction in a trace."""
+    found = breakdown(trace(("Stream #1", [(kernel, "command_buffer", 0.0, 1.0)])), 1, {})
+    assert [(one.group, one.name.startswith("command_buffer")) for one in found.kernels] == [(group, False)]
+
+
 def test_trace_without_a_gpu_is_refused():
     with raises_exactly(
         InputError, "bench: --profile found no kernels in the trace. It needs a GPU, and CUPTI of jax[cuda13]."

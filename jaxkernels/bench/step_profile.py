@@ -133,6 +133,8 @@ def _kernel(event: Any, groups: Mapping[str, str]) -> tuple[str, str]:
     kernel = _short(event.name)
     stats = {str(name): value for name, value in event.stats if name is not None}
     instruction = str(stats.get("hlo_op", ""))
+    if instruction == _GRAPH:
+        instruction = ""
     # A kernel of a CUDA graph may have no instruction. XLA names its own kernels after their instructions.
     group = groups.get(instruction) or groups.get(_symbol(event.name))
     named = re.sub(r"[._]\d+$", "", instruction)
@@ -152,12 +154,16 @@ def _symbol(name: str) -> str:
     return re.sub(r"[^\w]", "_", name)
 
 
+#: What a trace names in place of the instruction of a kernel in a CUDA graph.
+_GRAPH = "command_buffer"
+
 #: Group -> a pattern of kernels' names, in the order in which they are tried.
 _NAMES = {
     "collectives": r"nccl|all_?reduce|all_?gather|reduce_?scatter",
     "copies": r"^mem(cpy|set)|^copy|^wrapped_(copy|transpose|slice)|dynamic_(update_)?slice$",
-    "attention": r"sdpa|fmha|flash|attention",
-    "products": r"gemm|nvjet|cutlass|xmma|cublas|splitk|_dot",
+    "attention": r"sdpa|fmha|flash|attention|^cudnn::fusion",
+    "norms": r"^norm_",
+    "products": r"gemm|matmul|few_rows|nvjet|cutlass|xmma|cublas|splitk|_dot",
     "elementwise": r"fusion|^wrapped_|elementwise",
 }
 

@@ -114,6 +114,7 @@ from jaxkernels.pallas.attention.logits import (
     round_logit_gradients,
 )
 from jaxkernels.pallas.attention.rings import RING_BARRIER_BYTES
+from jaxkernels.pallas.names import named_kernel
 
 __all__ = [
     "CONSTANTS", "FITTED_ON", "VERSION", "Config", "Constants", "can_store_first", "estimate", "gradients", "is_zeroed",
@@ -324,7 +325,14 @@ def gradients(
     inputs = _inputs(spec, block_q, extras)
     plan = jnp.asarray(_plan(spec, block_q, zeros is not None))
     run = plgpu.kernel(
-        functools.partial(_kernel, spec=spec, block_q=block_q, num_stages=num_stages, is_zeroed=zeros is not None),
+        named_kernel(
+            "attention_backward",
+            _kernel,
+            spec=spec,
+            block_q=block_q,
+            num_stages=num_stages,
+            is_zeroed=zeros is not None,
+        ),
         out_type=[*([like(q, jnp.float32)] if zeros is None else []), like(k), like(v)],
         grid=(len(plan),),
         grid_names=("cta",),

@@ -36,6 +36,7 @@ from jaxkernels.pallas.attention.layouts import COLUMNS, ROWS, TILE, transforms_
 from jaxkernels.pallas.attention.limits import features, least_head_multiple, padded_head_dims
 from jaxkernels.pallas.attention.logits import LOG2E, gradient_scale, mask, round_logit_gradients
 from jaxkernels.pallas.attention.rings import BARRIER_BYTES, NUM_CONSUMERS, PRODUCER_REGISTERS
+from jaxkernels.pallas.names import named_kernel
 
 __all__ = [
     "CONSTANTS", "VERSION", "Config", "Constants", "estimate", "not_estimated", "run", "search_space", "shortlist",
@@ -213,14 +214,14 @@ def _gradients(
     rows = NUM_CONSUMERS * _ROWS_PER_CONSUMER
     (batch, num_queries, num_heads, _), (num_keys, num_kv_heads) = spec.q.shape, spec.k.shape[1:3]
     dq = plgpu.kernel(
-        functools.partial(_dq_kernel, spec=spec, config=config),
+        named_kernel("attention_dq", _dq_kernel, spec=spec, config=config),
         out_type=like(operands.q),
         grid=(num_heads, pl.cdiv(num_queries, rows), batch),
         grid_names=("head", "q_block", "batch"),
         **params,
     )(*operands, inputs)
     dk, dv = plgpu.kernel(
-        functools.partial(_dkv_kernel, spec=spec, config=config),
+        named_kernel("attention_dkv", _dkv_kernel, spec=spec, config=config),
         out_type=[like(operands.k), like(operands.v)],
         grid=(num_kv_heads, pl.cdiv(num_keys, rows), batch),
         grid_names=("kv_head", "kv_block", "batch"),

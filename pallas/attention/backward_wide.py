@@ -92,6 +92,7 @@ from jaxkernels.pallas.attention.rings import (
     leave_cluster,
     slot_releases,
 )
+from jaxkernels.pallas.names import named_kernel
 
 __all__ = [
     "CONSTANTS", "FITTED_ON", "VERSION", "Config", "Constants", "estimate", "gradients", "not_estimated", "num_stages",
@@ -268,14 +269,14 @@ def gradients(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )
     (dq,) = plgpu.kernel(
-        functools.partial(_dq_kernel, spec=spec, config=config),
+        named_kernel("attention_dq", _dq_kernel, spec=spec, config=config),
         out_type=[like(q)],
         grid=(q.shape[2], pl.cdiv(spec.q.shape[1], num_ctas * NUM_CONSUMERS * _ROWS_PER_CONSUMER), q.shape[0]),
         grid_names=("head", "q_block", "batch"),
         **params,
     )(*operands, inputs)
     dk, dv = plgpu.kernel(
-        functools.partial(_dkv_kernel, spec=spec, config=config),
+        named_kernel("attention_dkv", _dkv_kernel, spec=spec, config=config),
         out_type=[like(k), like(v)],
         grid=(k.shape[2], pl.cdiv(spec.k.shape[1], num_ctas * _ROWS_PER_CONSUMER), k.shape[0]),
         grid_names=("kv_head", "kv_block", "batch"),

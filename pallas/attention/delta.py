@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from jaxkernels.pallas.attention.layouts import ROWS, TILE, TRANSFORMS_FLOAT32, swizzle_span, transforms_of
+from jaxkernels.pallas.names import named_kernel
 
 __all__ = ["row_sums"]
 
@@ -36,7 +37,7 @@ def row_sums(
     batch, num_queries, num_heads, _ = out.shape
     num_blocks = pl.cdiv(num_queries, _ROWS)
     results = plgpu.kernel(
-        _kernel,
+        named_kernel("attention_row_sums", _kernel),
         out_type=[
             # Whole blocks: Mosaic clips a store of contiguous bytes at the end of the array, not of the row.
             jax.ShapeDtypeStruct((batch, num_heads, num_blocks * _ROWS), jnp.float32),

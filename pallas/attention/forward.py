@@ -82,6 +82,7 @@ from jaxkernels.pallas.attention.limits import features, least_head_multiple, pa
 from jaxkernels.pallas.attention.logits import LOG2E, change, hide_other_segments, hide_unseen
 from jaxkernels.pallas.attention.mean import fill_in_means
 from jaxkernels.pallas.attention.rings import RING_BARRIER_BYTES, cluster_end, leave_cluster, slot_releases
+from jaxkernels.pallas.names import named_kernel
 
 __all__ = [
     "CONSTANTS", "FITTED_ON", "VERSION", "Config", "Constants", "estimate", "not_estimated", "run", "search_space",
@@ -300,7 +301,7 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
         plan = jnp.asarray(_plan(spec, config))
         num_workers = len(plan)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, spec=spec, config=config),
+        named_kernel("attention_forward", _kernel, spec=spec, config=config),
         out_type=[
             jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype),
             # Whole blocks: Mosaic clips a store of contiguous bytes at the end of the array, not of the row.

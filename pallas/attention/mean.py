@@ -25,6 +25,7 @@ from jaxkernels.ops.attention.visibility import (
     query_offset,
 )
 from jaxkernels.pallas.attention.layouts import ROWS, TILE, swizzle_span, transforms_of
+from jaxkernels.pallas.names import named_kernel
 
 __all__ = ["fill_in_means"]
 
@@ -52,7 +53,7 @@ def fill_in_means(
         inputs = inputs | {"blind": is_blind.any(axis=1).astype(jnp.int32)}
     ref = jax.new_ref(out)
     plgpu.kernel(
-        functools.partial(_kernel, spec=spec),
+        named_kernel("attention_means", _kernel, spec=spec),
         out_type=[],
         grid=(columns // swizzle_span(columns), num_heads, batch),
         grid_names=("part", "head", "batch"),

@@ -44,6 +44,7 @@ from jaxkernels.core.arguments import check_fields
 from jaxkernels.ops.matmul import tensor_cores
 from jaxkernels.ops.matmul.epilogue import ACTIVATIONS, apply_epilogue
 from jaxkernels.ops.matmul.spec import MatmulSpec
+from jaxkernels.pallas.names import named_kernel
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
@@ -340,7 +341,7 @@ def _launch(spec: MatmulSpec, config: Config, operands: Mapping[str, jax.Array])
     parts = () if config.split_k == 1 else (config.split_k,)
     out_type = jax.ShapeDtypeStruct((*parts, *lead, m, n), spec.out_dtype)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, spec=spec, config=config),
+        named_kernel("matmul", _kernel, spec=spec, config=config),
         out_type=[out_type] * (2 if spec.save_preactivation else 1),
         grid=(_num_clusters(spec, config),),
         grid_names=("cta",),

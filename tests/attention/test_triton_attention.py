@@ -261,7 +261,7 @@ def test_default_compiles_without_spills(kernel, chip, head_dim, dtype):
     made = compile_default(kernel, spec)
     for one in made:
         assert one.shared <= chip.smem_bytes, one
-        if not (chip.is_hopper and one.name == "keys_and_values" and head_dim > 128):  # docs/triton.md
+        if not (chip.is_hopper and one.name == "attention_keys_and_values" and head_dim > 128):  # docs/triton.md
             assert one.spilled == 0, one
 
 
@@ -319,11 +319,11 @@ def test_measured_tiles_are_in_the_search_space():
         (tile_kernel, "visited", "batch * p.num_blocks + block", "block", "forward", "key-lengths"),
         (forward_kernel, "attend", "acc = acc * fade[:, None]", "acc = acc", "forward", "plain"),
         (forward_kernel, "attend", "total * fade", "total", "forward", "plain"),
-        (forward_kernel, "forward", "first_head // p.group", "first_head % p.num_kv_heads", "forward", "plain"),
-        (forward_kernel, "forward", "top + tl.log2", "tl.log2", "forward", "plain"),
+        (forward_kernel, "attention_forward", "head // p.group", "head % p.num_kv_heads", "forward", "plain"),
+        (forward_kernel, "attention_forward", "top + tl.log2", "tl.log2", "forward", "plain"),
         (forward_kernel, "mean_of_values", "total / p.num_keys", "total / at.key_end", "forward", "lengths-and-window"),
         (backward_kernel, "add_queries", "dweights - shift[None, :]", "dweights", "backward", "plain"),
-        (backward_kernel, "keys_and_values", "kv_head * p.group +", "kv_head +", "backward", "plain"),
+        (backward_kernel, "attention_keys_and_values", "kv_head * p.group +", "kv_head +", "backward", "plain"),
         (backward_kernel, "add_keys", "head // p.group", "head % p.num_kv_heads", "backward", "plain"),
         (backward_kernel, "gradient_of_logits", "top[:, None]", "top[:, None] * 0.5", "backward", "plain"),
         (tangent_kernel, "follow", "weights * slope(s_dot, s, p)", "weights * s_dot", "tangent", "soft-cap"),
@@ -343,7 +343,7 @@ def test_planted_mistake_is_noticed(module, name, right, wrong, kernel, options,
 )  # fmt: skip
 def test_mistake_in_parts_of_the_keys_is_noticed(right, wrong, tmp_path):
     spec, config = make_spec(), dataclasses.replace(FORWARD, num_splits=2)
-    with tritons.planted(forward_kernel, "forward", right, wrong, tmp_path), pytest.raises(AssertionError):
+    with tritons.planted(forward_kernel, "attention_forward", right, wrong, tmp_path), pytest.raises(AssertionError):
         assert_right("attention_forward", spec, config)
 
 

@@ -245,7 +245,7 @@ def test_rows_are_loaded_16_bytes_at_a_time(kernel):
         (backward_kernel, "add_share", "before + values", "values", "norm_backward"),
         (backward_kernel, "add_share", ">= p.num_programs", "> p.num_programs", "norm_backward"),
         (backward_kernel, "sums", "total += v", "total = v", "norm_backward"),
-        (backward_kernel, "backward", "group.to(tl.int64) * p.num_programs + ", "", "norm_backward"),
+        (backward_kernel, "norm_backward", "group.to(tl.int64) * p.num_programs + ", "", "norm_backward"),
     ],
 )
 def test_planted_mistake_is_noticed(module, name, right, wrong, kernel, tmp_path):

@@ -191,7 +191,7 @@ def _keys_and_values(
     p = Problem.of(spec, tile.block_q, tile.block_kv, over_queries=True)
     apart = lambda x: ArrayType((*x.shape[:2], x.shape[2] * parts, x.shape[3]), x.dtype if parts == 1 else _FLOAT32)
     dk, dv = calls.call_kernel(
-        backward_kernel.keys_and_values,
+        backward_kernel.attention_keys_and_values,
         [*_common(spec, named), ranges_of_queries(spec, p, named), named["dout"], lse, delta],
         [apart(spec.k), apart(spec.v)],
         target=spec.target,
@@ -214,7 +214,7 @@ def _queries(
     tile = config.queries_tile
     p = Problem.of(spec, tile.block_q, tile.block_kv)
     (dq,) = calls.call_kernel(
-        backward_kernel.queries,
+        backward_kernel.attention_queries,
         [*_common(spec, named), ranges_of_keys(spec, p, named), named["dout"], lse, delta],
         [spec.q],
         target=spec.target,
@@ -242,7 +242,7 @@ def _bias(spec: AttentionSpec, named: Mapping[str, jax.Array], lse: jax.Array, d
     tile = next((tile for tile in _BIAS_TILES if costs.fits(spec, "dbias", tile)), _BIAS_TILES[-1])
     p = Problem.of(spec, tile.block_q, tile.block_kv)
     (dbias,) = calls.call_kernel(
-        backward_kernel.biases,
+        backward_kernel.attention_biases,
         [*_common(spec, named), ranges_of_keys(spec, p, named), named["dout"], lse, delta],
         [ArrayType(shape, dtype)],
         target=spec.target,

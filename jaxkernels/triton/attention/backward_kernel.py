@@ -29,7 +29,7 @@ LOG2E = tl.constexpr(_LOG2E)
 
 
 @triton.jit
-def keys_and_values(
+def attention_keys_and_values(
     q, k, v, bias, mask, query_lengths, key_lengths, query_segments, key_segments, query_offset, ranges, dout, lse,
     delta, dk, dv, p: tl.constexpr, parts: tl.constexpr,
 ):  # fmt: skip
@@ -123,7 +123,7 @@ def add_queries(
 
 
 @triton.jit
-def queries(
+def attention_queries(
     q, k, v, bias, mask, query_lengths, key_lengths, query_segments, key_segments, query_offset, ranges, dout, lse,
     delta, dq, p: tl.constexpr,
 ):  # fmt: skip
@@ -214,7 +214,7 @@ def gradient_of_logits(
 
 
 @triton.jit
-def biases(
+def attention_biases(
     q, k, v, bias, mask, query_lengths, key_lengths, query_segments, key_segments, query_offset, ranges, dout, lse,
     delta, dbias, p: tl.constexpr, batches: tl.constexpr, shape: tl.constexpr,
 ):  # fmt: skip

@@ -145,7 +145,7 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
         out = ArrayType((config.num_splits, *out.shape), np.dtype(np.float32))
         lse = ArrayType((config.num_splits, *lse.shape), lse.dtype)
     results = calls.call_kernel(
-        forward_kernel.forward,
+        forward_kernel.attention_forward,
         [named["q"], named["k"], named["v"], *optional(spec, named), ranges_of_keys(spec, p, named)],
         [out, lse],
         target=spec.target,

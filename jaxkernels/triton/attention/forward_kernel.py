@@ -28,7 +28,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def forward(
+def attention_forward(
     q, k, v, bias, mask, query_lengths, key_lengths, query_segments, key_segments, query_offset, ranges, out, lse,
     p: tl.constexpr,
 ):  # fmt: skip

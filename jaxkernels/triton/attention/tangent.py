@@ -100,7 +100,7 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
         lse = jnp.where(is_blind, jnp.inf, lse)
     tangents = [named["dq"], named["dk"], named["dv"], named.get("dbias", named["dq"])]
     weighted, lse_dot = calls.call_kernel(
-        tangent_kernel.tangent,
+        tangent_kernel.attention_tangent,
         [named["q"], named["k"], named["v"], *optional(spec, named), ranges_of_keys(spec, p, named), lse, *tangents],
         [ArrayType(out.shape, np.dtype(np.float32)), dlse],
         target=spec.target,

@@ -26,7 +26,7 @@ LOG2E = tl.constexpr(_LOG2E)
 
 
 @triton.jit
-def tangent(
+def attention_tangent(
     q, k, v, bias, mask, query_lengths, key_lengths, query_segments, key_segments, query_offset, ranges, lse, q_dot,
     k_dot, v_dot, bias_dot, weighted, lse_dot, p: tl.constexpr,
 ):  # fmt: skip

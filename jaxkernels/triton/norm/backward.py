@@ -76,7 +76,7 @@ def run(spec: NormSpec, config: Config, *operands: jax.Array) -> list[jax.Array]
     p = Problem.of(spec, config)
     shares = ArrayType((p.num_groups, p.num_programs, p.num_features), np.dtype(np.float32))
     dx, of_scale, of_bias = calls.call_kernel(
-        backward_kernel.backward,
+        backward_kernel.norm_backward,
         optional(named, "x", "scale", "mean", "rstd", "dout", "dsum"),
         [spec.x, shares if spec.scale_gradient else ABSENT, shares if spec.bias_gradient else ABSENT],
         target=spec.target,

@@ -20,7 +20,7 @@ from jaxkernels.triton.norm.row_kernel import (
 
 
 @triton.jit
-def backward(x, scale, mean, rstd, out_grad, sum_grad, x_grad, scale_parts, bias_parts, p: tl.constexpr):
+def norm_backward(x, scale, mean, rstd, out_grad, sum_grad, x_grad, scale_parts, bias_parts, p: tl.constexpr):
     """One program: every num_programs-th tile of a group, and its share of the sums over rows.
 
     The shares, (num_groups, num_programs, F) float32, are added up by XLA. Operands and results that a norm lacks are

@@ -61,7 +61,7 @@ def run(spec: NormSpec, config: Config, *operands: jax.Array) -> list[jax.Array]
     types = {name: operand.type for name, operand in spec.arrays().items()}
     names = ("out", "sum", "mean", "rstd")
     results = calls.call_kernel(
-        forward_kernel.forward,
+        forward_kernel.norm_forward,
         optional(named, "x", "residual", "scale", "bias"),
         [types[name] if name in spec.outputs("norm_forward") else ABSENT for name in names],
         target=spec.target,

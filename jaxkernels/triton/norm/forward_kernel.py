@@ -20,7 +20,7 @@ from jaxkernels.triton.norm.row_kernel import (
 
 
 @triton.jit
-def forward(x, residual, scale, bias, out, sums, mean, rstd, p: tl.constexpr):
+def norm_forward(x, residual, scale, bias, out, sums, mean, rstd, p: tl.constexpr):
     """One program: every num_programs-th tile of a group. Operands and results that a norm lacks are not touched."""
     group = tl.program_id(1)
     for tile in tl.range(tl.program_id(0), p.num_tiles, p.num_programs, num_stages=p.num_stages):

@@ -59,7 +59,7 @@ def run(spec: NormSpec, config: Config, *operands: jax.Array) -> list[jax.Array]
     p = Problem.of(spec, config)
     types = {name: operand.type for name, operand in spec.arrays().items()}
     results = calls.call_kernel(
-        tangent_kernel.tangent,
+        tangent_kernel.norm_tangent,
         optional(named, "x", "scale", "mean", "rstd", "dx", "dresidual", "dscale", "dbias"),
         [types["dout"], types["dsum"] if spec.residual else ABSENT],
         target=spec.target,

@@ -21,7 +21,7 @@ from jaxkernels.triton.norm.row_kernel import (
 
 
 @triton.jit
-def tangent(
+def norm_tangent(
     x, scale, mean, rstd, x_dot, residual_dot, scale_dot, bias_dot, out_dot, sum_dot, p: tl.constexpr,
 ):  # fmt: skip
     """One program: every num_programs-th tile of a group. Operands and results that a norm lacks are not touched."""
