@@ -14,7 +14,7 @@ import jax
 from jaxkernels.ops.norm.spec import NormSpec
 from jaxkernels.triton import calls
 from jaxkernels.triton.norm import problem
-from jaxkernels.triton.norm.problem import ABSENT, Problem, optional, unpreferred, unsupported
+from jaxkernels.triton.norm.problem import ABSENT, Problem, optional, unsupported
 
 __all__ = ["VERSION", "Config", "run", "search_space", "shortlist", "unpreferred", "unsupported"]
 
@@ -38,6 +38,18 @@ class Config(problem.Config):
 
     def __post_init__(self) -> None:
         problem.check_config(_LABEL, self)
+
+
+def unpreferred(spec: NormSpec) -> str | None:
+    """Why a call with backend=None takes XLA, or None.
+
+    On an H100 the kernel takes 0.78 to 0.81 of XLA's time with a residual, and 0.93 to 1.06 without (RMS norms).
+    """
+    if not spec.target.is_hopper:
+        return f"was not measured on {spec.target.name}"
+    if not spec.residual:
+        return "is no faster than XLA without a residual, and XLA fuses the norm"
+    return None
 
 
 def search_space(spec: NormSpec) -> Iterator[Config]:

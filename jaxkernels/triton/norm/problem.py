@@ -174,7 +174,7 @@ def unsupported(spec: NormSpec) -> str | None:
 
 
 def unpreferred(spec: NormSpec) -> str | None:
-    """Why a call with backend=None takes XLA: no time of these kernels is known. Remove this where one is."""
+    """Why a call with backend=None takes XLA: no time of the backward and the tangent pass is known."""
     return "was not measured yet"
 
 
