@@ -121,7 +121,7 @@ LENGTHS = dict(query_seq_lengths=np.int32([3, 0]), key_value_seq_lengths=np.int3
 A_MASK = draw(B, N, T, S) > 0
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize(
     "options",
     [

@@ -81,13 +81,13 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("name", CASES)
 def test_right(name: str, emulator: Emulator) -> None:
     check(*CASES[name])
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("seed", range(1, 7))
 def test_in_any_order(seed: int, emulator: Emulator) -> None:
     """Threads, copies and products run in another order."""
@@ -110,7 +110,7 @@ def test_numbers_that_are_none_stay_so(num_polynomials: int, emulator: Emulator)
     np.testing.assert_array_equal(np.isnan(np.asarray(lse)), is_nan.transpose(0, 2, 1))
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize(
     ("right", "wrong", "name"),
     [
@@ -238,13 +238,13 @@ BACKWARD_CASES |= {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("name", BACKWARD_CASES)
 def test_gradients_are_right(name: str, emulator: Emulator) -> None:
     check_backward(*BACKWARD_CASES[name])
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("seed", range(1, 7))
 def test_gradients_in_any_order(seed: int, emulator: Emulator) -> None:
     emulator.seed = seed
@@ -253,7 +253,7 @@ def test_gradients_in_any_order(seed: int, emulator: Emulator) -> None:
     check_backward(spec_of(head_dim=144, batch=2, key_lengths=True, causal=True), PAIRS)
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize(
     ("right", "wrong", "name"),
     [

@@ -55,7 +55,7 @@ from jaxkernels.pallas.attention import backward_wide as attention_backward_wide
 from jaxkernels.pallas.attention import forward as attention_forward
 from jaxkernels.pallas.attention import mean as attention_mean
 
-_feature = pytest.mark.sampled(one_in=17, of="features of the attention kernels")
+_feature = pytest.mark.sampled(one_in=34, of="features of the attention kernels")
 
 
 @_feature
@@ -415,7 +415,7 @@ def test_segments(name: str) -> None:
 _OF_ITSELF = ["packed", "one", "alternating", "extreme"]
 
 
-@pytest.mark.sampled(one_in=6)
+@pytest.mark.sampled(one_in=12)
 @pytest.mark.one_version
 @pytest.mark.parametrize("name", _OF_ITSELF)
 def test_segments_of_one_sequence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,7 +489,7 @@ def _poisoned(spec: AttentionSpec, keys: slice) -> list[np.ndarray]:
     return [q, k, v]
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.one_version
 @pytest.mark.parametrize(
     ("rules", "integers", "poisoned", "clean"),
@@ -591,7 +591,7 @@ def filled_in(
         return np.float32(out), np.float32(actual), is_blind
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.one_version
 @pytest.mark.parametrize("value_dim", [64, 96])
 @pytest.mark.parametrize(
@@ -664,7 +664,7 @@ def test_consumers_do_not_visit_blocks_that_only_others_queries_see(
     assert np.isfinite(out[:, clean].astype(np.float32)).all()
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.one_version
 @pytest.mark.parametrize("queries", [128, 130, 200])
 def test_consumers_without_queries_have_blocks_among_the_items(queries: int) -> None:
@@ -673,7 +673,7 @@ def test_consumers_without_queries_have_blocks_among_the_items(queries: int) -> 
     check(make_spec(queries, 328, window=(0, 0)), config, None)
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.one_version
 @pytest.mark.parametrize("length", [64, 128, 100])
 def test_consumers_that_see_nothing_have_blocks_among_the_items(length: int) -> None:
@@ -686,7 +686,7 @@ def test_consumers_that_see_nothing_have_blocks_among_the_items(length: int) -> 
 
 
 @pytest.mark.one_version
-@pytest.mark.sampled(one_in=10)
+@pytest.mark.sampled(one_in=20)
 @pytest.mark.parametrize("schedule", [dict(), dict(num_stages=3), dict(num_consumers=3), dict(block_kv=128)], ids=str)
 @pytest.mark.parametrize(
     "rules",
@@ -809,7 +809,7 @@ def run_forward(spec: AttentionSpec, config: attention_forward.Config, *extras: 
         attention_forward.run(spec, config, *map(jnp.asarray, (*random_operands(spec), *extras)))
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.one_version
 @pytest.mark.parametrize("missing", range(len(_WAITS)), ids=_WAITS)
 def test_a_missing_wait_of_the_forward_kernel_is_noticed(missing: int) -> None:
@@ -822,7 +822,7 @@ _WAITS_WITH_EDGES = [*_WAITS[:3], "number free", "next keys free", "edge values 
 _WAITS_WITH_EDGES += ["last edge values free", *_WAITS[5:9], "number", *_WALK, *_WAITS[-3:]]
 
 
-@pytest.mark.sampled(one_in=6)
+@pytest.mark.sampled(one_in=12)
 @pytest.mark.one_version
 @pytest.mark.parametrize("missing", range(len(_WAITS_WITH_EDGES)), ids=_WAITS_WITH_EDGES)
 def test_a_missing_wait_beside_masks_is_noticed(missing: int) -> None:
@@ -836,7 +836,7 @@ _WAITS_WITHOUT_BRIDGE = [*_WAITS[:6], "skipped keys", "skipped values", *_WAITS[
 _WAITS_WITHOUT_BRIDGE += ["last skipped keys", "last skipped values"]
 
 
-@pytest.mark.sampled(one_in=6)
+@pytest.mark.sampled(one_in=12)
 @pytest.mark.one_version
 @pytest.mark.parametrize("missing", range(len(_WAITS_WITHOUT_BRIDGE)), ids=_WAITS_WITHOUT_BRIDGE)
 def test_a_missing_wait_without_a_bridge_is_noticed(missing: int) -> None:
@@ -852,7 +852,7 @@ def test_a_missing_fence_of_the_forward_kernel_is_noticed(missing: str, monkeypa
         run_forward(make_spec(264, 264, causal=True), FORWARD)
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.one_version
 @pytest.mark.parametrize(
     ("missing", "config"),
@@ -931,7 +931,7 @@ def test_designs_have_limits_of_their_own() -> None:
     assert attention_backward.unsupported(make_spec(8, 8, dims=(288, 64))) == too_wide[0]
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("backward", [TWO_KERNELS, WIDE, FUSED[64]], ids=["two kernels", "split", "fused"])
 @pytest.mark.parametrize("num_parts", [2, 4])
 def test_groups_in_parts(num_parts: int, backward: Any) -> None:
@@ -1032,7 +1032,7 @@ def test_configs_refuse_what_cannot_run(make: Any, message: str) -> None:
         make()
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.one_version
 @pytest.mark.parametrize(
     ("dim", "config"),
@@ -1182,7 +1182,7 @@ _STEPS += [f"{run} {dim}" for run in _FUSED_RUNS for dim in (64, 128)]
 
 
 @pytest.mark.gpu
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("step", _STEPS)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_compute_sanitizer_finds_nothing(tool: str, step: str) -> None:

@@ -35,7 +35,7 @@ from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.pallas.attention import backward_fused as attention_backward_fused
 from jaxkernels.pallas.attention import delta as attention_delta
 
-_feature = pytest.mark.sampled(one_in=13, of="features of the fused kernel")
+_feature = pytest.mark.sampled(one_in=26, of="features of the fused kernel")
 
 
 @_feature
@@ -175,7 +175,7 @@ _FUSED_WAITS = ["outputs", "keys free", "queries free", "output gradients free",
 _FUSED_WAITS += ["keys", "queries", "output gradients", "dS free"]
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.one_version
 @pytest.mark.parametrize("missing", range(len(_FUSED_WAITS)), ids=_FUSED_WAITS)
 def test_a_missing_wait_of_the_fused_kernel_is_noticed(missing: int) -> None:
@@ -308,7 +308,7 @@ def residuals(spec: AttentionSpec, *extras: Any) -> dict[str, np.ndarray]:
     return dict(q=q, k=k, v=v, out=np.array(out), lse=np.array(lse), dout=dout, dlse=dlse)
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.one_version
 @pytest.mark.parametrize("rules", [{}, dict(causal=True), dict(window=(40, 30))], ids=str)
 def test_padding_reaches_no_gradient(rules: dict[str, Any]) -> None:
@@ -345,7 +345,7 @@ def test_an_average_of_padding_reaches_no_gradient_but_that_of_values() -> None:
 _DOCUMENTS = np.arange(392)[None] // 128
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.one_version
 @pytest.mark.parametrize(
     ("rules", "integers", "poisoned", "clean"),
@@ -379,7 +379,7 @@ def test_the_edges_of_the_fused_kernels_mask_matter(monkeypatch: pytest.MonkeyPa
         check_backward(make_spec(264, 264, window=(90, 20)), FUSED[64])
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.one_version
 @pytest.mark.parametrize(
     ("hidden", "rules"),

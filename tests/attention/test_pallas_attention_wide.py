@@ -30,7 +30,7 @@ from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.pallas.attention import backward
 from jaxkernels.pallas.attention import backward_wide as attention_backward_wide
 
-_feature = pytest.mark.sampled(one_in=17, of="features of the split kernels")
+_feature = pytest.mark.sampled(one_in=34, of="features of the split kernels")
 
 
 @_feature
@@ -165,7 +165,7 @@ def split_gradients(
 _HALVES = np.arange(264)[None] // 128
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.one_version
 @pytest.mark.parametrize(
     ("rules", "integers", "dout", "values", "clean_keys", "clean_queries"),
@@ -234,7 +234,7 @@ def test_split_kernels_mask_edges_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert grads["dk"][:, :256].any(axis=(2, 3)).all()
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.one_version
 @pytest.mark.parametrize("taken_for_clear", ["keys_seen_by_all", "queries_that_see_all"])
 def test_the_edges_that_the_split_kernels_mask_matter(taken_for_clear: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +266,7 @@ _SPLIT_WAITS += ["output gradients for dP", "P", "last queries for dK"]
 _SPLIT_IMPLIED = {"last queries for dK"}
 
 
-@pytest.mark.sampled(one_in=6)
+@pytest.mark.sampled(one_in=12)
 @pytest.mark.one_version
 @pytest.mark.parametrize("missing", sorted(set(_SPLIT_WAITS) - _SPLIT_IMPLIED))
 def test_a_missing_wait_of_the_split_kernels_is_noticed(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,25 +118,25 @@ def cases(names: Iterable[str] = CASES) -> Any:
     return pytest.mark.parametrize("options", [pytest.param(CASES[name], id=name) for name in names])
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=4)
 @cases()
 def test_forward(options):
     assert_right("attention_forward", make_spec(**options), FORWARD)
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @cases()
 def test_backward(options):
     assert_right("attention_backward", make_spec(**options), BACKWARD)
 
 
-@pytest.mark.sampled(one_in=6)
+@pytest.mark.sampled(one_in=12)
 @cases()
 def test_tangent(options):
     assert_right("attention_tangent", make_spec(**options), TANGENT)
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("bias", BIASES, ids=str)
 def test_bias_and_its_gradient(bias):
     spec = make_spec(bias=bias, causal=bias[0] == 1, soft_cap=2.5 if bias[1] == 4 else None)
@@ -187,7 +187,7 @@ def random_options(seed: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
-@pytest.mark.sampled(one_in=12)
+@pytest.mark.sampled(one_in=24)
 @pytest.mark.parametrize("seed", range(60))
 def test_random(seed):
     spec = make_spec(**random_options(seed))
@@ -212,7 +212,7 @@ def ranges_in_kernel(p: problem.Problem, offset: int, num_blocks: int, over_quer
 
 
 @pytest.mark.one_version
-@pytest.mark.sampled(one_in=8)
+@pytest.mark.sampled(one_in=16)
 @pytest.mark.parametrize("seed", range(40))
 def test_ranges_hold_every_visible_pair(seed):
     """And in the blocks that need no mask, all pairs are visible, but for rows of padding and the dense mask."""
@@ -252,7 +252,7 @@ def test_ranges_hold_every_visible_pair(seed):
 _SHAPES = [(64, "bfloat16"), (80, "float16"), (128, "bfloat16"), (192, "bfloat16"), (256, "bfloat16"), (128, "float32")]
 
 
-@pytest.mark.sampled(one_in=13)
+@pytest.mark.sampled(one_in=26)
 @pytest.mark.parametrize(("head_dim", "dtype"), _SHAPES, ids=str)
 @pytest.mark.parametrize("chip", tritons.CHIPS, ids=lambda chip: chip.name.removeprefix("NVIDIA ").replace(" ", "-"))
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -280,7 +280,7 @@ def test_tensor_cores_and_asynchronous_copies_are_used(chip, wanted):
     assert wanted in made.ptx
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("bias", [(2, 8, 256, 256), (1, 8, 256, 256), (2, 1, 1, 256)], ids=str)
 @pytest.mark.parametrize("chip", [H200, A100], ids=lambda chip: chip.name)
 def test_gradient_of_a_bias_compiles_without_spills(chip, bias):
@@ -303,7 +303,7 @@ def test_measured_tiles_are_in_the_search_space():
 # Planted mistakes.
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize(
     ("module", "name", "right", "wrong", "kernel", "options"),
     [

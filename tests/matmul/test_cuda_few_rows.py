@@ -156,7 +156,7 @@ def test_what_does_not_fit_is_refused_before_it_is_compiled(
 # Machine code.
 
 
-@pytest.mark.sampled(one_in=8)
+@pytest.mark.sampled(one_in=16)
 @pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize("few", [8, 40, 64])
 @pytest.mark.parametrize("options", EPILOGUES.values(), ids=EPILOGUES)
@@ -206,7 +206,7 @@ def check_emulated(spec: MatmulSpec, config: Config) -> None:
 
 
 @NEEDS_COMPILER
-@pytest.mark.sampled(one_in=8)
+@pytest.mark.sampled(one_in=16)
 @pytest.mark.parametrize("split_k", [1, 2, 4, 8])
 @pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize(("m", "n"), [(16, 200), (200, 24)])
@@ -215,7 +215,7 @@ def test_emulated_layouts(m: int, n: int, layouts: str, split_k: int, emulator: 
 
 
 @NEEDS_COMPILER
-@pytest.mark.sampled(one_in=6)
+@pytest.mark.sampled(one_in=12)
 @pytest.mark.parametrize(
     ("sizes", "layouts", "config"),
     [
@@ -239,7 +239,7 @@ def test_emulated_sizes(sizes: tuple[int, int, int], layouts: str, config: Confi
 
 
 @NEEDS_COMPILER
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("options", EPILOGUES.values(), ids=EPILOGUES)
 @pytest.mark.parametrize(("m", "n", "config"), [(12, 200, Config(64, 64, 3)), (201, 16, Config(128, 64, 3, 4))])
 def test_emulated_epilogues(m: int, n: int, config: Config, options: dict[str, Any], emulator: Emulator) -> None:
@@ -287,7 +287,7 @@ def check_orders(config: Config, emulator: Emulator) -> None:
 
 
 @NEEDS_COMPILER
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize(("config", "edit", "message"), PLANTED.values(), ids=PLANTED.keys())
 def test_planted_bugs_are_found(config: Config, edit: tuple[str, str], message: str | None, emulator: Emulator) -> None:
     emulator.edits = dict([edit])

@@ -80,7 +80,7 @@ EPILOGUES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled(one_in=6)
+@pytest.mark.sampled(one_in=12)
 @pytest.mark.parametrize("options", EPILOGUES, ids=lambda options: "-".join(options))
 def test_the_search_space_compiles_without_spills(options: dict[str, Any], pytestconfig: pytest.Config) -> None:
     """`compile_gemm` is strict: it raises if registers spill or ptxas serialises products.
@@ -100,7 +100,7 @@ def test_the_search_space_compiles_without_spills(options: dict[str, Any], pytes
             matmul.compile_gemm(spec, config)
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("alpha", [1.0, 0.3])
 @pytest.mark.parametrize(
     ("options", "is_large"),
@@ -123,7 +123,7 @@ def test_what_spills_names_the_configuration() -> None:
     assert e.value.__notes__ == [note]
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize(
     "mnk", [(1, 1, 1), (16, 4096, 4096), (1024, 1024, 1024), (4095, 4097, 4093), (8192, 8192, 8192)], ids=str
@@ -133,7 +133,7 @@ def test_defaults_compile_and_lower(mnk: tuple[int, int, int], layouts: str) -> 
     assert f"@{ffi.TARGET}" in lower(spec, dispatch.default_config("matmul", "cuda", spec))
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize(("spec", "config"), shipped_winners("cuda"), ids=str)
 def test_every_shipped_winner_compiles_without_spills(spec: MatmulSpec, config: Config) -> None:
     assert matmul.compile_gemm(spec, config).cubin
@@ -329,7 +329,7 @@ def test_schedules(config: Config, layouts: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize("options", [{}, dict(bias=True, activation="gelu"), dict(out_dtype="float32")], ids=str)
 @pytest.mark.parametrize("config", [c for c in SCHEDULES.values() if c.split_k == 1], ids=str)

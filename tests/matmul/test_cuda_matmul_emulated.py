@@ -43,7 +43,7 @@ def check(spec: MatmulSpec, config: Config) -> None:
     assert_right(spec, matmul.run(spec, config, *map(jnp.asarray, operands)))
 
 
-@pytest.mark.sampled(one_in=8)
+@pytest.mark.sampled(one_in=16)
 @pytest.mark.parametrize(("name", "layouts"), list(zip(SCHEDULES, itertools.cycle(LAYOUTS))))
 def test_schedules(name: str, layouts: str, emulator: Emulator) -> None:
     config = SCHEDULES[name]
@@ -51,7 +51,7 @@ def test_schedules(name: str, layouts: str, emulator: Emulator) -> None:
     check(make_spec(config.block_m + 72, config.block_n + 40, k, layouts=layouts), config)
 
 
-@pytest.mark.sampled(one_in=8)
+@pytest.mark.sampled(one_in=16)
 @pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize(
     "config",
@@ -63,7 +63,7 @@ def test_operands_of_whole_boxes(config: Config, layouts: str, emulator: Emulato
     check(make_spec(config.block_m + 64, config.block_n + 128, 136, batch=2, layouts=layouts), config)
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_padded_rows_are_no_whole_boxes(layouts: str, emulator: Emulator) -> None:
     """The kernel is compiled for the sizes of the product, not for the padded sizes."""
@@ -75,7 +75,7 @@ def test_padding_adds_nothing_to_a_sum(emulator: Emulator) -> None:
     check(make_spec(72, 64, 67, layouts="mk.nk"), Config(64, 64))
 
 
-@pytest.mark.sampled(one_in=8)
+@pytest.mark.sampled(one_in=16)
 @pytest.mark.parametrize(
     ("config", "shape", "options"),
     [
@@ -126,7 +126,7 @@ def check_rows_that_are_no_numbers(config: Config, m: int, k: int) -> None:
     np.testing.assert_array_equal(np.isfinite(np.asarray(out, np.float32)), np.isfinite(lhs @ rhs))
 
 
-@pytest.mark.sampled(one_in=6)
+@pytest.mark.sampled(one_in=12)
 @pytest.mark.parametrize("k", [67, 121, 124, 250])
 @pytest.mark.parametrize(
     "config", [Config(64, 64), Config(128, 64, num_stages=2), Config(64, 64, ping_pong=True)],
@@ -136,7 +136,7 @@ def test_what_is_no_number_stays_in_its_row(config: Config, k: int, emulator: Em
     check_rows_that_are_no_numbers(dataclasses.replace(config, in_place=True), 203, k)
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize(
     ("config", "shape", "options"),
     [
@@ -164,7 +164,7 @@ def test_epilogues(config: Config, shape: tuple[int, int], options: dict[str, An
     check(make_spec(*shape, 136, batch=2, **options), config)
 
 
-@pytest.mark.sampled(one_in=8)
+@pytest.mark.sampled(one_in=16)
 @pytest.mark.parametrize("k", [24, 136, 456])
 @pytest.mark.parametrize(
     ("config", "options"),
@@ -191,7 +191,7 @@ def test_short_rings(num_stages: int, emulator: Emulator) -> None:
         check(make_spec(200, 136, 200), config)
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("n", [65, 66, 67, 127, 194])
 @pytest.mark.parametrize("block_n", [64, 96])
 def test_rows_that_begin_anywhere(block_n: int, n: int, emulator: Emulator) -> None:
@@ -303,7 +303,7 @@ def check_orders(config: Config, emulator: Emulator) -> None:
         check(make_spec(300, 200, k, **options), config)
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize(("config", "edits", "message"), PLANTED.values(), ids=PLANTED.keys())
 def test_planted_bugs_are_found(config: Config, edits: dict[str, str], message: str | None, emulator: Emulator) -> None:
     emulator.edits = edits
@@ -312,7 +312,7 @@ def test_planted_bugs_are_found(config: Config, edits: dict[str, str], message: 
         check_orders(config, emulator)
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize(
     "config",
     dict.fromkeys(config for config, *_ in PLANTED.values()),
@@ -346,7 +346,7 @@ def check_orders_in_place(emulator: Emulator) -> None:
         check(make_spec(75, 40, 67), config)
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("edit", IN_PLACE_PLANTED.values(), ids=IN_PLACE_PLANTED)
 def test_planted_bugs_of_rows_read_in_place_are_found(edit: tuple[str, str], emulator: Emulator) -> None:
     emulator.edits = dict([edit])

@@ -47,7 +47,7 @@ def test_layouts(layouts: str, split: str) -> None:
     check(make_spec(128, 192, 256, layouts=layouts), config)
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.one_version
 @pytest.mark.parametrize("layouts", ["mk.kn", "km.nk"])
 @pytest.mark.parametrize("cluster", [None, "m", "n"])
@@ -57,13 +57,13 @@ def test_schedules(layouts: str, cluster: Any, delay_release: int) -> None:
     check(make_spec(200, 264, 328, layouts=layouts), config)
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
 def test_number_of_stages(num_stages: int) -> None:
     check(make_spec(72, 136, 320), dataclasses.replace(_SMALL_TILE, num_stages=num_stages))
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.one_version
 @pytest.mark.parametrize("layouts", ["mk.kn", "km.nk"])
 @pytest.mark.parametrize("split_k", [2, 3])
@@ -83,7 +83,7 @@ def test_a_part_of_k_with_nothing_in_it_is_refused() -> None:
         matmul.run(spec, dataclasses.replace(_SMALL_TILE, split_k=5), *map(jnp.asarray, random_operands(spec)))
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.one_version
 @pytest.mark.parametrize("layouts", ["mk.kn", "km.nk"])
 @pytest.mark.parametrize("cluster", ["m", "n"])
@@ -94,7 +94,7 @@ def test_epilogue_in_pairs(m: int, layouts: str, cluster: Any, delay_release: in
     check(make_spec(m, 72, 200, layouts=layouts, bias=True, activation="silu", save_preactivation=True), config)
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.one_version
 @pytest.mark.parametrize("k", [40, 200])
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_tile_orders(minor: Any, strip: int) -> None:
     check(make_spec(200, 520, 64), dataclasses.replace(_SMALL_TILE, minor=minor, strip=strip))
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize(
     "sizes", [(1, 1, 1), (5, 7, 3), (63, 65, 129), (1, 300, 70), (300, 1, 70), (129, 257, 1)], ids=str
 )
@@ -134,14 +134,14 @@ def test_batches(layouts: str) -> None:
     check(make_spec(33, 9, 50, layouts=layouts, batch=2))
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dtypes(dtype: str, out_dtype: str) -> None:
     check(make_spec(72, 136, 136, dtypes=(dtype, dtype), out_dtype=out_dtype))
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("dtypes", list(itertools.permutations(("float32", "bfloat16", "float16"), 2)), ids="-".join)
 @pytest.mark.parametrize("alpha", [1.0, 0.3])
 def test_operands_of_two_dtypes(dtypes: tuple[str, str], alpha: float) -> None:
@@ -173,7 +173,7 @@ def test_infinities_stay_infinities(dtypes: tuple[str, str]) -> None:
     assert np.isfinite(np.delete(out, [3, 7, 11], axis=0)).all()
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", "gelu_erf"])
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 def test_epilogues(activation: str | None, out_dtype: str) -> None:
@@ -266,7 +266,7 @@ def test_refusals(spec: MatmulSpec, reason: str) -> None:
     assert matmul.unsupported(spec) == reason
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("precision", [None, "default", "BF16_BF16_F32", "F16_F16_F32"])
 @pytest.mark.parametrize(
     ("dtype", "out_dtype"), list(itertools.product(("float16", "bfloat16"), ("float16", "bfloat16", "float32")))

@@ -157,7 +157,7 @@ def test_operands_of_two_dtypes():
     assert_right(spec, config(), tolerance=1e-4)
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("seed", range(40))
 def test_random(seed):
     rng = np.random.default_rng(seed)
@@ -202,7 +202,7 @@ def compile_with(spec: MatmulSpec, chosen: gemm.Config, most_spilled: int = 0) -
     return made
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("product", _PRODUCTS)
 @pytest.mark.parametrize("chip", tritons.CHIPS, ids=lambda chip: chip.name.removeprefix("NVIDIA ").replace(" ", "-"))
 def test_default_compiles_without_spills(chip, product):

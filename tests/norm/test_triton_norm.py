@@ -115,7 +115,7 @@ def test_sizes(kernel, shape):
 
 
 @every_kernel
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize(("scale", "bias"), [(0, 0), (1, 0), (0, 1), (3, 0), (3, 1), (1, 3), (3, 3)], ids=str)
 @pytest.mark.parametrize("tile", TILES[1:3], ids=str)
 def test_groups_with_parameters_of_their_own(kernel, scale, bias, tile):
@@ -131,7 +131,7 @@ def test_dtypes(kernel, dtype, parameters):
 
 
 @every_kernel
-@pytest.mark.sampled(one_in=16)
+@pytest.mark.sampled(one_in=32)
 @pytest.mark.parametrize("seed", range(80))
 def test_random(kernel, seed):
     rng = np.random.default_rng(seed)
@@ -193,7 +193,7 @@ def compile_default(kernel: str, spec: NormSpec) -> list[tritons.Compiled]:
 
 
 @every_kernel
-@pytest.mark.sampled(one_in=19)
+@pytest.mark.sampled(one_in=38)
 @pytest.mark.parametrize("features", [100, 1024, 5120, 8192, 16384, 65536])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
@@ -221,7 +221,7 @@ def test_rows_are_loaded_16_bytes_at_a_time(kernel):
 # Planted mistakes.
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize(
     ("module", "name", "right", "wrong", "kernel"),
     [
