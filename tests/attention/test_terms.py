@@ -161,7 +161,7 @@ def test_blocks_that_no_query_sees_are_not_visited() -> None:
     steps = forward._steps(spec, forward.Config(block_kv=64))
     assert steps == (4, 6, 6, 4)
     assert (
-        forward._steps(make_spec(512, 512, terms=TERMS["mask of all blocks"]), forward.Config(block_kv=64)) == (8) * 4
+        forward._steps(make_spec(512, 512, terms=TERMS["mask of all blocks"]), forward.Config(block_kv=64)) == (8,) * 4
     )
     assert least(3, np.int32(4)) == 3
 
