@@ -532,7 +532,7 @@ def test_command_refuses_to_calibrate_in_one_line(row, tmp_path):
     assert refusal("gemm", "--design=matmul.cuda.gemm") == (
         "error: tune: --design and --chip need --calibrate. Name a file with it.\n"
     )
-    assert refusal() == "error: tune: no operation is given; use one of gemm, attention, norm.\n"
+    assert refusal() == "error: tune: no operation is given; use one of gemm, attention, norm, lce.\n"
 
 
 def test_a_file_without_its_device_is_refused(tmp_path):
