@@ -61,7 +61,8 @@ struct Config {
   static constexpr bool kFewIsKMajor = JK_FEW_IS_K_MAJOR;
   // Whether one copy loads all boxes of a block of weights.
   static constexpr bool kStacksBoxes = JK_STACKS_BOXES;
-  // Whether the columns are n, the contiguous dimension of the result. Else the rows are.
+  // Whether n, the contiguous dimension of the result, is along the columns. If not, it is along
+  // the rows.
   static constexpr bool kColumnsAreN = JK_COLUMNS_ARE_N;
   static constexpr bool kHasAlpha = JK_HAS_ALPHA;
   static constexpr bool kHasBias = JK_HAS_BIAS;

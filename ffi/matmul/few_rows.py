@@ -222,7 +222,7 @@ class _Sides:
         return OperandBlocks(self.few.is_k_major, self.few.rows, self.few.rows, config.block_k)
 
     def slot_bytes(self, config: Config) -> int:
-        """Of one slot. Columns that are contiguous take a whole swizzle span."""
+        """Bytes of one slot. Contiguous columns take a whole swizzle span."""
         few = 2 * self.columns if self.few.is_k_major else SWIZZLE_BYTES
         return (2 * config.block_rows + few) * config.block_k
 

@@ -540,7 +540,7 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
     lead = (g.batch or 1,)
     operands = [lhs.reshape(*lead, *lhs.shape[-2:]), rhs.reshape(*lead, *rhs.shape[-2:])]
     num_results = 2 if spec.save_preactivation else 1
-    # Of what there is not, the result takes the place: the kernel does not look at it.
+    # The first result takes the place of an absent operand: the kernel does not touch it.
     first_result = 2 + (spec.bias is not None) + (spec.residual is not None) + config.reduce_add
     bias = residual = first_result
     if spec.bias is not None:

@@ -20,8 +20,10 @@ LINE_BYTES = 128
 
 
 def _l2_promotion(x: jax.Array) -> Literal["128B", "256B"]:
-    """What is fetched into L2 at once: of rows that are not whole lines, 256 bytes are too much (1000^3: 187 TFLOP/s to
-    209, H200, 2026-11-21)."""
+    """The bytes that TMA fetches into L2 at once: 128 if rows are not whole lines.
+
+    With 256 bytes, 1000^3 has 187 TFLOP/s; with 128 bytes it has 209 (H200, 2026-11-21).
+    """
     return "128B" if x.shape[-1] * x.dtype.itemsize % LINE_BYTES else "256B"
 
 

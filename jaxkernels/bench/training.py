@@ -97,7 +97,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """The settings, steps and traces of a run.
 
     Attributes:
       layouts: the settings at which each side is tried; none: the preset's own, unrolled:none, and

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxkernels.cli.programs import keep_programs
 from jaxkernels.core import dispatch
 from jaxkernels.core.errors import InputError
 from jaxkernels.core.folders import check_writable
@@ -377,7 +378,6 @@ _Measure = Callable[[list[tuple[str, Any]], "Settings", Callable[[str], None]], 
 def _measure(op: str, settings: list[str] | None, steps: int | None, profile: bool) -> _Measure:
     """The function that measures an operation or training. Raises InputError if an option does not fit."""
     from jaxkernels.bench import runner, training
-    from jaxkernels.core import compilation_cache
 
     if op != "train":
         for option, given in (("--setting", settings), ("--steps", steps), ("--profile", profile)):
@@ -386,8 +386,7 @@ def _measure(op: str, settings: list[str] | None, steps: int | None, profile: bo
         return runner.run
     if steps is not None and steps < 1:
         raise InputError(f"bench: --steps must be at least 1; got {steps}.")
-    if (reason := compilation_cache.enable()) is not None:
-        plain_console().print(f"compiled programs are not kept: {reason}")
+    keep_programs()
     layouts = tuple(dict.fromkeys(map(training.Setting.parse, settings or ())))
     plan = training.Plan(layouts, training.Plan.steps if steps is None else steps, profile)
     return functools.partial(training.run, plan=plan)

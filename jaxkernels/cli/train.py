@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from jaxkernels.cli.programs import keep_programs
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.errors import InputError
 from jaxkernels.models.config import OPTIMIZERS, PRESETS, REMATS, TrainingConfig
-from jaxkernels.models.progress import plain_console
 
 __all__ = ["train"]
 
@@ -236,13 +236,11 @@ def train(
     )
     used = _devices(devices, backend)
 
-    from jaxkernels.core import compilation_cache
     from jaxkernels.models import config as config_lib
     from jaxkernels.models import training
     from jaxkernels.models.run import Run, latest_run
 
-    if (reason := compilation_cache.enable()) is not None:
-        plain_console().print(f"compiled programs are not kept: {reason}")
+    keep_programs()
     if resume:
         if init_from is not None:
             raise InputError("train: --init-from starts a new run, --resume continues one: give one of them.")

@@ -27,7 +27,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkernels.core.arguments import check_fields
-from jaxkernels.ops.attention.planning import backward_steps, forward_steps
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.ops.attention.visibility import kernel_inputs, key_iters, query_offset
 from jaxkernels.pallas.attention import backward, costs, limits
@@ -162,29 +161,17 @@ def _dkv_smem_bytes(spec: AttentionSpec, block_q: int, num_stages: int) -> int:
 
 def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTANTS) -> float:
     """The sum of the two kernels."""
-    in_parts = backward.in_parts(spec, config.group_parts)
-    head_dim, value_dim = padded_head_dims(spec, config.head_multiple)
-    columns, rows = head_dim + value_dim, NUM_CONSUMERS * _ROWS_PER_CONSUMER
-    # The dQ kernel computes three products, the other kernel four.
-    dq = costs.kernel_seconds(
-        in_parts,
+    rows = NUM_CONSUMERS * _ROWS_PER_CONSUMER
+    return costs.two_kernels_seconds(
+        spec,
         constants,
-        steps=forward_steps(in_parts, rows, config.dq_block_kv),
-        num_streams=in_parts.q.shape[0] * in_parts.q.shape[2],
-        tile=(rows, config.dq_block_kv),
-        columns=columns + head_dim,
-        num_stages=config.dq_num_stages,
+        group_parts=config.group_parts,
+        head_multiple=config.head_multiple,
+        dq_tile=(rows, config.dq_block_kv),
+        dkv_tile=(config.dkv_block_q, rows),
+        dq_num_stages=config.dq_num_stages,
+        dkv_num_stages=config.dkv_num_stages,
     )
-    dkv = costs.kernel_seconds(
-        in_parts,
-        constants,
-        steps=backward_steps(in_parts, config.dkv_block_q, rows),
-        num_streams=in_parts.k.shape[0] * in_parts.k.shape[2],
-        tile=(config.dkv_block_q, rows),
-        columns=2 * columns,
-        num_stages=config.dkv_num_stages,
-    )
-    return dq + dkv + costs.other_seconds(spec, constants, bytes_of_dq=0, group_parts=config.group_parts)
 
 
 def not_estimated(spec: AttentionSpec, config: Config) -> str | None:

@@ -53,7 +53,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkernels.core.arguments import check_fields
-from jaxkernels.ops.attention.planning import backward_steps, forward_steps
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.ops.attention.visibility import (
     blocks_of,
@@ -179,30 +178,17 @@ def _is_wide(spec: AttentionSpec) -> bool:
 
 
 def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTANTS) -> float:
-    """The sum of the two kernels."""
-    in_parts = backward.in_parts(spec, config.group_parts)
-    head_dim, value_dim = padded_head_dims(spec)
-    columns, rows = head_dim + value_dim, NUM_CONSUMERS * _ROWS_PER_CONSUMER
-    # The dQ kernel computes three products for 128 queries, the other kernel four for 64 keys.
-    dq = costs.kernel_seconds(
-        in_parts,
+    """The sum of the two kernels: the first for 128 queries of a CTA, the other for 64 keys."""
+    return costs.two_kernels_seconds(
+        spec,
         constants,
-        steps=forward_steps(in_parts, rows, _BLOCK),
-        num_streams=in_parts.q.shape[0] * in_parts.q.shape[2],
-        tile=(rows, _BLOCK),
-        columns=columns + head_dim,
-        num_stages=config.dq_num_stages,
+        group_parts=config.group_parts,
+        head_multiple=64,
+        dq_tile=(NUM_CONSUMERS * _ROWS_PER_CONSUMER, _BLOCK),
+        dkv_tile=(_BLOCK, _ROWS_PER_CONSUMER),
+        dq_num_stages=config.dq_num_stages,
+        dkv_num_stages=config.dkv_num_stages,
     )
-    dkv = costs.kernel_seconds(
-        in_parts,
-        constants,
-        steps=backward_steps(in_parts, _BLOCK, _ROWS_PER_CONSUMER),
-        num_streams=in_parts.k.shape[0] * in_parts.k.shape[2],
-        tile=(_BLOCK, _ROWS_PER_CONSUMER),
-        columns=2 * columns,
-        num_stages=config.dkv_num_stages,
-    )
-    return dq + dkv + costs.other_seconds(spec, constants, bytes_of_dq=0, group_parts=config.group_parts)
 
 
 def not_estimated(spec: AttentionSpec, config: Config) -> str | None:

@@ -6,12 +6,13 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jaxkernels.ops.attention.planning import longest_cta
+from jaxkernels.ops.attention.planning import backward_steps, forward_steps, longest_cta
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.ops.attention.visibility import is_known_at_run_time, may_see_nothing
+from jaxkernels.pallas.attention.backward import in_parts
 from jaxkernels.pallas.attention.limits import padded_head_dims
 
-__all__ = ["FITTED_ON", "Constants", "kernel_seconds", "not_estimated", "other_seconds"]
+__all__ = ["FITTED_ON", "Constants", "kernel_seconds", "not_estimated", "other_seconds", "two_kernels_seconds"]
 
 #: Chips to whose times the constants of all designs were fitted.
 FITTED_ON = ("NVIDIA H200",)
@@ -62,6 +63,48 @@ def kernel_seconds(
     seconds = 2 * logits * columns / constants.flops_per_sm + logits / constants.logits_per_sm
     seconds += constants.step_seconds * (2 if num_stages == 1 else 1)
     return longest_cta(steps, num_streams, spec.target.num_sms, constants.item_steps) * seconds
+
+
+def two_kernels_seconds(
+    spec: AttentionSpec,
+    constants: Constants,
+    *,
+    group_parts: int,
+    head_multiple: int,
+    dq_tile: tuple[int, int],
+    dkv_tile: tuple[int, int],
+    dq_num_stages: int,
+    dkv_num_stages: int,
+) -> float:
+    """Estimates a pass with a kernel for dQ, of three products, and one for dK and dV, of four.
+
+    Args:
+      group_parts: parts of a group.
+      head_multiple: to multiples of which head dimensions are padded.
+      dq_tile, dkv_tile: queries and keys of a step of each kernel.
+      dq_num_stages, dkv_num_stages: slots of their rings.
+    """
+    parts = in_parts(spec, group_parts)
+    head_dim, value_dim = padded_head_dims(spec, head_multiple)
+    dq = kernel_seconds(
+        parts,
+        constants,
+        steps=forward_steps(parts, *dq_tile),
+        num_streams=parts.q.shape[0] * parts.q.shape[2],
+        tile=dq_tile,
+        columns=2 * head_dim + value_dim,
+        num_stages=dq_num_stages,
+    )
+    dkv = kernel_seconds(
+        parts,
+        constants,
+        steps=backward_steps(parts, *dkv_tile),
+        num_streams=parts.k.shape[0] * parts.k.shape[2],
+        tile=dkv_tile,
+        columns=2 * (head_dim + value_dim),
+        num_stages=dkv_num_stages,
+    )
+    return dq + dkv + other_seconds(spec, constants, bytes_of_dq=0, group_parts=group_parts)
 
 
 def other_seconds(spec: AttentionSpec, constants: Constants, *, bytes_of_dq: int, group_parts: int) -> float:

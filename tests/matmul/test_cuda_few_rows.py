@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_refused_before_it_is_compiled(
 def test_the_search_space_compiles_without_spills(options: dict[str, Any], few: int, layouts: str) -> None:
     """`compile_few_rows` is strict: it raises if registers spill or ptxas serialises products.
 
-    Of the kernels of each of the 96 cases, every twelfth, from another one on.
+    Each of the 96 cases compiles every twelfth of its kernels, and begins with another one.
     """
     first = 4 * list(EPILOGUES.values()).index(options) + LAYOUTS.index(layouts)
     for spec in (make_spec(few, 4096, 4096, layouts=layouts, **options), make_spec(4096, few, 512, **options)):

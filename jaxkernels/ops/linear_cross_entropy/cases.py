@@ -73,7 +73,7 @@ class LinearCrossEntropyCase:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the labels."""
+        """The shape of the labels."""
         return self.lead or (self.tokens,)
 
     @property
@@ -103,12 +103,12 @@ class LinearCrossEntropyCase:
 
     @property
     def flops(self) -> int:
-        """Of one product, or of the three of a step."""
+        """The FLOPs of one product, or of the three products of a step."""
         return (3 if self.step else 1) * 2 * self.tokens * self.embed_dim * self.vocab
 
     @property
     def gradient_flops(self) -> float:
-        """Of two products: computing the logits again does not count."""
+        """The FLOPs of two products: computing the logits again does not count."""
         return 4 * self.tokens * self.embed_dim * self.vocab
 
     @property

@@ -3,7 +3,8 @@
 A few programs for each SM compute dx of their rows, and a share of the sums over rows that the gradients of scale and
 bias are. XLA adds up the shares in a second pass. The order of all additions is fixed: equal operands give equal bits.
 
-Shares of rows that are held whole stay in registers. Else a program adds to its share in memory, which stays in L2.
+A program that holds whole rows keeps its share in registers. With longer rows, it adds to its share in memory, which
+stays in L2.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ __all__ = ["VERSION", "Config", "run", "search_space", "shortlist", "unpreferred
 
 VERSION = 1
 
-_LABEL = "norm_backward[triton]"
-
 #: Rows up to here are held whole; longer ones are read in chunks of one of these sizes.
 _LONGEST, _CHUNKS = 8192, (4096, 2048)
 
@@ -41,19 +40,21 @@ _PER_THREAD = 8
 class Config(problem.Config):
     """Tiles and schedule."""
 
+    label = "norm_backward[triton]"
+
     programs_per_sm: int = 2
 
     def __post_init__(self) -> None:
-        problem.check_config(_LABEL, self)
+        super().__post_init__()
         if self.programs_per_sm == 0:
-            raise ValueError(f"{_LABEL}: programs_per_sm must be positive; got 0. Each program writes a share of sums.")
+            raise ValueError(
+                f"{self.label}: programs_per_sm must be positive; got 0. Each program writes a share of sums."
+            )
 
 
 def search_space(spec: NormSpec) -> Iterator[Config]:
     """All tiles, with one or a few programs for each SM."""
-    for tile in problem.tiles(spec, _longest(spec), _CHUNKS):
-        configs = (Config(*tile, *schedule) for schedule in _SCHEDULES)
-        yield from (config for config in configs if problem.fits(spec, config))
+    return problem.configs(spec, Config, problem.tiles(spec, _longest(spec), _CHUNKS), _SCHEDULES)
 
 
 def shortlist(spec: NormSpec) -> tuple[Config, ...]:

@@ -14,19 +14,14 @@ import jax
 from jaxkernels.ops.norm.spec import NormSpec
 from jaxkernels.triton import calls
 from jaxkernels.triton.norm import problem
-from jaxkernels.triton.norm.problem import ABSENT, Problem, optional, unsupported
+from jaxkernels.triton.norm.problem import ABSENT, SCHEDULES, Problem, optional, unsupported
 
 __all__ = ["VERSION", "Config", "run", "search_space", "shortlist", "unpreferred", "unsupported"]
 
 VERSION = 1
 
-_LABEL = "norm_forward[triton]"
-
 #: Rows up to here are held whole; longer ones are read in chunks of one of these sizes.
 _LONGEST, _CHUNKS = 16384, (8192, 4096)
-
-#: (programs_per_sm, num_stages).
-_SCHEDULES = ((0, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2), (1, 3), (2, 3))
 
 #: Elements of an array for each thread of a default configuration.
 _PER_THREAD = 16
@@ -36,8 +31,7 @@ _PER_THREAD = 16
 class Config(problem.Config):
     """Tiles and schedule."""
 
-    def __post_init__(self) -> None:
-        problem.check_config(_LABEL, self)
+    label = "norm_forward[triton]"
 
 
 def unpreferred(spec: NormSpec) -> str | None:
@@ -54,14 +48,12 @@ def unpreferred(spec: NormSpec) -> str | None:
 
 def search_space(spec: NormSpec) -> Iterator[Config]:
     """All tiles, with a program each, and of a few programs for each SM."""
-    for tile in problem.tiles(spec, _LONGEST, _CHUNKS):
-        configs = (Config(*tile, *schedule) for schedule in _SCHEDULES)
-        yield from (config for config in configs if problem.fits(spec, config))
+    return problem.configs(spec, Config, problem.tiles(spec, _LONGEST, _CHUNKS), SCHEDULES)
 
 
 def shortlist(spec: NormSpec) -> tuple[Config, ...]:
     """The default."""
-    return (Config(*problem.default_tile(spec, _LONGEST, _CHUNKS, _PER_THREAD), *_SCHEDULES[0]),)
+    return (Config(*problem.default_tile(spec, _LONGEST, _CHUNKS, _PER_THREAD), *SCHEDULES[0]),)
 
 
 def run(spec: NormSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -23,9 +24,10 @@ from jaxkernels.triton import calls, chips
 
 __all__ = [
     "ABSENT",
+    "SCHEDULES",
     "Config",
     "Problem",
-    "check_config",
+    "configs",
     "default_tile",
     "fits",
     "optional",
@@ -38,6 +40,9 @@ _DTYPES = tuple(np.dtype(dtype) for dtype in (jax.numpy.bfloat16, np.float16, np
 
 #: A grid has at most so many programs along its second axis (CUDA C++ Programming Guide, "Compute Capabilities").
 _MOST_GROUPS = 65535
+
+#: (programs_per_sm, num_stages) of passes without sums over rows: the default first.
+SCHEDULES = ((0, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2), (1, 3), (2, 3))
 
 #: Elements of a tile that a default configuration has at least, if there are enough rows.
 _SMALL_TILE = 4096
@@ -55,23 +60,25 @@ class Config:
       num_stages: tiles in flight: a program loads the next ones while it computes one.
     """
 
+    #: What messages begin with, as "norm_forward[triton]".
+    label: ClassVar[str]
+
     block_rows: int = 1
     block_features: int = 4096
     num_warps: int = 8
     programs_per_sm: int = 0
     num_stages: int = 1
 
-
-def check_config(label: str, config: Config) -> None:
-    """Raises ValueError unless Triton takes the configuration."""
-    check_fields(label, config)
-    for name in ("block_rows", "block_features"):
-        size = getattr(config, name)
-        if size < 1 or size & (size - 1):
-            raise ValueError(f"{label}: {name} must be a power of two; got {size}.")
-    calls.check_schedule(label, config.num_warps, config.num_stages)
-    if config.programs_per_sm < 0:
-        raise ValueError(f"{label}: programs_per_sm must not be negative; got {config.programs_per_sm}.")
+    def __post_init__(self) -> None:
+        """Raises ValueError unless Triton takes the configuration."""
+        check_fields(self.label, self)
+        for name in ("block_rows", "block_features"):
+            size = getattr(self, name)
+            if size < 1 or size & (size - 1):
+                raise ValueError(f"{self.label}: {name} must be a power of two; got {size}.")
+        calls.check_schedule(self.label, self.num_warps, self.num_stages)
+        if self.programs_per_sm < 0:
+            raise ValueError(f"{self.label}: programs_per_sm must not be negative; got {self.programs_per_sm}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +208,15 @@ def fits(spec: NormSpec, config: Config) -> bool:
     """Whether the tiles in flight have room in shared memory: x and up to two arrays of its type."""
     tile = config.block_rows * config.block_features * spec.x.dtype.itemsize
     return config.num_stages == 1 or 3 * config.num_stages * tile <= chips.smem_bytes(spec.target)
+
+
+def configs[C: Config](
+    spec: NormSpec, config: type[C], sizes: Iterable[tuple[int, int, int]], schedules: Sequence[tuple[int, int]]
+) -> Iterator[C]:
+    """A design's configurations with these sizes (`tiles`) and schedules, as far as they fit."""
+    for tile in sizes:
+        every = (config(*tile, *schedule) for schedule in schedules)
+        yield from (one for one in every if fits(spec, one))
 
 
 def default_tile(spec: NormSpec, longest: int, chunks: tuple[int, ...], per_thread: int) -> tuple[int, int, int]:
