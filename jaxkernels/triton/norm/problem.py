@@ -61,7 +61,7 @@ class Config:
     """
 
     #: What messages begin with, as "norm_forward[triton]".
-    label: ClassVar[str]
+    label: ClassVar[str] = "norm[triton]"
 
     block_rows: int = 1
     block_features: int = 4096
