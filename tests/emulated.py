@@ -72,8 +72,7 @@ class Emulator:
     Attributes:
       seed: decides the order in which threads, copies and products run.
       edits: what to change in the kernels' text.
-      is_at_once: whether the blocks of a grid run together, for kernels whose blocks wait for each other. Clusters of
-        several blocks run one after the other all the same.
+      is_at_once: whether the blocks of a grid run together, for kernels whose blocks wait for each other.
       smem_alignment: bytes that the kernels' dynamic shared memory is declared to be aligned to.
     """
 

@@ -14,10 +14,15 @@
 //   |      consumer1      |                    |                     | |                     |
 //   +---------------------+                    +---------------------+ +---------------------+
 //
-// Neighbouring CTAs may form a cluster that shares operands by multicast (cluster.cuh). Or k is
-// divided (split K), in one of two ways. The CTAs of a cluster each multiply a part of k, and add
-// up the partial sums through distributed shared memory in a fixed order. Or the parts are tiles of
-// their own, which TMA adds to the result in any order (kReduceAdd).
+// Neighbouring CTAs may form a cluster that shares operands by multicast (cluster.cuh). k may be
+// divided (split K), in one of three ways:
+//
+// - The CTAs of a cluster each multiply a part of k. They add up the partial sums through
+//   distributed shared memory, in a fixed order.
+// - The parts are tiles of their own. The CTA with a tile's last part takes the sums of the others
+//   from global memory, in a fixed order (kThroughMemory). It waits for tiles of lower numbers
+//   only, which the GPU starts no later.
+// - The parts are tiles of their own, which TMA adds to the result in any order (kReduceAdd).
 //
 // Either dimension of an operand may be contiguous: wgmma transposes 16-bit types in shared memory.
 // TMA fills with zeros what a block reads beyond an array's edge, and drops what it would write
@@ -82,6 +87,8 @@ struct Config {
   static constexpr int kSplitK = JK_SPLIT_K;
   // Whether the parts of k are tiles of their own that TMA adds to the result.
   static constexpr bool kReduceAdd = JK_REDUCE_ADD;
+  // Whether they are tiles of their own that are added up through global memory.
+  static constexpr bool kThroughMemory = JK_THROUGH_MEMORY;
   // Whether k is the contiguous dimension.
   static constexpr bool kLhsIsKMajor = JK_LHS_IS_K_MAJOR;
   static constexpr bool kRhsIsKMajor = JK_RHS_IS_K_MAJOR;
@@ -120,13 +127,15 @@ using RhsLoad = TileLoad<Rhs, Config::kClusterM, Config::kRhsStacksBoxes>;
 using Grid = ClusterGrid<Config::kClusterM, Config::kClusterN>;
 
 // Parts of k that one cluster adds up.
-constexpr int kClusterParts = Config::kReduceAdd ? 1 : Config::kSplitK;
+constexpr bool kPartsAreTiles = Config::kReduceAdd || Config::kThroughMemory;
+constexpr int kClusterParts = kPartsAreTiles ? 1 : Config::kSplitK;
 constexpr int kClusterBlocks = Grid::kBlocks * kClusterParts;
 constexpr int kSlotBytes = Lhs::kBytes + Rhs::kBytes;
 constexpr int kConsumersOfTile = Config::kPingPong ? 1 : Config::kConsumers;
 constexpr int kConsumerM = Config::kBlockM / kConsumersOfTile;
 constexpr int kWgmmasM = kConsumerM / kWgmmaM;
 constexpr int kAccumulators = Config::kBlockN / 2;  // A thread has so many in a wgmma.
+constexpr int kThreadsOfTile = kConsumersOfTile * kWarpgroup;
 constexpr int kThreads = (Config::kConsumers + 1) * kWarpgroup;
 constexpr int kConsumerWarps = Config::kConsumers * kWarpgroup / kWarp;
 
@@ -153,6 +162,8 @@ static_assert(Config::kResidues == 1 || (Config::kLhsIsKMajor && !Config::kRhsIs
 static_assert(Config::kResidues == 1 || Config::kHasTmaRows, "results are stored by residues");
 static_assert(kClusterParts == 1 || !Grid::kShares, "a cluster does one thing");
 static_assert(Config::kSplitK == 1 || !Config::kPingPong, "all tiles take as many steps");
+static_assert(!Config::kThroughMemory || Config::kDeferred == Deferred::kNothing,
+              "a tile's sums are given or stored at once");
 static_assert(Config::kDeferred == Deferred::kNothing ||
                   (!Config::kPingPong && kClusterParts == 1 && Config::kStages > 1 &&
                    !Config::kHasResidual),
@@ -189,8 +200,7 @@ class Schedule {
       : problem_(problem), rank_(rank) {}
 
   __device__ __forceinline__ bool has_tile() const {
-    const int parts = Config::kReduceAdd ? Config::kSplitK : 1;
-    return tiles_.index() < parts * problem_.num_batches * problem_.m_tiles * problem_.n_tiles;
+    return tiles_.index() < (kPartsAreTiles ? Config::kSplitK : 1) * num_tiles();
   }
 
   __device__ __forceinline__ void advance() { tiles_.advance(); }
@@ -199,9 +209,8 @@ class Schedule {
     const int in_batch = problem_.m_tiles * problem_.n_tiles;
     const int product = tiles_.index() / in_batch;
     const int index = tiles_.index() - product * in_batch;
-    const int batch = Config::kReduceAdd ? product % problem_.num_batches : product;
-    const int part = Config::kReduceAdd ? product / problem_.num_batches
-                                        : static_cast<int>(kClusterParts > 1 ? rank_ : 0);
+    const int batch = kPartsAreTiles ? product % problem_.num_batches : product;
+    const int part = kPartsAreTiles ? part_of_k() : static_cast<int>(kClusterParts > 1 ? rank_ : 0);
     const auto [m, n] = strip_order(problem_, index);
     const int m_in_cluster = Grid::kShares ? Grid::m_rank(rank_) : 0;
     const int n_in_cluster = Grid::kShares ? Grid::n_rank(rank_) : 0;
@@ -217,7 +226,18 @@ class Schedule {
             residue * (problem_.k % kUnit) % kUnit};
   }
 
+  // With kPartsAreTiles: the part of k that the present tile is, and the number of this CTA's tile
+  // among those of all clusters and parts.
+  __device__ __forceinline__ int part_of_k() const { return tiles_.index() / num_tiles(); }
+  __device__ __forceinline__ int number() const { return tiles_.index() * kClusterBlocks + rank_; }
+  // Tiles between those of two parts.
+  __device__ __forceinline__ int num_between() const { return num_tiles() * kClusterBlocks; }
+
  private:
+  __device__ __forceinline__ int num_tiles() const {
+    return problem_.num_batches * problem_.m_tiles * problem_.n_tiles;
+  }
+
   const Problem& problem_;
   u32 rank_;
   PersistentTiles<kClusterBlocks> tiles_;
@@ -379,7 +399,6 @@ __device__ __forceinline__ void reduce(SharedStorage& shared, Accumulators& acc,
       kClusterParts == 1 || kWgmmasM * kAccumulators * 4 * Config::kConsumers * kWarpgroup <=
                                 Config::kStages * kSlotBytes,
       "the partial sums fit into the ring");
-  constexpr u32 kThreadsOfTile = Config::kConsumers * kWarpgroup;
   constexpr u32 kStride = kThreadsOfTile * 16;
   unsigned char* const mine = shared.slots[0] + (threadIdx.x - kWarpgroup) * 16;
   // The other consumers' products must have read the slots.
@@ -411,6 +430,54 @@ __device__ __forceinline__ void reduce(SharedStorage& shared, Accumulators& acc,
       }
       acc[i][r] = sum.x, acc[i][r + 1] = sum.y, acc[i][r + 2] = sum.z, acc[i][r + 3] = sum.w;
       if (r % 16 == 12) __syncwarp();  // Bounds the loads in flight, and so their registers.
+    }
+  }
+}
+
+// ---- Split K through global memory -------------------------------------------------------------
+
+struct Exchange {
+  float* sums;     // Of each tile: float4s in the order of its CTA's threads.
+  int* has_given;  // Of each tile: whether its sums are there.
+};
+
+// The first four sums of this thread among those of a tile.
+__device__ __forceinline__ float4* sums_of(const Exchange& exchange, int tile) {
+  constexpr size_t kFloats = static_cast<size_t>(Config::kBlockM) * Config::kBlockN;
+  return reinterpret_cast<float4*>(exchange.sums + tile * kFloats) + threadIdx.x - kWarpgroup;
+}
+
+__device__ __forceinline__ void give(const Exchange& exchange, const Accumulators& acc, int tile) {
+  float4* to = sums_of(exchange, tile);
+#pragma unroll
+  for (int i = 0; i < kWgmmasM; ++i) {
+#pragma unroll
+    for (int r = 0; r < kAccumulators; r += 4, to += kThreadsOfTile) {
+      *to = make_float4(acc[i][r], acc[i][r + 1], acc[i][r + 2], acc[i][r + 3]);
+    }
+  }
+  named_barrier_sync<kThreadsOfTile>(1);  // All consumers have written.
+  if (threadIdx.x == kWarpgroup) end_turn(&exchange.has_given[tile]);
+}
+
+// Adds the sums of the tile's other parts, of which this one is the last.
+__device__ __forceinline__ void take(const Exchange& exchange, Accumulators& acc,
+                                     const Schedule& schedule) {
+  int other = schedule.number();
+#pragma unroll 1
+  for (int part = schedule.part_of_k(); part > 0; --part) {
+    other -= schedule.num_between();
+    if (threadIdx.x == kWarpgroup) wait_for_turn(&exchange.has_given[other], 1);
+    named_barrier_sync<kThreadsOfTile>(1);  // The other part's sums are there for all.
+    const float4* from = sums_of(exchange, other);
+#pragma unroll
+    for (int i = 0; i < kWgmmasM; ++i) {
+#pragma unroll
+      for (int r = 0; r < kAccumulators; r += 4, from += kThreadsOfTile) {
+        const float4 sum = *from;
+        acc[i][r] += sum.x, acc[i][r + 1] += sum.y, acc[i][r + 2] += sum.z, acc[i][r + 3] += sum.w;
+        if (r % 32 == 28) __syncwarp();  // Bounds the loads in flight, and so their registers.
+      }
     }
   }
 }
@@ -666,7 +733,8 @@ class Epilogue {
 };
 
 __device__ __forceinline__ void consume(SharedStorage& shared, const Problem& problem,
-                                        const Operands& operands, Schedule schedule, u32 rank) {
+                                        const Operands& operands, const Exchange& exchange,
+                                        Schedule schedule, u32 rank) {
   const int consumer = uniform(threadIdx.x / kWarpgroup) - 1;
   const int first_row = Config::kPingPong ? 0 : consumer * kConsumerM;
   Epilogue epilogue(shared, problem, operands, rank);
@@ -679,7 +747,8 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const Problem& pr
   Accumulators acc;
   while (schedule.has_tile()) {
     const Tile tile = schedule.tile();
-    epilogue.begin(tile, first_row);
+    const bool is_given = Config::kThroughMemory && schedule.part_of_k() < Config::kSplitK - 1;
+    if (!is_given) epilogue.begin(tile, first_row);
     if constexpr (Config::kPingPong) {
       // Also keeps the parities apart: no consumer is more than a round ahead of a slot.
       mbarrier_wait_parity(&shared.turn[consumer], turn);
@@ -695,6 +764,12 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const Problem& pr
         });
     if constexpr (Config::kPingPong) place.skip(problem.k_iters);
     if constexpr (kClusterParts > 1) reduce(shared, acc, rank);
+    if (is_given) {
+      give(exchange, acc, schedule.number());
+      schedule.advance();
+      continue;
+    }
+    if constexpr (Config::kThroughMemory) take(exchange, acc, schedule);
     if constexpr (Config::kDeferred == Deferred::kNothing) {
       epilogue.finish(acc, tile, first_row);
     } else {
@@ -713,7 +788,7 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const Problem& pr
 __global__ __launch_bounds__(kThreads, 1) void gemm(
     const __grid_constant__ TensorMaps lhs, const __grid_constant__ TensorMap rhs,
     const __grid_constant__ Matrix<true> out, const __grid_constant__ Preactivation preactivation,
-    const __grid_constant__ Residual residual, const float* bias,
+    const __grid_constant__ Residual residual, const float* bias, float* sums, int* has_given,
     const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(dynamic_smem);
@@ -751,7 +826,7 @@ __global__ __launch_bounds__(kThreads, 1) void gemm(
   } else {
     if constexpr (Config::kConsumers > 1) setmaxnreg_inc<kConsumerRegisters>();
     const Operands operands{out, preactivation, residual, bias};
-    consume(shared, problem, operands, schedule, rank);
+    consume(shared, problem, operands, {sums, has_given}, schedule, rank);
   }
 
   if constexpr (kClusterParts > 1) {

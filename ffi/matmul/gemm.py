@@ -45,7 +45,7 @@ __all__ = [
     "unsupported",
 ]
 
-VERSION = 4
+VERSION = 5
 
 _Axis = Literal["m", "n"]
 _INPUTS = {jnp.dtype(jnp.bfloat16): "BFloat16", jnp.dtype(jnp.float16): "Float16"}
@@ -57,6 +57,8 @@ _WARPGROUP = 128
 _STAGING_BYTES = 16 * SWIZZLE_BYTES
 #: Accumulators of one thread: of its 232 registers these leave enough for addresses and an epilogue.
 _MAX_ACCUMULATORS = 192
+#: The same where an epilogue needs more registers, or sums of other blocks arrive.
+_MAX_EPILOGUE_ACCUMULATORS = 128
 #: The bytes that rows must be multiples of to be TMA operands.
 _TMA_BYTES = 16
 #: The same, in elements of an operand.
@@ -87,6 +89,8 @@ class Config:
       cluster_m, cluster_n: CTAs of a cluster along m and n; those along m multicast the rhs to each other, those
         along n the lhs.
       split_k: parts of k. The CTAs of a cluster each multiply one and add up what they have, in a fixed order.
+      through_memory: parts of k are tiles of their own instead, as many as one likes, whose sums are added up through
+        global memory, in a fixed order.
       reduce_add: parts of k are tiles of their own instead, as many as one likes, which TMA adds to a float32 result
         in whatever order they end: the same operands may then give other bits. Never chosen, only given.
       in_place: an lhs with k contiguous whose rows are not whole 16-byte units is not padded: a tile has rows of one
@@ -104,6 +108,7 @@ class Config:
     cluster_m: int = 1
     cluster_n: int = 1
     split_k: int = 1
+    through_memory: bool = False
     reduce_add: bool = False
     in_place: bool = False
     minor: _Axis = "m"
@@ -134,7 +139,7 @@ class Config:
         if self.cluster_parts > 1 and 4 * self.block_m * self.block_n > ring_bytes:
             raise ValueError(f"matmul[cuda]: the partial sums of split_k must fit into the ring; {way_out}")
         if self.cluster_parts > _MAX_CLUSTER:
-            raise ValueError(f"matmul[cuda]: split_k must be at most {_MAX_CLUSTER} without reduce_add; {way_out}")
+            raise ValueError(f"matmul[cuda]: split_k must be at most {_MAX_CLUSTER} in a cluster; {way_out}")
         sizes = (1, 2, 4)
         if self.cluster_m not in sizes or self.cluster_n not in sizes or self.num_sharing > _MAX_CLUSTER:
             raise ValueError(
@@ -142,8 +147,17 @@ class Config:
             )
         if self.split_k > 1 and self.ping_pong:
             raise ValueError(f"matmul[cuda]: split_k excludes ping_pong; {way_out}")
+        if self.through_memory and (self.split_k == 1 or self.reduce_add):
+            raise ValueError(
+                f"matmul[cuda]: through_memory needs a split_k above 1, and excludes reduce_add; {way_out}"
+            )
+        if self.through_memory and self.num_accumulators > _MAX_EPILOGUE_ACCUMULATORS:
+            raise ValueError(
+                f"matmul[cuda]: with through_memory, a consumer's tile must leave each thread "
+                f"{_MAX_EPILOGUE_ACCUMULATORS} accumulators; {way_out}"
+            )
         if self.cluster_parts > 1 and self.num_sharing > 1:
-            raise ValueError(f"matmul[cuda]: split_k excludes multicast clusters without reduce_add; {way_out}")
+            raise ValueError(f"matmul[cuda]: split_k in a cluster excludes multicast; {way_out}")
 
     @property
     def num_consumers(self) -> int:
@@ -178,9 +192,14 @@ class Config:
         return self.cluster_m * self.cluster_n
 
     @property
+    def parts_are_tiles(self) -> bool:
+        """Whether the parts of k are tiles of their own."""
+        return self.reduce_add or self.through_memory
+
+    @property
     def cluster_parts(self) -> int:
         """Parts of k that meet in a cluster."""
-        return 1 if self.reduce_add else self.split_k
+        return 1 if self.parts_are_tiles else self.split_k
 
     @property
     def cluster_blocks(self) -> int:
@@ -232,6 +251,8 @@ class Constants:
       store_rows_seconds: storing a tile of 128 x 256 by rows.
       load_seconds: from a request to the arrival of its data.
       reduction_seconds: adding up a split product.
+      exchange_seconds: taking the sums of a tile of 128 x 256 from global memory. Giving them takes twice as long: all
+        blocks do it at once.
       cluster_seconds: waiting of a cluster's blocks for each other, for each tile.
       clear_seconds: clearing heads of rows that are read in place, for each tile.
       epilogue: factor of a store with an activation.
@@ -253,6 +274,7 @@ class Constants:
     store_rows_seconds: float
     load_seconds: float
     reduction_seconds: float
+    exchange_seconds: float
     cluster_seconds: float
     clear_seconds: float
     epilogue: float
@@ -265,7 +287,8 @@ class Constants:
 FITTED_ON = ("NVIDIA H200",)
 
 #: Fitted to 470 times of 40 shapes on an H200 (2026-11-21); rows read in place, to 36 times of 8 shapes; the memory, to
-#: 165 times in docs/benchmarks, 28 of them with few rows.
+#: 165 times in docs/benchmarks, 28 of them with few rows. `exchange_seconds` was not fitted: in a trial of
+#: stream-K (docs/cuda-gemm.md, "The ladder"), all blocks gave and took such a tile each in 8 us.
 CONSTANTS = Constants(
     flops_per_sm=8.3e12,
     read_bytes_per_sm=8.9e11,
@@ -280,6 +303,7 @@ CONSTANTS = Constants(
     store_rows_seconds=2.4e-6,
     load_seconds=0.85e-6,
     reduction_seconds=1.6e-6,
+    exchange_seconds=2.0e-6,
     cluster_seconds=0.2e-6,
     clear_seconds=1.0e-6,
     epilogue=2.0,
@@ -316,9 +340,12 @@ _STRIPS = (8, 4, 16)
 _SPLITS = (2, 4, 8)
 _MAX_STAGES = 8
 _MIN_SPLIT_STEPS = 4
+#: Parts through memory. The block with a tile's last part adds up the others one after the other.
+_MAX_PARTS = 16
+#: Tiles that leave too few registers for sums from memory: block_m, block_n.
+_SPILLS = ((64, 256),)
 #: From this many waves on the last one costs little, and smaller tiles read too much.
 _MANY_WAVES = 6
-_MAX_EPILOGUE_ACCUMULATORS = 128
 
 
 def unsupported(spec: MatmulSpec) -> str | None:
@@ -373,6 +400,7 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
     - Clusters of two where there are tiles to share an operand, of four where tiles make one wave: they leave SMs
       unused.
     - Split k where all parts of all tiles run at once, each of at least 4 steps.
+    - Split k through memory, alone and in pairs, in as many parts as run at once, up to 16.
     - Strips of several widths, or in the other direction, where tiles make more than one wave and the strip is
       narrower than the result.
     """
@@ -426,6 +454,14 @@ def _schedules(spec: MatmulSpec) -> Iterator[Config]:
             ]  # fmt: skip
             for split in splits:
                 yield dataclasses.replace(config, split_k=split)
+            if ping_pong or tile.num_accumulators > _MAX_EPILOGUE_ACCUMULATORS or (block_m, block_n) in _SPILLS:
+                continue
+            for cluster_m, cluster_n in clusters:
+                pair = dataclasses.replace(config, cluster_m=cluster_m, cluster_n=cluster_n)
+                at_once = hardware.clusters_at_once(spec.target, pair.cluster_blocks)
+                parts = min(at_once // _num_groups(spec, pair), k_iters // _MIN_SPLIT_STEPS, _MAX_PARTS)
+                if pair.cluster_blocks <= 2 and parts > 1:
+                    yield dataclasses.replace(pair, split_k=parts, through_memory=True)
 
 
 def _num_stages(spec: MatmulSpec, tile: Config) -> int:
@@ -444,7 +480,7 @@ def estimate(spec: MatmulSpec, config: Config, constants: Constants = CONSTANTS)
     CTAs draw less than the memory gives.
     """
     g = spec.gemm
-    waves = hardware.waves(_num_groups(spec, config), hardware.clusters_at_once(spec.target, config.cluster_blocks))
+    waves = hardware.waves(_num_clusters(spec, config), hardware.clusters_at_once(spec.target, config.cluster_blocks))
     flops = 2 * config.block_m * config.block_n * config.block_k
     read_bytes = 2 * config.block_m // _WGMMA_M * (_WGMMA_M + config.block_n) * config.block_k
     load_bytes = 2 * (config.block_m + config.block_n) * config.block_k
@@ -483,6 +519,8 @@ def estimate(spec: MatmulSpec, config: Config, constants: Constants = CONSTANTS)
         if row % _TMA_BYTES
     )
     reduction = constants.reduction_seconds if config.split_k > 1 else 0.0
+    if config.through_memory:  # XLA clears flags before.
+        reduction = (2 + config.split_k - 1) * tile * constants.exchange_seconds + constants.launch_seconds
     clusters = waves * constants.cluster_seconds if config.cluster_blocks > 1 else 0.0
     tiles = waves * per_wave + at_end + clusters
     return constants.launch_seconds + hardware.soft_max(tiles, _memory(spec, config, constants)) + padding + reduction
@@ -492,7 +530,7 @@ def _memory(spec: MatmulSpec, config: Config, constants: Constants) -> float:
     """Seconds to read the operands from memory and to write the result."""
     g = spec.gemm
     num_bytes = (g.batch or 1) * (2 * (g.m + g.n) * g.k + spec.out_dtype.itemsize * g.m * g.n)
-    ctas = min(_num_groups(spec, config) * config.cluster_blocks, spec.target.num_sms)
+    ctas = min(_num_blocks(spec, config), spec.target.num_sms)
     return num_bytes / (ctas * constants.memory_bytes_per_sm)
 
 
@@ -541,7 +579,7 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
     operands = [lhs.reshape(*lead, *lhs.shape[-2:]), rhs.reshape(*lead, *rhs.shape[-2:])]
     num_results = 2 if spec.save_preactivation else 1
     # The first result takes the place of an absent operand: the kernel does not touch it.
-    first_result = 2 + (spec.bias is not None) + (spec.residual is not None) + config.reduce_add
+    first_result = 2 + (spec.bias is not None) + (spec.residual is not None) + config.parts_are_tiles
     bias = residual = first_result
     if spec.bias is not None:
         bias = len(operands)
@@ -560,6 +598,15 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
 
     compiled = compile_gemm(spec, config)
     out = jax.ShapeDtypeStruct((*lead, g.m, g.n), spec.out_dtype)
+    results = [out] * num_results
+    sums = has_given = first_result
+    if config.through_memory:
+        sums, has_given = first_result + num_results, first_result + num_results + 1
+        aliases = {len(operands): num_results + 1}
+        tiles = _num_clusters(spec, config) * config.cluster_blocks
+        operands.append(jnp.zeros(tiles, jnp.int32))
+        results.append(jax.ShapeDtypeStruct((tiles, config.block_m * config.block_n), jnp.float32))
+        results.append(jax.ShapeDtypeStruct((tiles,), jnp.int32))
 
     def matrix(buffer: int, is_there: bool = True) -> custom_call.Parameter:
         by_tma = is_there and _has_tma_rows(spec)
@@ -569,7 +616,7 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
         compiled.cubin,
         compiled.name,
         operands,
-        [out] * num_results,
+        results,
         parameters=[
             _lhs(operands[0], spec, config),
             _rhs_blocks(spec, config).tensor_map(1, operands[1]),
@@ -577,6 +624,8 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
             matrix(first_result + num_results - 1, spec.save_preactivation),
             matrix(residual, spec.residual is not None),
             custom_call.Pointer(bias),
+            custom_call.Pointer(sums),
+            custom_call.Pointer(has_given),
             _problem(spec, config),
         ],
         grid=(_num_blocks(spec, config),),
@@ -587,7 +636,7 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
         target=spec.target,
         label="matmul",
     )
-    outs = [spec.unfold(x) for x in outs]
+    outs = [spec.unfold(x) for x in outs[:num_results]]
     return outs if spec.fused else outs[0]
 
 
@@ -605,7 +654,7 @@ def _check_limits(spec: MatmulSpec, config: Config) -> None:
                 f"matmul[cuda]: one copy loads at most {_MAX_BOX} rows; got {config}, which needs {rows} of {name}. "
                 "Use smaller blocks."
             )
-    # TMA's sums take any number of parts: the products of steps, and of tiles, and parts must be counted, too.
+    # Parts that are tiles may be of any number: the products of steps, and of tiles, and parts must be counted, too.
     most = max(_num_groups(spec, config), _k_iters(spec, config)) * config.split_k
     if config.split_k > 1 and most > _MAX_COUNT:
         raise ValueError(
@@ -661,6 +710,7 @@ def _compile_cached(config: Config, choices: tuple[tuple[str, Any], ...]) -> com
         cluster_n=config.cluster_n,
         split_k=config.split_k,
         reduce_add=config.reduce_add,
+        through_memory=config.through_memory,
         smem_bytes=config.smem_bytes,
         **dict(choices),
     )
@@ -789,7 +839,7 @@ def _not_in_place(spec: MatmulSpec) -> str | None:
 def _deferred(spec: MatmulSpec, config: Config) -> Literal["kNothing", "kHalf", "kPacked"]:
     """What of a tile is stored while its block multiplies the next one, if there is one (see gemm.cu)."""
     has_next = _num_groups(spec, config) > hardware.clusters_at_once(spec.target, config.cluster_blocks)
-    is_shared = config.num_consumers_of_tile == 2 and config.cluster_parts == 1
+    is_shared = config.num_consumers_of_tile == 2 and config.cluster_parts == 1 and not config.through_memory
     by_tma = _has_tma_rows(spec) and spec.residual is None
     if not (has_next and is_shared and by_tma) or config.num_stages == 1:
         return "kNothing"
@@ -857,13 +907,16 @@ def _k_iters(spec: MatmulSpec, config: Config) -> int:
     return -(-(longest_head + spec.gemm.k) // config.block_k)
 
 
+def _num_clusters(spec: MatmulSpec, config: Config) -> int:
+    """Clusters, if each has one tile, or one part of a tile."""
+    return _num_groups(spec, config) * (config.split_k if config.parts_are_tiles else 1)
+
+
 def _num_blocks(spec: MatmulSpec, config: Config) -> int:
-    groups = _num_groups(spec, config)
-    if config.reduce_add:
-        groups *= config.split_k
+    clusters = _num_clusters(spec, config)
     if config.cluster_parts == 1:
-        groups = min(groups, hardware.clusters_at_once(spec.target, config.cluster_blocks))
-    return groups * config.cluster_blocks
+        clusters = min(clusters, hardware.clusters_at_once(spec.target, config.cluster_blocks))
+    return clusters * config.cluster_blocks
 
 
 def _problem(spec: MatmulSpec, config: Config) -> np.generic:

@@ -44,6 +44,10 @@ SCHEDULES = {
     "split k by 8": Config(block_m=64, block_n=128, split_k=8),
     "split k by 9, added by TMA": Config(block_n=128, split_k=9, reduce_add=True),
     "split k by 2 in a cluster, added by TMA": Config(cluster_m=2, split_k=2, reduce_add=True),
+    "split k by 3, through memory": Config(split_k=3, through_memory=True),
+    "split k by 5, through memory, tall": Config(block_m=256, block_n=128, split_k=5, through_memory=True),
+    "split k by 2 in a cluster, through memory": Config(block_n=160, cluster_n=2, split_k=2, through_memory=True),
+    "split k by 3, through memory, one consumer": Config(64, 128, cluster_m=2, split_k=3, through_memory=True),
 }
 
 

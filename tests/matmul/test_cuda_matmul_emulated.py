@@ -35,9 +35,9 @@ def emulator(libraries: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         yield emulator
 
 
-def check(spec: MatmulSpec, config: Config) -> None:
+def check(spec: MatmulSpec, config: Config, clusters: int = 1) -> None:
     """Runs the kernel on a chip of few SMs, so that blocks work on several tiles each, and checks the result."""
-    blocks = config.cluster_blocks
+    blocks = config.cluster_blocks * clusters
     spec = dataclasses.replace(spec, target=dataclasses.replace(spec.target, num_sms=blocks))
     operands = random_operands(spec)
     assert_right(spec, matmul.run(spec, config, *map(jnp.asarray, operands)))
@@ -47,6 +47,7 @@ def check(spec: MatmulSpec, config: Config) -> None:
 @pytest.mark.parametrize(("name", "layouts"), list(zip(SCHEDULES, itertools.cycle(LAYOUTS))))
 def test_schedules(name: str, layouts: str, emulator: Emulator) -> None:
     config = SCHEDULES[name]
+    emulator.is_at_once = config.through_memory
     k = 136 + (config.split_k - 1) * config.block_k
     check(make_spec(config.block_m + 72, config.block_n + 40, k, layouts=layouts), config)
 
@@ -205,6 +206,74 @@ def test_parts_of_k_that_are_added(minor: Any, emulator: Emulator) -> None:
     check(make_spec(200, 136, 456, batch=2, out_dtype="float32"), config)
     check(make_spec(200, 136, 456, bias=True, residual=True, activation="gelu", save_preactivation=True), config)
     check(make_spec(200, 136, 456), dataclasses.replace(config, cluster_m=2, split_k=2))
+
+
+@pytest.fixture
+def at_once(emulator: Emulator) -> Emulator:
+    emulator.is_at_once = True
+    return emulator
+
+
+_PARTS = Config(64, 64, num_stages=3, split_k=3, through_memory=True)
+
+
+@pytest.mark.sampled(one_in=5)
+@pytest.mark.parametrize(
+    ("config", "clusters", "shape", "options"),
+    [
+        (_PARTS, 3, (64, 64, 200), {}),  # 4 steps in 3 parts.
+        (_PARTS, 4, (130, 130, 264), dict(bias=True, activation="gelu")),  # 27 parts for 4 blocks.
+        (_PARTS, 18, (130, 72, 520), dict(batch=2, residual=True)),
+        (dataclasses.replace(_PARTS, split_k=7), 7, (72, 40, 1400), dict(residual=True, save_preactivation=True)),
+        (_PARTS, 5, (133, 67, 700), dict(out_dtype="float32", alpha=0.3)),
+        (dataclasses.replace(_PARTS, cluster_m=2), 3, (200, 136, 456), {}),
+        (dataclasses.replace(_PARTS, cluster_n=2), 2, (200, 130, 456), dict(bias=True)),
+        (dataclasses.replace(_PARTS, in_place=True), 5, (133, 72, 457), {}),
+        (Config(128, 96, num_stages=2, split_k=2, through_memory=True), 3, (200, 200, 392), dict(batch=2)),
+        (Config(256, 64, num_stages=2, split_k=2, through_memory=True, minor="n"), 2, (300, 200, 264), {}),
+    ],
+    ids=["tile", "many", "batch", "saved", "rows", "cluster-m", "cluster-n", "in-place", "two-consumers", "tall"],
+)  # fmt: skip
+def test_parts_of_k_that_meet_in_memory(
+    config: Config, clusters: int, shape: tuple[int, int, int], options: dict[str, Any], at_once: Emulator
+) -> None:
+    for at_once.seed in range(2):
+        check(make_spec(*shape, **options), config, clusters)
+
+
+#: Changes to the text of the kernel.
+IN_MEMORY_PLANTED: dict[str, tuple[str, str]] = {
+    "sums taken before they are there": (
+        "    if (threadIdx.x == kWarpgroup) wait_for_turn(&exchange.has_given[other], 1);\n", ""
+    ),
+    "given before all have written": (
+        "  named_barrier_sync<kThreadsOfTile>(1);  // All consumers have written.\n", ""
+    ),
+    "taken by threads that did not wait": (
+        "    named_barrier_sync<kThreadsOfTile>(1);  // The other part's sums are there for all.\n", ""
+    ),
+    "sums of some parts only": ("part > 0; --part) {", "part > 1; --part) {"),
+    "sums of another tile": ("other -= schedule.num_between();", "other -= 1;"),
+    "every part stored": ("Config::kSplitK - 1;\n", "0;\n"),
+}  # fmt: skip
+
+
+def check_in_memory(emulator: Emulator) -> None:
+    for emulator.seed in range(6):
+        check(make_spec(128, 64, 700), Config(128, 64, num_stages=2, split_k=5, through_memory=True), 5)
+        check(make_spec(200, 72, 300), _PARTS, 4)
+
+
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize("edit", IN_MEMORY_PLANTED.values(), ids=IN_MEMORY_PLANTED)
+def test_planted_bugs_of_sums_in_memory_are_found(edit: tuple[str, str], at_once: Emulator) -> None:
+    at_once.edits = dict([edit])
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_in_memory(at_once)
+
+
+def test_without_them_sums_in_memory_are_right(at_once: Emulator) -> None:
+    check_in_memory(at_once)
 
 
 @pytest.mark.parametrize("minor", ["m", "n"])

@@ -21,8 +21,7 @@ void call(void (*kernel)(Parameters...), void** parameters) {
 
 }  // namespace
 
-// `is_at_once`: the blocks of the grid run together, as far as clusters are of one block. Returns
-// what went wrong, or "".
+// `is_at_once`: the blocks of the grid run together. Returns what went wrong, or "".
 extern "C" const char* run(void** parameters, unsigned num_blocks, unsigned num_threads,
                            unsigned cluster_blocks, unsigned smem_bytes, unsigned smem_alignment,
                            bool is_at_once, unsigned seed) {
@@ -33,7 +32,7 @@ extern "C" const char* run(void** parameters, unsigned num_blocks, unsigned num_
   emulator::smem_bytes = smem_bytes;
   emulator::smem_alignment = smem_alignment;
   emulator::kernel = [=] { call(&KERNEL, parameters); };
-  const unsigned at_once = is_at_once && cluster_blocks == 1 ? num_blocks : cluster_blocks;
+  const unsigned at_once = is_at_once ? num_blocks : cluster_blocks;
   for (unsigned first = 0; first < num_blocks; first += at_once) {
     error = emulator::run_blocks(first, at_once, cluster_blocks, num_threads, seed + first);
     if (!error.empty()) break;
