@@ -128,6 +128,7 @@ _CANDIDATES = [
 ]
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("config", _CANDIDATES)
 @pytest.mark.parametrize("layouts", ["mk.kn", "mk.nk", "km.kn", "km.nk"])
 def test_every_candidate_lowers_for_every_layout(config: matmul.Config, layouts: str) -> None:
@@ -139,19 +140,21 @@ def test_every_shipped_winner_lowers(spec: MatmulSpec, config: matmul.Config) ->
     lower(functools.partial(matmul.run, spec, config), *structs(*types_of(spec)))
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("config", _CANDIDATES)
 @pytest.mark.parametrize("out", ["bfloat16", "float32"])
 def test_every_candidate_lowers_with_an_epilogue(config: matmul.Config, out: str) -> None:
     lower_matmul(config, epilogue=True, out=out)
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("config", _CANDIDATES)
 @pytest.mark.parametrize("schedule", [dict(delay_release=1, cluster="m"), dict(cluster="n", minor="n")], ids=str)
 def test_every_candidate_lowers_with_clusters(config: matmul.Config, schedule: dict[str, Any]) -> None:
     lower_matmul(dataclasses.replace(config, **schedule), "km.nk", out="bfloat16")
 
 
-@pytest.mark.sampled(one_in=6)
+@pytest.mark.thorough
 @pytest.mark.one_version
 @pytest.mark.parametrize(
     ("head_dims", "dtype"),

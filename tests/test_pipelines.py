@@ -70,6 +70,7 @@ def compile_for(chip: str, monkeypatch: pytest.MonkeyPatch, dtype: str, config: 
     return gemm_mma.kernel.compile(*x, config=config, out_dtype="float32")
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize(("schedule", "prefetch"), VARIANTS)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_default_tiles_compile_without_spills(
@@ -133,7 +134,7 @@ def check(shape: tuple[int, int, int], dtype: Any, config: Config, out_dtype: An
 
 
 @NEEDS_COMPILER
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize(("dtype", "schedule", "prefetch"), PRODUCTS)
 def test_every_schedule_multiplies(dtype: str, schedule: Any, prefetch: bool, emulator: Emulator) -> None:
     """Aligned rows, rows of odd sizes, and a single tile of k."""
@@ -144,7 +145,7 @@ def test_every_schedule_multiplies(dtype: str, schedule: Any, prefetch: bool, em
 
 
 @NEEDS_COMPILER
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("num_stages", [2, 3, 4, 5, 6])
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_every_depth_of_the_ring(num_stages: int, prefetch: bool, emulator: Emulator) -> None:
@@ -213,6 +214,7 @@ BUGS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(one_in=4)
 @NEEDS_COMPILER
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("bug", BUGS)
@@ -286,6 +288,7 @@ def assert_in_order(stamps: gemm_mma.Timeline, tiles: int) -> None:
     assert np.all(issued == np.minimum(np.arange(1, tiles + 1) + ahead, tiles))
 
 
+@pytest.mark.sampled(one_in=3)
 @NEEDS_COMPILER
 @pytest.mark.parametrize(("schedule", "prefetch"), VARIANTS)
 def test_the_timeline_has_every_event(schedule: Any, prefetch: bool, emulator: Emulator) -> None:

@@ -82,7 +82,7 @@ CHOICES = [(rung, config) for rung in RUNGS if rung.tiles for config in ladder.c
 SCALES = [(1.0, 0.0), (-1.5, 0.5), (2.0, 1.0)]
 
 
-@pytest.mark.sampled(one_in=6)
+@pytest.mark.sampled(one_in=15)
 @EVERY_RUNG
 @pytest.mark.parametrize("sizes", [(1024, 1024, 1024), (1111, 2333, 517), (1024, 1023, 1024), (64, 1024, 1023)])
 @pytest.mark.parametrize("chip", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
@@ -99,7 +99,7 @@ def test_compiles_without_spills(rung: Rung, sizes: tuple[int, int, int], chip: 
     assert (report.stack_bytes, report.spill_store_bytes, report.spill_load_bytes) == (0, 0, 0)
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=9)
 @NEEDS_COMPILER
 @EVERY_RUNG
 @pytest.mark.parametrize(("sizes", "scales"), list(zip(SMALL, SCALES * 2)), ids=str)
@@ -139,6 +139,7 @@ BUGS = {
 }
 
 
+@pytest.mark.sampled(one_in=2)
 @NEEDS_COMPILER
 @EVERY_RUNG
 def test_planted_bugs_are_noticed(rung: Rung, emulator: Emulator) -> None:
@@ -147,6 +148,7 @@ def test_planted_bugs_are_noticed(rung: Rung, emulator: Emulator) -> None:
     assert is_wrong(rung, emulator)
 
 
+@pytest.mark.sampled(one_in=3)
 @NEEDS_COMPILER
 @pytest.mark.parametrize(
     ("number", "before", "after"),
@@ -177,7 +179,7 @@ TILES = [(rung, config) for rung, config in CHOICES if config.SPLIT_K in (1, 2, 
 SPLIT = [(rung, config) for rung, config in TILES if config.SPLIT_K > 1]
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=14)
 @NEEDS_COMPILER
 @pytest.mark.parametrize(("rung", "config"), TILES, ids=named)
 @pytest.mark.parametrize("sizes", [(67, 129, 300), (130, 68, 70), (1, 1, 31)], ids=str)
@@ -190,6 +192,7 @@ def test_tiles_to_choose_from_on_the_emulator(
         assert error(rung, sizes, alpha=-1.5, beta=0.5, config=config) < 1
 
 
+@pytest.mark.sampled(one_in=2)
 @NEEDS_COMPILER
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -205,6 +208,7 @@ def test_split_k_with_planted_bugs(before: str, after: str, emulator: Emulator) 
     assert is_wrong(lookup("split_k"), emulator, config=SPLIT[0][1], k=300)
 
 
+@pytest.mark.sampled(one_in=2)
 @NEEDS_COMPILER
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -271,7 +275,7 @@ def test_other_platforms_are_refused() -> None:
         jax.jit(sgemm).trace(X, X.T).lower(lowering_platforms=("cpu",))
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @EVERY_RUNG
 def test_lowers_without_a_gpu(rung: Rung) -> None:
     """With donated C, the result takes its place."""
@@ -289,7 +293,7 @@ def test_search_space() -> None:
     assert len(refused) == 4, "a rule excludes nothing"
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=7)
 @pytest.mark.parametrize(("rung", "config"), CHOICES, ids=named)
 def test_tiles_to_choose_from_compile(rung: Rung, config: Config) -> None:
     target = hardware.lookup("NVIDIA H200")
@@ -328,7 +332,7 @@ def test_stream_k_gives_all_blocks_as_many_steps(sizes: tuple[int, int, int], co
     assert tiles == whole_tiles or (tiles - whole_tiles) * steps >= blocks
 
 
-@pytest.mark.sampled(one_in=8)
+@pytest.mark.sampled(one_in=16)
 @pytest.mark.parametrize("config", search_space()[0], ids=str)
 def test_search_space_compiles(config: Config) -> None:
     rung, target = lookup("autotuned"), hardware.lookup("NVIDIA H200")

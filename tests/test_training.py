@@ -215,6 +215,7 @@ def test_eight_devices_compute_what_one_does(kernels, opaque):
     assert_close(*results)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("num_devices", [1, 8])
 @pytest.mark.parametrize("tied", [True, False])
 def test_chunked_loss_and_its_gradients_are_those_of_stored_logits(num_devices, tied):

@@ -171,9 +171,9 @@ class Kernel:
 
 
 KERNELS = {
-    "forward": Kernel(simulated_forward.Simulation, random_forward, 13),
-    "backward": Kernel(simulated_backward.Simulation, random_backward, 20),
-    "wide backward": Kernel(simulated_wide.Simulation, random_wide, 25),
+    "forward": Kernel(simulated_forward.Simulation, random_forward, 26),
+    "backward": Kernel(simulated_backward.Simulation, random_backward, 40),
+    "wide backward": Kernel(simulated_wide.Simulation, random_wide, 50),
 }
 
 

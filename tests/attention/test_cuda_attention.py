@@ -54,7 +54,7 @@ def compile_kernel(kernel: str, spec: AttentionSpec, config: Any) -> Any:
     return design.compile_forward(spec, config) if design is forward else design.compile_backward(spec, config)
 
 
-@pytest.mark.sampled(one_in=12)
+@pytest.mark.sampled(one_in=24)
 @pytest.mark.parametrize("terms", TERMS)
 @pytest.mark.parametrize(("head_dim", "value_dim"), HEADS, ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -64,7 +64,7 @@ def test_defaults_compile_without_spills(kernel, head_dim, value_dim, terms):
     compile_kernel(kernel, spec, dispatch.default_config(kernel, "cuda", spec))
 
 
-@pytest.mark.sampled(one_in=80)
+@pytest.mark.sampled(one_in=160)
 @pytest.mark.parametrize("index", range(40))
 @pytest.mark.parametrize("terms", ["full", "causal", "all"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])

@@ -238,7 +238,7 @@ BACKWARD_CASES |= {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(one_in=8)
+@pytest.mark.sampled(one_in=16)
 @pytest.mark.parametrize("name", BACKWARD_CASES)
 def test_gradients_are_right(name: str, emulator: Emulator) -> None:
     check_backward(*BACKWARD_CASES[name])

@@ -236,6 +236,7 @@ def assert_close(name: str, actual: jax.Array, expected: jax.Array, tolerance: f
     np.testing.assert_allclose(x, y, atol=tolerance * max(1.0, np.abs(y).max()), err_msg=name)
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", SPECS)

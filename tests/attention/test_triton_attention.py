@@ -145,6 +145,7 @@ def test_bias_and_its_gradient(bias):
     assert_right("attention_backward", dataclasses.replace(spec, bias_gradient=True), BACKWARD)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     ("options", "config"),
     [

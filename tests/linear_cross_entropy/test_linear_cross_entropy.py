@@ -36,12 +36,14 @@ def assert_error_rule(case: LinearCrossEntropyCase, reduction: str, seed: int = 
     assert_accurate(actual, expected, in_float64(lambda xs: plain(case, reduction, xs), operands, cts))
 
 
+@pytest.mark.sampled(one_in=5)
 @every_reduction
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_error_rule(case, reduction):
     assert_error_rule(case, reduction)
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_options(seed):
     """Any combination of options, sizes, chunks and dtypes."""
@@ -92,6 +94,7 @@ def test_linearize_agrees_with_jvp(reduction):
     assert_close((out, linear(w)), jax.jvp(f, (w,), (w,)))
 
 
+@pytest.mark.sampled(one_in=4)
 @every_reduction
 @pytest.mark.parametrize(
     "axes", [dict(x=0), dict(w=0), dict(x=0, w=0), dict(labels=0), dict(bias=0, weights=0)], ids=str

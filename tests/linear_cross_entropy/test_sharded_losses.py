@@ -72,6 +72,7 @@ def losses_alone(f: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+@pytest.mark.sampled(one_in=5)
 @every_layout
 @every_kind
 @every_reduction
@@ -104,6 +105,7 @@ def compared_losses(case: LinearCrossEntropyCase, reduction: str, operands: dict
     return losses if reduction == "none" else jnp.mean(losses)
 
 
+@pytest.mark.sampled(one_in=5)
 @every_layout
 @every_kind
 @every_reduction

@@ -132,6 +132,7 @@ def test_batches_and_parts_of_k(layouts):
     assert_right(make_spec(33, 20, 28, layouts, batch=3), config(16, 32))
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("strip", [1, 2, 3, 8])
 @pytest.mark.parametrize("programs_per_sm", [0, 1, 2])
 def test_every_tile_is_computed_once(strip, programs_per_sm):

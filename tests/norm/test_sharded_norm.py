@@ -42,6 +42,7 @@ SPECS = {
 }
 
 
+@pytest.mark.sampled(one_in=4)
 @every_kind
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
