@@ -48,22 +48,20 @@ struct StagingBuffer {
     }
   }
 
-  // values += columns 16 c to 16 c + 15 of the buffer.
-  static __device__ __forceinline__ void add(float (&values)[8], unsigned char* buffer, int c) {
+  // Columns 16 c to 16 c + 15 of the buffer.
+  static __device__ __forceinline__ void read(float (&values)[8], unsigned char* buffer, int c) {
     if constexpr (T::kBytes == 2) {
       u32 packed[4];
       read_packed(packed, buffer, c);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        values[i * 2] += T::low(packed[i]);
-        values[i * 2 + 1] += T::high(packed[i]);
+        values[i * 2] = T::low(packed[i]);
+        values[i * 2 + 1] = T::high(packed[i]);
       }
     } else {
 #pragma unroll
       for (int r = 0; r < 8; r += 2) {
-        float low, high;
-        load_shared(pair(buffer, c, r), low, high);
-        values[r] += low, values[r + 1] += high;
+        load_shared(pair(buffer, c, r), values[r], values[r + 1]);
       }
     }
   }

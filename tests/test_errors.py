@@ -152,10 +152,17 @@ MATMULS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         "matmul[auto]: residual must have the result's shape (5, 3); got (1, 3). "
         "Broadcast it with jnp.broadcast_to, or add it outside.",
     ),
+    "multiplier of another shape": (
+        (A, B),
+        dict(multiplier=array(5)),
+        "matmul[auto]: multiplier must have the result's shape (5, 3); got (5,). "
+        "Broadcast it with jnp.broadcast_to, or multiply by it outside.",
+    ),
     "epilogue of integers": (
         (array(5, 7, dtype=np.int8), array(7, 3, dtype=np.int8)),
         dict(activation="relu"),
-        "matmul[auto]: bias, activation and residual need a floating out_dtype; got int8. Apply them to the result.",
+        "matmul[auto]: bias, activation, multiplier and residual need a floating out_dtype; got int8. "
+        "Apply them to the result.",
     ),
 }
 

@@ -126,12 +126,12 @@ def test_product(opaque, meshes, kind, name):
 @every_kind
 def test_product_with_epilogue(opaque, meshes, kind, name):
     a_spec, b_spec, out_spec = PRODUCTS[name]
-    specs = a_spec, b_spec, P(out_spec[1]), out_spec
-    ours = lambda a, b, bias, residual: jk.matmul(
-        a, b, alpha=0.3, bias=bias, activation="gelu", residual=residual, backend=opaque
+    specs = a_spec, b_spec, P(out_spec[1]), out_spec, out_spec
+    ours = lambda a, b, bias, multiplier, residual: jk.matmul(
+        a, b, alpha=0.3, bias=bias, activation="gelu", multiplier=multiplier, residual=residual, backend=opaque
     )
-    reference = lambda a, b, bias, residual: jax.nn.gelu(0.3 * (a @ b) + bias) + residual
-    mesh, xs = getattr(meshes, kind), arrays((16, 32), (32, 8), (8,), (16, 8))
+    reference = lambda a, b, bias, multiplier, residual: jax.nn.gelu(0.3 * (a @ b) + bias) * multiplier + residual
+    mesh, xs = getattr(meshes, kind), arrays((16, 32), (32, 8), (8,), (16, 8), (16, 8))
     out, grads = assert_no_worse(ours, reference, mesh, xs, specs, more=MORE[kind, name])
     if kind == "explicit":
         assert specs_of([out, *grads]) == [out_spec, *specs]

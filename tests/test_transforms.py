@@ -93,6 +93,11 @@ PROGRAMS = {
         lambda a, b: jax.nn.silu(a @ b),
         shapes=((2, 5, 7), (7, 3)),
     ),
+    "silu, multiplier": Program(
+        lambda a, b, multiplier, backend: jk.matmul(a, b, activation="silu", multiplier=multiplier, backend=backend),
+        lambda a, b, multiplier: jax.nn.silu(a @ b) * multiplier,
+        shapes=((5, 7), (7, 3), (5, 3)),
+    ),
     "bias, residual": _fused(None, lambda x: x),
     "bias, gelu, residual": _fused("gelu", jax.nn.gelu),
     "alpha, bias, gelu, residual": _fused("gelu", jax.nn.gelu, alpha=0.3),
@@ -439,6 +444,15 @@ def test_fused_product_keeps_its_operands_and_the_preactivation(activation):
     assert kept(lambda a, b: jk.matmul(a, b), a, b) == sorted([a.shape, b.shape])
 
 
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_gated_product_keeps_its_multiplier_too(activation):
+    a, b, multiplier = PROGRAMS["silu, multiplier"].operands()
+    f = lambda a, b, multiplier: jk.matmul(a, b, activation=activation, multiplier=multiplier)
+    assert kept(f, a, b, multiplier) == sorted([a.shape, b.shape, multiplier.shape, multiplier.shape])
+    if activation is None:  # The derivative by the product alone needs no pre-activation.
+        assert kept(lambda a, b: f(a, b, multiplier), a, b) == sorted([a.shape, b.shape, multiplier.shape])
+
+
 def test_attention_keeps_its_operands_output_and_lse():
     q, k, v = PROGRAMS["attention"].operands()
     batch, num_queries, num_heads, _ = q.shape
@@ -606,7 +620,7 @@ def test_eager_evaluation_equals_jit(backend, program):
 # On the kernels, which take 16 bits.
 
 _PRODUCTS = ("product", "batch of products", "alpha", "dot_general", "bias", "silu", "bias, residual")
-_PRODUCTS += ("bias, gelu, residual",)
+_PRODUCTS += ("silu, multiplier", "bias, gelu, residual")
 _ATTENTIONS = ("attention", "attention, masks", "attention, lse")
 _NORMS = ("rms norm", "layer norm, residual")
 _ON_KERNELS = {

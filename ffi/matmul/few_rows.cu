@@ -1,4 +1,5 @@
-// out = activation(alpha * lhs * rhs + bias) + residual on Hopper tensor cores, where one operand
+// out = activation(alpha * lhs * rhs + bias) + residual (or, with a multiplier in the residual's
+// place, times that) on Hopper tensor cores, where one operand
 // has at most 64 rows (of m or n) and the other one, the weights, is a large matrix.
 //
 // Memory is the limit: the weights are read once, and every other byte is small beside them. So the
@@ -67,6 +68,8 @@ struct Config {
   static constexpr bool kHasAlpha = JK_HAS_ALPHA;
   static constexpr bool kHasBias = JK_HAS_BIAS;
   static constexpr bool kHasResidual = JK_HAS_RESIDUAL;
+  // Whether what lies in the residual's place multiplies.
+  static constexpr bool kMultiplies = JK_MULTIPLIES;
   static constexpr bool kSavePreactivation = JK_SAVE_PREACTIVATION;
 };
 
@@ -308,7 +311,8 @@ __device__ __forceinline__ void finish(const SharedStorage& shared, const Proble
       }
       value = Activations<Config::Output::kBytes == 4>::JK_ACTIVATION(value);
       if constexpr (Config::kHasResidual) {
-        value += load_element<Config::Residual>(operands.residual, index);
+        const float other = load_element<Config::Residual>(operands.residual, index);
+        value = Config::kMultiplies ? value * other : value + other;
       }
       store_element<Config::Output>(operands.out, index, value);
     }

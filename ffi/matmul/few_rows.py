@@ -304,8 +304,8 @@ def not_estimated(spec: MatmulSpec, config: Config) -> str | None:
         return "XLA transposes an operand"
     if spec.bias is not None and spec.bias.dtype not in _OUTPUTS:
         return "XLA converts the bias"
-    if spec.residual is not None and spec.residual.dtype not in _OUTPUTS:
-        return "XLA converts the residual"
+    if spec.elementwise is not None and getattr(spec, spec.elementwise).dtype not in _OUTPUTS:
+        return f"XLA converts the {spec.elementwise}"
     return None
 
 
@@ -323,14 +323,14 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
         few.reshape(sides.num_batches, *shape(sides.few)),
     ]
     # The first result takes the place of an absent operand: the kernel does not touch it.
-    first_result = 2 + (spec.bias is not None) + (spec.residual is not None)
+    first_result = 2 + (spec.bias is not None) + (spec.elementwise is not None)
     bias = residual = first_result
     if spec.bias is not None:
         bias = len(operands)
         operands.append(named["bias"].astype(_stored_dtype(spec.bias.dtype)))
-    if spec.residual is not None:
+    if spec.elementwise is not None:
         residual = len(operands)
-        operands.append(named["residual"].astype(_stored_dtype(spec.residual.dtype)))
+        operands.append(named[spec.elementwise].astype(_stored_dtype(named[spec.elementwise].dtype)))
 
     compiled = compile_few_rows(spec, config)
     out = jax.ShapeDtypeStruct((sides.num_batches, g.m, g.n), spec.out_dtype)
@@ -391,7 +391,7 @@ def compile_few_rows(spec: MatmulSpec, config: Config) -> compiler.CompiledKerne
                 input=_INPUTS[spec.lhs.dtype],
                 output=_OUTPUTS[spec.out_dtype],
                 bias=type_of(spec.bias),
-                residual=type_of(spec.residual),
+                residual=type_of(spec.elementwise and getattr(spec, spec.elementwise)),
                 block_rows=config.block_rows,
                 columns=sides.columns,
                 block_k=config.block_k,
@@ -405,7 +405,8 @@ def compile_few_rows(spec: MatmulSpec, config: Config) -> compiler.CompiledKerne
                 columns_are_n=sides.columns_are_n,
                 has_alpha=spec.alpha != 1,
                 has_bias=spec.bias is not None,
-                has_residual=spec.residual is not None,
+                has_residual=spec.elementwise is not None,
+                multiplies=spec.multiplier is not None,
                 save_preactivation=spec.save_preactivation,
                 activation=spec.activation or "none",
                 smem_bytes=sides.smem_bytes(config),

@@ -1,4 +1,5 @@
-// out = activation(alpha * lhs * rhs + bias) + residual on Hopper tensor cores.
+// out = activation(alpha * lhs * rhs + bias) + residual on Hopper tensor cores, or, with a
+// multiplier in place of the residual, times that.
 //
 // A persistent grid works on the output tiles. In each CTA one producer thread copies blocks of
 // both operands into a ring of shared memory slots by TMA. Consumer warpgroups multiply the blocks
@@ -100,6 +101,8 @@ struct Config {
   static constexpr bool kHasAlpha = JK_HAS_ALPHA;
   static constexpr bool kHasBias = JK_HAS_BIAS;
   static constexpr bool kHasResidual = JK_HAS_RESIDUAL;
+  // Whether what lies in the residual's place multiplies.
+  static constexpr bool kMultiplies = JK_MULTIPLIES;
   static constexpr bool kSavePreactivation = JK_SAVE_PREACTIVATION;
   // Whether the result's rows are whole 16-byte units, as TMA needs them.
   static constexpr bool kHasTmaRows = JK_HAS_TMA_ROWS;
@@ -597,7 +600,14 @@ class Epilogue {
           Buffer::write(values, staging_[kOutSlots + out_slot(p)], c);
         }
         activate(values);
-        if constexpr (Config::kHasResidual) Buffer::add(values, staging, c);
+        if constexpr (Config::kHasResidual) {
+          float others[8];
+          Buffer::read(others, staging, c);
+#pragma unroll
+          for (int r = 0; r < 8; ++r) {
+            values[r] = Config::kMultiplies ? values[r] * others[r] : values[r] + others[r];
+          }
+        }
         Buffer::write(values, staging, c);
       }
       // This fetch fills the buffer of the store before, which has had this piece's time to read

@@ -413,7 +413,7 @@ def _schedules(spec: MatmulSpec) -> Iterator[Config]:
     many = min(g.m, g.n) > _WGMMA_M and num_tiles(128, 256) >= _MANY_WAVES * spec.target.num_sms
     few = num_tiles(64, 64) <= spec.target.num_sms // 4
     plain = _has_tma_rows(spec) and spec.bias is None and spec.activation is None and not spec.save_preactivation
-    plain &= spec.residual is None or spec.out_dtype.itemsize == 2
+    plain &= spec.elementwise is None or spec.out_dtype.itemsize == 2
     for block_m, block_n, block_k, ping_pong in _TILES:
         too_large = block_m >= 2 * max(g.m, _WGMMA_M) or block_n >= 2 * max(g.n, ATOM)
         is_sliver = block_n == 32 and not few
@@ -542,8 +542,8 @@ def not_estimated(spec: MatmulSpec, config: Config) -> str | None:
         return "XLA transposes an operand"
     if spec.bias is not None:
         return "XLA converts and pads the bias"
-    if spec.residual is not None and spec.residual.dtype != spec.out_dtype:
-        return "XLA converts the residual"
+    if spec.elementwise is not None and getattr(spec, spec.elementwise).dtype != spec.out_dtype:
+        return f"XLA converts the {spec.elementwise}"
     return "XLA clears the result that parts are added to" if config.reduce_add else None
 
 
@@ -579,7 +579,7 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
     operands = [lhs.reshape(*lead, *lhs.shape[-2:]), rhs.reshape(*lead, *rhs.shape[-2:])]
     num_results = 2 if spec.save_preactivation else 1
     # The first result takes the place of an absent operand: the kernel does not touch it.
-    first_result = 2 + (spec.bias is not None) + (spec.residual is not None) + config.parts_are_tiles
+    first_result = 2 + (spec.bias is not None) + (spec.elementwise is not None) + config.parts_are_tiles
     bias = residual = first_result
     if spec.bias is not None:
         bias = len(operands)
@@ -587,9 +587,9 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
         columns = n_tiles * config.block_n * config.cluster_n
         # The columns beyond n are dropped with the tile's, but the last tiles read all of theirs.
         operands.append(jnp.pad(named["bias"].astype(jnp.float32), (0, columns - g.n)))
-    if spec.residual is not None:
+    if spec.elementwise is not None:
         residual = len(operands)
-        operands.append(named["residual"].astype(spec.out_dtype).reshape(*lead, g.m, g.n))
+        operands.append(named[spec.elementwise].astype(spec.out_dtype).reshape(*lead, g.m, g.n))
 
     aliases = {}
     if config.reduce_add:  # What parts are added to.
@@ -622,7 +622,7 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
             _rhs_blocks(spec, config).tensor_map(1, operands[1]),
             matrix(first_result),
             matrix(first_result + num_results - 1, spec.save_preactivation),
-            matrix(residual, spec.residual is not None),
+            matrix(residual, spec.elementwise is not None),
             custom_call.Pointer(bias),
             custom_call.Pointer(sums),
             custom_call.Pointer(has_given),
@@ -674,7 +674,8 @@ def compile_gemm(spec: MatmulSpec, config: Config) -> compiler.CompiledKernel:
         residues=_num_residues(spec, config),
         has_alpha=spec.alpha != 1,
         has_bias=spec.bias is not None,
-        has_residual=spec.residual is not None,
+        has_residual=spec.elementwise is not None,
+        multiplies=spec.multiplier is not None,
         save_preactivation=spec.save_preactivation,
         has_tma_rows=_has_tma_rows(spec),
         activation=spec.activation or "none",
@@ -830,9 +831,9 @@ def _not_in_place(spec: MatmulSpec) -> str | None:
         return f"rows of each of {residues} residues; got m={g.m}"
     if (g.batch or 1) > 1 and g.m * g.k % _UNIT:
         return f"matrices that are whole {_TMA_BYTES}-byte units in a batch; got m={g.m}, k={g.k}"
-    if residues == _UNIT and spec.save_preactivation and spec.residual is not None:
+    if residues == _UNIT and spec.save_preactivation and spec.elementwise is not None:
         # 33 tensor maps: drivers before CUDA 12.1 take 4 KB of parameters.
-        return f"rows of no more than 4 residues beside both a residual and a saved pre-activation; got k={g.k}"
+        return f"rows of no more than 4 residues beside both a {spec.elementwise} and a saved pre-activation; got k={g.k}"
     return None
 
 
@@ -840,7 +841,7 @@ def _deferred(spec: MatmulSpec, config: Config) -> Literal["kNothing", "kHalf", 
     """What of a tile is stored while its block multiplies the next one, if there is one (see gemm.cu)."""
     has_next = _num_groups(spec, config) > hardware.clusters_at_once(spec.target, config.cluster_blocks)
     is_shared = config.num_consumers_of_tile == 2 and config.cluster_parts == 1 and not config.through_memory
-    by_tma = _has_tma_rows(spec) and spec.residual is None
+    by_tma = _has_tma_rows(spec) and spec.elementwise is None
     if not (has_next and is_shared and by_tma) or config.num_stages == 1:
         return "kNothing"
     if _num_packed(spec, config):

@@ -6,9 +6,9 @@ consumer warpgroups multiply them with wgmma; each accumulates half of the tile 
 across tiles: the producer runs ahead while slots are free. (JAX's `emit_pipeline_warp_specialized` fills and drains its
 pipeline for each tile.)
 
-The epilogue (alpha, bias, activation, residual) works on the accumulators. TMA stores the results from a small swizzled
-staging buffer. A consumer stores some pieces later, during the first products of the next tile. Until then it keeps
-them in registers, in 16 bits: as many pieces as fit.
+The epilogue (alpha, bias, activation, multiplier or residual) works on the accumulators. TMA stores the results from a
+small swizzled staging buffer. A consumer stores some pieces later, during the first products of the next tile. Until
+then it keeps them in registers, in 16 bits: as many pieces as fit.
 
     tile (block_m x block_n), split along m            split along n
     +-----------------------+                          +-----------+-----------+
@@ -336,8 +336,8 @@ def _launch(spec: MatmulSpec, config: Config, operands: Mapping[str, jax.Array])
         # The last tiles read the bias of all their columns, also past n.
         columns = config.block_n * (2 if config.cluster == "n" else 1)
         inputs.append(jnp.pad(operands["bias"].astype(jnp.float32), (0, -g.n % columns)))
-    if spec.residual is not None:
-        inputs.append(_pad(operands["residual"].astype(spec.out_dtype).reshape(*lead, g.m, g.n)))
+    if spec.elementwise is not None:
+        inputs.append(_pad(operands[spec.elementwise].astype(spec.out_dtype).reshape(*lead, g.m, g.n)))
     parts = () if config.split_k == 1 else (config.split_k,)
     out_type = jax.ShapeDtypeStruct((*parts, *lead, m, n), spec.out_dtype)
     kernel = plgpu.kernel(
@@ -419,21 +419,22 @@ class _Loops:
 
 @dataclasses.dataclass(frozen=True)
 class _Gmem:
-    """Arrays in global memory. `results` are the preactivation, if it is saved, and the output."""
+    """Arrays in global memory. `elementwise` is the multiplier or the residual. `results` are the preactivation, if it
+    is saved, and the output."""
 
     lhs: Any
     rhs: Any
     bias: Any
-    residual: Any
+    elementwise: Any
     results: tuple[Any, ...]
 
     @classmethod
     def of(cls, spec: MatmulSpec, lhs: Any, rhs: Any, refs: tuple[Any, ...]) -> _Gmem:
         rest = list(refs)
         bias = rest.pop(0) if spec.bias is not None else None
-        residual = rest.pop(0) if spec.residual is not None else None
+        elementwise = rest.pop(0) if spec.elementwise is not None else None
         out, *preactivation = rest
-        return cls(lhs, rhs, bias, residual, (*preactivation, out))
+        return cls(lhs, rhs, bias, elementwise, (*preactivation, out))
 
     @property
     def out(self) -> Any:
@@ -448,7 +449,7 @@ class _Smem:
       rings: slots of the lhs and of the rhs.
       full, empty: barriers of the slots.
       out: each consumer's staging buffers.
-      residual_full: barriers of the staging buffers, if a residual is loaded into them.
+      elementwise_full: barriers of the staging buffers, if a multiplier or a residual is loaded into them.
       cluster_done: barrier at which the CTAs of a cluster end together; None without a cluster.
     """
 
@@ -456,7 +457,7 @@ class _Smem:
     full: Any
     empty: Any
     out: Any
-    residual_full: Any
+    elementwise_full: Any
     cluster_done: Any
 
 
@@ -561,7 +562,6 @@ def _allocations(spec: MatmulSpec, config: Config, loops: _Loops) -> dict[str, A
 
     # In a cluster the neighbour's producer also writes our slots.
     in_cluster = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
-    has_residual = spec.residual is not None
     return dict(
         rings=[ring(block) for block in blocks],
         full=plgpu.Barrier(num_arrivals=len(blocks), num_barriers=num_stages),
@@ -571,7 +571,7 @@ def _allocations(spec: MatmulSpec, config: Config, loops: _Loops) -> dict[str, A
             spec.out_dtype,
             transforms=_swizzled(loops.store_n, spec.out_dtype),
         ),
-        residual_full=plgpu.Barrier(num_barriers=_NUM_CONSUMERS * _NUM_STORE_SLOTS) if has_residual else None,
+        elementwise_full=plgpu.Barrier(num_barriers=_NUM_CONSUMERS * _NUM_STORE_SLOTS) if spec.elementwise else None,
         cluster_done=in_cluster(num_arrivals=_NUM_CONSUMERS + 1) if config.cluster else None,
     )
 
@@ -721,7 +721,8 @@ def _finish(consumer: _Consumer, acc: jax.Array, tile: Any, piece: int) -> tuple
 
 
 def _store(consumer: _Consumer, x: jax.Array, tile: Any, piece: int, nth_result: int = -1) -> None:
-    """Adds the residual to a piece of a result (by default of the output), and stores it by TMA."""
+    """Stores a piece of a result by TMA. The output (the default) is multiplied with the multiplier, or the residual is
+    added to it."""
     gmem, smem = consumer.cta.gmem, consumer.cta.smem
     num_results = len(gmem.results)
     nth_result %= num_results
@@ -731,15 +732,16 @@ def _store(consumer: _Consumer, x: jax.Array, tile: Any, piece: int, nth_result:
     slot = (piece * num_results + nth_result) % _NUM_STORE_SLOTS
     out_gmem = gmem.results[nth_result].at[to]
     is_output = nth_result == num_results - 1
-    residual = gmem.residual.at[to] if gmem.residual is not None and is_output else None
+    elementwise = gmem.elementwise.at[to] if gmem.elementwise is not None and is_output else None
     # The slot was last read by the store before the previous one.
     plgpu.wait_smem_to_gmem(_NUM_STORE_SLOTS - 1, wait_read_only=True)
     staging = smem.out.at[consumer.index, slot]
-    if residual is not None:
-        fetched = smem.residual_full.at[consumer.index * _NUM_STORE_SLOTS + slot]
-        plgpu.copy_gmem_to_smem(residual, staging, fetched)
+    if elementwise is not None:
+        fetched = smem.elementwise_full.at[consumer.index * _NUM_STORE_SLOTS + slot]
+        plgpu.copy_gmem_to_smem(elementwise, staging, fetched)
         plgpu.barrier_wait(fetched)
-        x = x + staging[...].astype(jnp.float32)
+        other = staging[...].astype(jnp.float32)
+        x = x * other if consumer.cta.spec.multiplier is not None else x + other
     staging[...] = x.astype(consumer.cta.spec.out_dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(staging, out_gmem, is_inside)
@@ -765,7 +767,7 @@ def _num_deferred(spec: MatmulSpec, config: Config) -> int:
     """The number of deferred pieces: a consumer keeps them in registers, in 16 bits, and stores them during the first
     steps of the next tile. It is the number that fits into the registers, and 0 if CTAs have one tile only."""
     has_next = config.split_k * _num_groups(spec, config) > _num_clusters(spec, config)
-    if not has_next or spec.out_dtype.itemsize != 2 or spec.residual is not None or spec.save_preactivation:
+    if not has_next or spec.out_dtype.itemsize != 2 or spec.elementwise is not None or spec.save_preactivation:
         return 0
     accumulators = math.prod(config.consumer_tile) // _WARPGROUP  # Of one thread.
     packed = _STORE_M * _SWIZZLE_BYTES // 4 // _WARPGROUP

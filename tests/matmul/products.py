@@ -38,12 +38,14 @@ def make_spec(
     dtypes: tuple[str, str] = ("bfloat16", "bfloat16"),
     out_dtype: str | None = None,
     bias: bool = False,
+    multiplier: bool = False,
     residual: bool = False,
     residual_dtype: str | None = None,
     target: hardware.Chip = H200,
     **epilogue: Any,
 ) -> MatmulSpec:
-    """A product of m x k and k x n. By default the result and the residual have the dtype of the lhs."""
+    """A product of m x k and k x n. By default the result, the multiplier and the residual have the dtype of
+    the lhs."""
     lhs_layout, rhs_layout = layouts.split(".")
     sizes = dict(m=m, n=n, k=k)
     lead = () if batch is None else (batch,)
@@ -57,6 +59,7 @@ def make_spec(
         out_dtype=jnp.dtype(out_dtype),
         target=target,
         bias=ArrayType((n,), jnp.dtype("bfloat16")) if bias else None,
+        multiplier=array(out_dtype, m, n) if multiplier else None,
         residual=array(residual_dtype or out_dtype, m, n) if residual else None,
         **epilogue,
     )
@@ -129,6 +132,7 @@ REFUSALS: dict[str, tuple[MatmulSpec, str]] = {
         make_spec(8, 8, 8, out_dtype="float64"),
         "returns bfloat16, float16 or float32, not float64",
     ),
+    "both": (make_spec(8, 8, 8, multiplier=True, residual=True), "takes a multiplier or a residual, not both"),
     "empty": (make_spec(8, 0, 8), "has no work in an empty product"),
     "large": (make_spec(1, 2**29 + 5, 8), "counts the bytes of a row in 32 bits, which 536870917 elements exceed"),
     "precision": (

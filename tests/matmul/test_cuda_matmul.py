@@ -72,6 +72,8 @@ EPILOGUES: list[dict[str, Any]] = [
     dict(n=512, bias=True, activation="gelu", save_preactivation=True),
     dict(n=512, bias=True, activation="gelu_erf", residual=True, save_preactivation=True),
     dict(n=512, bias=True, residual=True),
+    dict(n=512, activation="silu", multiplier=True, save_preactivation=True),
+    dict(n=511, activation="gelu", multiplier=True),
     dict(n=512, activation="silu"),
     dict(n=512, out_dtype="float32"),
     dict(n=512, alpha=0.3),

@@ -145,6 +145,8 @@ def test_what_is_no_number_stays_in_its_row(config: Config, k: int, emulator: Em
         (Config(64, 96, ping_pong=True), (200, 200), dict(residual=True, save_preactivation=True, activation="relu")),
         (Config(64, 128, num_staging=4), (130, 264), dict(residual=True, save_preactivation=True, activation="relu")),
         (Config(64, 96), (130, 201), dict(residual=True, bias=True)),
+        (Config(64, 96), (130, 200), dict(multiplier=True, activation="silu", save_preactivation=True)),
+        (Config(64, 64, split_k=2), (70, 131), dict(multiplier=True, bias=True, out_dtype="float32")),
         (Config(64, 64), (130, 131), dict(residual=True, out_dtype="float32", bias=True, activation="gelu_erf")),
         (Config(64, 64, split_k=2), (70, 136), dict(residual=True, save_preactivation=True, activation="relu")),
         (Config(64, 64, cluster_n=2, num_staging=4), (130, 264), dict(residual=True, bias=True, out_dtype="float32")),
@@ -157,8 +159,8 @@ def test_what_is_no_number_stays_in_its_row(config: Config, k: int, emulator: Em
         ),
     ],
     ids=[
-        "narrow", "narrow-ping-pong-saved", "saved", "odd", "odd-float32", "split-saved", "cluster", "alpha",
-        "silu", "gelu-float16", "alpha-split-saved",
+        "narrow", "narrow-ping-pong-saved", "saved", "odd", "gated-saved", "gated-split-odd", "odd-float32",
+        "split-saved", "cluster", "alpha", "silu", "gelu-float16", "alpha-split-saved",
     ],
 )  # fmt: skip
 def test_epilogues(config: Config, shape: tuple[int, int], options: dict[str, Any], emulator: Emulator) -> None:

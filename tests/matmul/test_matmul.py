@@ -109,6 +109,15 @@ def test_residual_comes_after_the_activation(backend):
     assert_close(out, jnp.maximum(a @ b, 0) + residual)
 
 
+def test_multiplier_comes_after_the_activation_and_before_the_residual(backend):
+    a, b, bias, multiplier, residual = arrays((5, 7), (7, 3), (3,), (5, 3), (5, 3))
+    multiply = functools.partial(jk.matmul, a, b, bias=bias, activation="relu", multiplier=multiplier, backend=backend)
+    expected = jnp.maximum(a @ b + bias, 0) * multiplier
+    assert_close(multiply(), expected)
+    assert_close(multiply(residual=residual), expected + residual)
+    assert_close(jk.matmul(a, b, multiplier=multiplier, backend=backend), (a @ b) * multiplier)
+
+
 def test_alpha_scales_the_product_alone(backend):
     a, b, bias, residual = arrays((5, 7), (7, 3), (3,), (5, 3))
     product = functools.partial(jk.matmul, a, b, alpha=-0.3, backend=backend)

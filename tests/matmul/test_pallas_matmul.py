@@ -191,6 +191,7 @@ def test_epilogue_parts(cluster: Any) -> None:
     check(make_spec(72, 264, 72, bias=True), config)
     check(make_spec(72, 264, 72, batch=2, residual=True), config)
     check(make_spec(72, 264, 72, activation="silu"), config)
+    check(make_spec(72, 264, 72, activation="silu", multiplier=True, save_preactivation=True), config)
 
 
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])

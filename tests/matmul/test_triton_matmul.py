@@ -37,8 +37,8 @@ LAYOUTS = ("mk.kn", "mk.nk", "km.kn", "km.nk")
 
 def make_spec(
     m: int, n: int, k: int, layouts: str = "mk.kn", *, dtype: str = "float32", out: str | None = None,
-    batch: int | None = None, bias: bool = False, residual: bool = False, target: hardware.Chip = H200,
-    precision: Any = lax.Precision.HIGHEST, **options: Any,
+    batch: int | None = None, bias: bool = False, multiplier: bool = False, residual: bool = False,
+    target: hardware.Chip = H200, precision: Any = lax.Precision.HIGHEST, **options: Any,
 ) -> MatmulSpec:  # fmt: skip
     lhs, rhs = layouts.split(".")
     sizes, lead = dict(m=m, n=n, k=k), () if batch is None else (batch,)
@@ -53,6 +53,7 @@ def make_spec(
         target,
         precision=precision,
         bias=ArrayType((n,), jnp.dtype(dtype)) if bias else None,
+        multiplier=array(out or dtype, m, n) if multiplier else None,
         residual=array(out or dtype, m, n) if residual else None,
         **options,
     )
@@ -104,6 +105,7 @@ def test_epilogues(activation, split_k):
         47,
         56,
         bias=True,
+        multiplier=activation not in ("relu", "gelu"),
         residual=activation != "silu",
         activation=activation,
         alpha=0.375,

@@ -29,6 +29,7 @@ def matmul(
     alpha: float = 1.0,
     bias: ArrayLike | None = None,
     activation: Activation | None = None,
+    multiplier: ArrayLike | None = None,
     residual: ArrayLike | None = None,
     out_dtype: Any = None,
     precision: Any = None,
@@ -37,7 +38,7 @@ def matmul(
 ) -> Array:
     """Multiplies two matrices, or batches of them, and applies an epilogue to the product.
 
-    out = activation(alpha * (a @ b) + bias) + residual, each part where given. `a` and `b` are combined as
+    out = activation(alpha * (a @ b) + bias) * multiplier + residual, each part where given. `a` and `b` are combined as
     `jnp.matmul` does: vectors are promoted to matrices and lose the added axis again, leading axes are
     batches and broadcast. Products of 16-bit operands are accumulated, and multiplied by alpha, in float32.
 
@@ -47,6 +48,8 @@ def matmul(
       alpha: factor of the product, a real number that is not traced; other than 1 for floating operands only.
       bias: shape (n,), floating; added to every row.
       activation: "relu", "silu", "gelu" (tanh approximation, as `jax.nn.gelu`), "gelu_erf" (exact), or None.
+      multiplier: array of the result's shape, floating: the other half of a gated layer, as in
+        `matmul(x, w_gate, activation="silu", multiplier=matmul(x, w_up))`.
       residual: array of the result's shape, floating; added last.
       out_dtype: dtype of the result; default: the promoted dtype of `a` and `b`, weak if both are weakly typed.
       precision: as in `jnp.matmul`. For 16-bit operands every setting gives the same result.
@@ -62,8 +65,8 @@ def matmul(
       ValueError: shapes, dtypes, alpha, activation, backend name or config are wrong.
       NotImplementedError: the named backend cannot compute this; the message says why.
 
-    Differentiability: in both modes, any number of times, in all four arrays. With an activation the
-    forward pass saves the pre-activation in `out_dtype`. For an `out_dtype` wider than the operands the
+    Differentiability: in both modes, any number of times, in all five arrays. With an activation or a multiplier
+    the forward pass saves the pre-activation in `out_dtype`. For an `out_dtype` wider than the operands the
     cotangent keeps its width. `jaxkernels.checkpoint_policies` has `dots_saveable` and its like for `jax.checkpoint`:
     JAX's own do not know this function.
 
@@ -112,7 +115,7 @@ def matmul(
         precision=as_precision(op, precision), alpha=_alpha(op, alpha, dtype),
     )  # fmt: skip
     operands = dict(lhs=a, rhs=b)
-    if bias is None and activation is None and residual is None:
+    if bias is None and activation is None and multiplier is None and residual is None:
         return dot_general_op(spec, operands, backend=backend, config=config)
 
     if bias is not None:
@@ -125,18 +128,21 @@ def matmul(
             )
         operands["bias"] = bias
         spec = dataclasses.replace(spec, bias=ArrayType.of(bias))
-    if residual is not None:
-        residual = as_array(op, "residual", residual, floating=True)
-        if residual.shape != spec.out_shape:
+    for name, x, verb in (("multiplier", multiplier, "multiply by"), ("residual", residual, "add")):
+        if x is None:
+            continue
+        x = as_array(op, name, x, floating=True)
+        if x.shape != spec.out_shape:
             raise ValueError(
-                f"{op}: residual must have the result's shape {spec.out_shape}; got {residual.shape}. "
-                "Broadcast it with jnp.broadcast_to, or add it outside."
+                f"{op}: {name} must have the result's shape {spec.out_shape}; got {x.shape}. "
+                f"Broadcast it with jnp.broadcast_to, or {verb} it outside."
             )
-        operands["residual"] = residual
-        spec = dataclasses.replace(spec, residual=ArrayType.of(residual))
+        operands[name] = x
+        spec = dataclasses.replace(spec, **{name: ArrayType.of(x)})
     if not jnp.issubdtype(out_dtype, jnp.floating):
         raise ValueError(
-            f"{op}: bias, activation and residual need a floating out_dtype; got {out_dtype}. Apply them to the result."
+            f"{op}: bias, activation, multiplier and residual need a floating out_dtype; got {out_dtype}. "
+            "Apply them to the result."
         )
     spec = dataclasses.replace(spec, activation=activation)
     return matmul_op(spec, operands, backend=backend, config=config)[0]

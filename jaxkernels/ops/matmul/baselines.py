@@ -42,6 +42,8 @@ def _jax_matmul(case: MatmulCase, operands: Operands) -> jax.Array:
     if case.bias:
         out += operands["bias"].astype(out.dtype)
     out = _JAX_ACTIVATIONS[case.activation](out)
+    if case.multiplier:
+        out *= operands["multiplier"].astype(out.dtype)
     if case.gate:
         out *= product(operands["gate"])
     return out + operands["residual"].astype(out.dtype) if case.residual else out
@@ -94,7 +96,7 @@ def _jax_pallas_matmul_refuses(problem: Problem[MatmulCase], chip: Chip) -> str 
         return f"multiplies 16-bit operands to the same dtype, not {case.dtype} to {case.out_dtype or case.dtype}"
     if (case.lhs_layout, case.rhs_layout) != ("mk", "kn") or case.batch:
         return "multiplies two row-major matrices only"
-    if case.alpha != 1 or case.bias or case.activation or case.residual or case.gate:
+    if case.alpha != 1 or case.bias or case.activation or case.multiplier or case.residual or case.gate:
         return "has no epilogue"
     if problem.direction == "backward":
         return "has no gradient"

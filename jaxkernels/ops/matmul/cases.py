@@ -35,7 +35,7 @@ class MatmulCase:
       lhs_layout: "mk" or "km", how the left operand lies in memory; rhs_layout: "kn" or "nk".
       dtype, out_dtype: of the operands and of the result (None: the operands').
       alpha: factor of the product, of two row-major operands.
-      bias, activation, residual: the epilogue.
+      bias, activation, multiplier, residual: the epilogue.
       gate: a second right operand, whose product the result is multiplied with (SwiGLU where the activation is silu).
       precision: as `jax.lax.dot_general` takes it, by name: "HIGHEST" or a `jax.lax.DotAlgorithmPreset`'s.
       size: "small", or "real" for sizes that only a GPU multiplies in reasonable time.
@@ -57,6 +57,7 @@ class MatmulCase:
     alpha: float = 1.0
     bias: bool = False
     activation: Activation | None = None
+    multiplier: bool = False
     residual: bool = False
     gate: bool = False
     precision: str | None = None
@@ -69,7 +70,8 @@ class MatmulCase:
         parts += [f"to_{self.out_dtype}"] if self.out_dtype else []
         parts += ["shared"] if self.shared_rhs else []
         parts += [f"alpha_{self.alpha:g}"] if self.alpha != 1 else []
-        parts += ["bias"] * self.bias + ([self.activation] if self.activation else []) + ["residual"] * self.residual
+        parts += ["bias"] * self.bias + ([self.activation] if self.activation else [])
+        parts += ["multiplier"] * self.multiplier + ["residual"] * self.residual
         parts += ["gate"] * self.gate + ([self.precision] if self.precision else [])
         return "-".join(parts)
 
@@ -84,7 +86,7 @@ class MatmulCase:
 
     @property
     def draws(self) -> dict[str, Draw]:
-        """lhs, rhs, and bias, residual and gate where the case has them; the product's values are of order 1."""
+        """lhs, rhs, and the others that the case has; the product's values are of order 1."""
         sizes = dict(m=self.m, n=self.n, k=self.k)
         lhs_shape = (*self.batch, *(sizes[axis] for axis in self.lhs_layout))
         rhs_shape = (*(() if self.shared_rhs else self.batch), *(sizes[axis] for axis in self.rhs_layout))
@@ -92,8 +94,9 @@ class MatmulCase:
         draws = dict(lhs=Draw(lhs_shape, self.dtype), rhs=rhs)
         if self.bias:
             draws["bias"] = Draw((self.n,), self.dtype)
-        if self.residual:
-            draws["residual"] = Draw((*self.batch, self.m, self.n), self.dtype)
+        for name, is_there in dict(multiplier=self.multiplier, residual=self.residual).items():
+            if is_there:
+                draws[name] = Draw((*self.batch, self.m, self.n), self.dtype)
         if self.gate:
             draws["gate"] = rhs
         return draws
@@ -127,11 +130,11 @@ class MatmulCase:
         options = dict(precision=self.dot_precision, backend=backend)
         if (self.lhs_layout, self.rhs_layout) != ("mk", "kn"):
             return dot_general(lhs, rhs, self.contraction, preferred_element_type=self.out_dtype, **options)
-        epilogue = dict(bias=operands.get("bias"), activation=self.activation, residual=operands.get("residual"))
-        out = matmul(lhs, rhs, alpha=self.alpha, **epilogue, out_dtype=self.out_dtype, **options)
+        epilogue = {name: operands[name] for name in ("bias", "multiplier", "residual") if name in operands}
         if self.gate:
-            out *= matmul(lhs, operands["gate"], out_dtype=self.out_dtype, **options)
-        return out
+            epilogue["multiplier"] = matmul(lhs, operands["gate"], out_dtype=self.out_dtype, **options)
+        options |= dict(alpha=self.alpha, activation=self.activation, out_dtype=self.out_dtype)
+        return matmul(lhs, rhs, **epilogue, **options)
 
     @classmethod
     def parse(cls, sizes: Sequence[int], options: Mapping[str, Any], words: Sequence[str]) -> MatmulCase | None:
@@ -151,7 +154,8 @@ class MatmulCase:
         words += [_LAYOUTS[self.lhs_layout, self.rhs_layout]]
         words += ["shared"] * self.shared_rhs + ([f"alpha {self.alpha:g}"] if self.alpha != 1 else [])
         words += ["bias"] * self.bias + ([self.activation] if self.activation else [])
-        words += ["gate"] * self.gate + ["residual"] * self.residual + ([self.precision] if self.precision else [])
+        words += ["multiplier"] * self.multiplier + ["gate"] * self.gate + ["residual"] * self.residual
+        words += [self.precision] if self.precision else []
         words += [f"to {self.out_dtype}"] if self.out_dtype else []
         return " ".join(words)
 
@@ -182,7 +186,7 @@ class MatmulCase:
         return self.run(operands, backend=backend)
 
     def letters(self, name: str, num_axes: int) -> str:
-        return dict(lhs=self.lhs_layout, out="mn", residual="mn").get(name, "").rjust(num_axes)
+        return dict(lhs=self.lhs_layout, out="mn", multiplier="mn", residual="mn").get(name, "").rjust(num_axes)
 
     def part_to_check(self, *, is_gradient: bool = False) -> Part:
         """Every so many-th row, up to the last, at least one in a warpgroup's 64; all of a gradient."""

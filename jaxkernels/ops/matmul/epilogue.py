@@ -20,12 +20,14 @@ ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
 
 
 def apply_epilogue(spec: MatmulSpec, out: jax.Array, operands: Mapping[str, jax.Array]) -> list[jax.Array]:
-    """Adds bias, activation and residual, of a kernel's named operands, to a product, in the product's dtype."""
+    """Adds bias, activation, multiplier and residual, of a kernel's named operands, to a product, in its dtype."""
     if spec.bias is not None:
         out = out + operands["bias"].astype(out.dtype)
     preactivation = out
     if spec.activation is not None:
         out = ACTIVATIONS[spec.activation](out)
+    if spec.multiplier is not None:
+        out = out * operands["multiplier"].astype(out.dtype)
     if spec.residual is not None:
         out = out + operands["residual"].astype(out.dtype)
     return [out, preactivation] if spec.save_preactivation else [out]

@@ -39,8 +39,10 @@ def plain_matmul(case: MatmulCase, operands: dict[str, Any]) -> jax.Array:
     if case.bias:
         out = out + operands["bias"].astype(out_dtype)
     out = _ACTIVATIONS[case.activation](out)
-    if case.residual:
-        out = out + operands["residual"].astype(out_dtype)
+    if case.multiplier:
+        out = out * operands["multiplier"].astype(out_dtype)
     if case.gate:
         out = out * product(operands["gate"])
+    if case.residual:
+        out = out + operands["residual"].astype(out_dtype)
     return out

@@ -1,7 +1,7 @@
 """The two primitives of matrix products, and their derivatives.
 
 `dot_general_op` is the product times a constant, bilinear in its operands. `matmul_op` adds the epilogue
-(bias, activation, residual); its derivative is written with plain products, so that every order of
+(bias, activation, multiplier, residual); its derivative is written with plain products, so that every order of
 derivative in both modes follows from the two rules of the bilinear primitive.
 """
 
@@ -51,12 +51,12 @@ class _MatmulOp(KernelOp):
         ndims = np.ndim(xs["lhs"]), np.ndim(xs["rhs"])
         numbers, out_dim = _batched(static.dimension_numbers, *ndims, at["lhs"], at["rhs"])
         spec = dataclasses.replace(static, dimension_numbers=numbers)
-        if "residual" in xs and at["residual"] is None:
-            residual, size = jnp.expand_dims(xs["residual"], out_dim), xs["lhs"].shape[at["lhs"]]
-            shape = (*residual.shape[:out_dim], size, *residual.shape[out_dim + 1 :])
-            xs["residual"] = jnp.broadcast_to(residual, shape)
-        elif "residual" in xs:
-            xs["residual"] = jnp.moveaxis(xs["residual"], at["residual"], out_dim)
+        for name in ("multiplier", "residual"):
+            if name in xs and at[name] is None:
+                x, size = jnp.expand_dims(xs[name], out_dim), xs["lhs"].shape[at["lhs"]]
+                xs[name] = jnp.broadcast_to(x, (*x.shape[:out_dim], size, *x.shape[out_dim + 1 :]))
+            elif name in xs:
+                xs[name] = jnp.moveaxis(xs[name], at[name], out_dim)
         outs = self._list(self.bind(spec, xs, **params))
         return outs, [out_dim] * len(outs)
 
@@ -172,7 +172,7 @@ def _unfused(
 def _fused_jvp(primals: Any, tangents: Any, *, static: MatmulSpec, **params: Any) -> tuple[list, list]:
     operands, dots = static.named(matmul_op.name, primals), static.named(matmul_op.name, tangents)
     moving = {name: dot for name, dot in dots.items() if type(dot) is not ad.Zero}
-    saving = dataclasses.replace(static, save_preactivation=static.activation is not None)
+    saving = dataclasses.replace(static, save_preactivation=static.activation is not None or "multiplier" in moving)
     outs = matmul_op.bind(saving, operands, **params)
     out, preactivation = outs[0], outs[-1]
 
@@ -185,11 +185,23 @@ def _fused_jvp(primals: Any, tangents: Any, *, static: MatmulSpec, **params: Any
         terms.append(jnp.broadcast_to(moving["bias"].astype(out.dtype), out.shape))
     dpre = functools.reduce(jnp.add, terms) if terms else None
 
+    # Of the activation and the multiplication, the backward pass keeps their operands alone: hence the checkpoint.
+    varying = {} if dpre is None else {"preactivation": (preactivation, dpre)}
+    if "multiplier" in moving:
+        varying["multiplier"] = (operands["multiplier"], moving["multiplier"])
+    fixed = dict(preactivation=preactivation, multiplier=operands.get("multiplier"))
+
+    def activate_and_multiply(varying: dict[str, jax.Array]) -> jax.Array:
+        named = fixed | varying
+        x = named["preactivation"]
+        if static.activation is not None:
+            x = ACTIVATIONS[static.activation](x)
+        return x if static.multiplier is None else x * named["multiplier"].astype(x.dtype)
+
     dout = dpre
-    if static.activation is not None and dpre is not None:
-        # Checkpointed, so that the pre-activation is all the backward pass keeps of the activation.
-        activation = jax.checkpoint(ACTIVATIONS[static.activation], prevent_cse=False)
-        _, dout = jax.jvp(activation, (preactivation,), (dpre,))
+    if varying and (static.activation is not None or static.multiplier is not None):
+        values, dots = ({name: pair[i] for name, pair in varying.items()} for i in (0, 1))
+        _, dout = jax.jvp(jax.checkpoint(activate_and_multiply, prevent_cse=False), (values,), (dots,))
     if "residual" in moving:
         dresidual = moving["residual"].astype(out.dtype)
         dout = dresidual if dout is None else dout + dresidual

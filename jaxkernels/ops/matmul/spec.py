@@ -54,7 +54,7 @@ class Gemm:
 
 @dataclasses.dataclass(frozen=True)
 class MatmulSpec(Spec):
-    """out = activation(alpha * dot_general(lhs, rhs) + bias) + residual.
+    """out = activation(alpha * dot_general(lhs, rhs) + bias) * multiplier + residual.
 
     Attributes:
       lhs, rhs: the operands.
@@ -64,7 +64,7 @@ class MatmulSpec(Spec):
       alpha: factor of the product, applied to what was accumulated before it is rounded.
       bias: type of the bias (one vector over the rhs's free dimension), or None.
       activation: a name from `jaxkernels.ops.matmul.epilogue`, or None.
-      residual: type of the residual (shape of the result), or None.
+      multiplier, residual: types of arrays of the result's shape, or None.
       save_preactivation: also return alpha * dot_general(lhs, rhs) + bias, which the gradient needs.
       target: the chip.
     """
@@ -78,11 +78,13 @@ class MatmulSpec(Spec):
     alpha: float = 1.0
     bias: ArrayType | None = None
     activation: Activation | None = None
+    multiplier: ArrayType | None = None
     residual: ArrayType | None = None
     save_preactivation: bool = False
 
     def inputs(self, kernel: str) -> tuple[str, ...]:
-        return ("lhs", "rhs", *["bias"] * (self.bias is not None), *["residual"] * (self.residual is not None))
+        optional = dict(bias=self.bias, multiplier=self.multiplier, residual=self.residual)
+        return ("lhs", "rhs", *(name for name, array in optional.items() if array is not None))
 
     def outputs(self, kernel: str) -> tuple[str, ...]:
         return ("out", "preactivation") if self.save_preactivation else ("out",)
@@ -100,8 +102,9 @@ class MatmulSpec(Spec):
         arrays = dict(lhs=Operand(self.lhs, tuple(lhs)), rhs=Operand(self.rhs, tuple(rhs)), out=out, preactivation=out)
         if self.bias is not None:
             arrays["bias"] = Operand(self.bias, axes[-1:])
-        if self.residual is not None:
-            arrays["residual"] = Operand(self.residual, axes)
+        for name, array in (("multiplier", self.multiplier), ("residual", self.residual)):
+            if array is not None:
+                arrays[name] = Operand(array, axes)
         return arrays
 
     @property
@@ -111,12 +114,22 @@ class MatmulSpec(Spec):
     @property
     def product(self) -> Self:
         """The product alone, times alpha."""
-        return dataclasses.replace(self, bias=None, activation=None, residual=None, save_preactivation=False)
+        return dataclasses.replace(
+            self, bias=None, activation=None, multiplier=None, residual=None, save_preactivation=False
+        )
 
     @property
     def fused(self) -> bool:
         """Whether there is an epilogue."""
-        return self.bias is not None or self.activation is not None or self.residual is not None
+        parts = (self.bias, self.activation, self.multiplier, self.residual)
+        return any(part is not None for part in parts)
+
+    @property
+    def elementwise(self) -> Literal["multiplier", "residual"] | None:
+        """The operand of the result's shape, for kernels that take one of them."""
+        if self.multiplier is not None:
+            return "multiplier"
+        return "residual" if self.residual is not None else None
 
     @functools.cached_property
     def lhs_free(self) -> tuple[int, ...]:
@@ -186,6 +199,7 @@ class MatmulSpec(Spec):
         extras = [
             *(["bias"] if self.bias else []),
             *([self.activation] if self.activation else []),
+            *(["multiplier"] if self.multiplier else []),
             *(["residual"] if self.residual else []),
         ]
         return text + (" + " + ", ".join(extras) if extras else "")

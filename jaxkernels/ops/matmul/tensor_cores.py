@@ -40,6 +40,8 @@ def unsupported(spec: MatmulSpec) -> str | None:
     """Why a kernel for Hopper that multiplies 16-bit operands cannot compute the spec, whatever its tiles, or None."""
     if not spec.target.is_hopper:
         return f"needs a GPU of compute capability 9.0 (Hopper), the target is {spec.target}"
+    if spec.multiplier is not None and spec.residual is not None:
+        return "takes a multiplier or a residual, not both"
     return unsupported_dtypes(spec) or unsupported_16_bit_precision(spec) or unsupported_sizes(spec)
 
 

@@ -165,7 +165,7 @@ class Params:
       num_items, num_programs: tiles of all batch elements and parts; and what computes them.
       masks_k: whether the last step is not whole.
       is_wide: whether offsets in a batch element need 64 bits.
-      alpha, has_bias, activation, has_residual, saves_preactivation: the epilogue.
+      alpha, has_bias, activation, has_multiplier, has_residual, saves_preactivation: the epilogue.
       input_precision: how float32 is multiplied.
       lhs_unit, rhs_unit, out_unit: what divides the offset of each tile.
       piece_n: columns that are stored at once.
@@ -193,6 +193,7 @@ class Params:
     alpha: float
     has_bias: bool
     activation: Activation | None
+    has_multiplier: bool
     has_residual: bool
     saves_preactivation: bool
     input_precision: str
@@ -229,6 +230,7 @@ class Params:
             alpha=spec.alpha,
             has_bias=spec.bias is not None,
             activation=spec.activation,
+            has_multiplier=spec.multiplier is not None,
             has_residual=spec.residual is not None,
             saves_preactivation=spec.save_preactivation,
             input_precision=_input_precision(spec) or "tf32",
@@ -448,7 +450,7 @@ def _launch(spec: MatmulSpec, config: Config, operands: Mapping[str, jax.Array])
     return calls.call_kernel(
         kernel,
         # For operands that are not given stands another, which is not read as such.
-        [lhs, rhs, *(_loadable(operands.get(name, lhs)) for name in ("bias", "residual"))],
+        [lhs, rhs, *(_loadable(operands.get(name, lhs)) for name in ("bias", "multiplier", "residual"))],
         [result] * (2 if spec.save_preactivation else 1),
         target=spec.target,
         grid=(p.num_programs,),

@@ -28,29 +28,32 @@ __all__ = ["gemm", "gemm_and_preactivation"]
 
 
 @triton.jit
-def gemm(lhs, rhs, bias, residual, out, p: tl.constexpr):
-    """out = activation(alpha * lhs @ rhs + bias) + residual. An absent operand is not read; any pointer will do."""
-    _walk_items(lhs, rhs, bias, residual, out, out, p)
+def gemm(lhs, rhs, bias, multiplier, residual, out, p: tl.constexpr):
+    """out = activation(alpha * lhs @ rhs + bias) * multiplier + residual.
+
+    An absent operand is not read; any pointer will do.
+    """
+    _walk_items(lhs, rhs, bias, multiplier, residual, out, out, p)
 
 
 @triton.jit
-def gemm_and_preactivation(lhs, rhs, bias, residual, out, preactivation, p: tl.constexpr):
+def gemm_and_preactivation(lhs, rhs, bias, multiplier, residual, out, preactivation, p: tl.constexpr):
     """As `gemm`, and preactivation = alpha * lhs @ rhs + bias."""
-    _walk_items(lhs, rhs, bias, residual, out, preactivation, p)
+    _walk_items(lhs, rhs, bias, multiplier, residual, out, preactivation, p)
 
 
 @triton.jit
-def _walk_items(lhs, rhs, bias, residual, out, preactivation, p: tl.constexpr):
+def _walk_items(lhs, rhs, bias, multiplier, residual, out, preactivation, p: tl.constexpr):
     """Computes every num_programs-th item. Triton fuses this loop with the loop over k: loads run ahead of stores."""
     if p.num_programs < p.num_items:
         for item in tl.range(tl.program_id(0), p.num_items, p.num_programs, flatten=True):
-            _run_item(item, lhs, rhs, bias, residual, out, preactivation, p)
+            _run_item(item, lhs, rhs, bias, multiplier, residual, out, preactivation, p)
     else:
-        _run_item(tl.program_id(0), lhs, rhs, bias, residual, out, preactivation, p)
+        _run_item(tl.program_id(0), lhs, rhs, bias, multiplier, residual, out, preactivation, p)
 
 
 @triton.jit
-def _run_item(item, lhs, rhs, bias, residual, out, preactivation, p: tl.constexpr):
+def _run_item(item, lhs, rhs, bias, multiplier, residual, out, preactivation, p: tl.constexpr):
     """Multiplies and stores one tile over one part of k."""
     BLOCK_M: tl.constexpr = p.block_m
     BLOCK_N: tl.constexpr = p.block_n
@@ -60,7 +63,7 @@ def _run_item(item, lhs, rhs, bias, residual, out, preactivation, p: tl.constexp
     row = _first(m_idx, BLOCK_M, M)
     column = _first(n_idx, BLOCK_N, N)
     acc = _multiply(lhs, rhs, part, batch, row, column, p)
-    _finish(acc, bias, residual, out, preactivation, part, batch, row, column, 0, p)
+    _finish(acc, bias, multiplier, residual, out, preactivation, part, batch, row, column, 0, p)
 
 
 @triton.jit
@@ -126,7 +129,9 @@ def _rounded(x, p: tl.constexpr):
 
 
 @triton.jit
-def _finish(acc, bias, residual, out, preactivation, part, batch, row, column, FIRST: tl.constexpr, p: tl.constexpr):
+def _finish(
+    acc, bias, multiplier, residual, out, preactivation, part, batch, row, column, FIRST: tl.constexpr, p: tl.constexpr
+):
     """Applies the epilogue to a tile's products and stores the results, in pieces of p.piece_n columns.
 
     Pieces need fewer registers, and less shared memory to rearrange what threads store.
@@ -139,15 +144,15 @@ def _finish(acc, bias, residual, out, preactivation, part, batch, row, column, F
     if p.piece_n < WIDTH:
         left, right = tl.split(tl.permute(tl.reshape(acc, (HEIGHT, 2, WIDTH // 2)), (0, 2, 1)))
         MIDDLE: tl.constexpr = FIRST + WIDTH // 2
-        _finish(left, bias, residual, out, preactivation, part, batch, row, column, FIRST, p)
-        _finish(right, bias, residual, out, preactivation, part, batch, row, column, MIDDLE, p)
+        _finish(left, bias, multiplier, residual, out, preactivation, part, batch, row, column, FIRST, p)
+        _finish(right, bias, multiplier, residual, out, preactivation, part, batch, row, column, MIDDLE, p)
     else:
-        _finish_piece(acc, bias, residual, out, preactivation, part, batch, row, column, FIRST, p)
+        _finish_piece(acc, bias, multiplier, residual, out, preactivation, part, batch, row, column, FIRST, p)
 
 
 @triton.jit
 def _finish_piece(
-    x, bias, residual, out, preactivation, part, batch, row, column, FIRST: tl.constexpr, p: tl.constexpr
+    x, bias, multiplier, residual, out, preactivation, part, batch, row, column, FIRST: tl.constexpr, p: tl.constexpr
 ):
     """Applies the epilogue to products of the tile's columns from FIRST on, and stores the results."""
     HEIGHT: tl.constexpr = x.shape[0]
@@ -168,6 +173,8 @@ def _finish_piece(
     if p.saves_preactivation:
         tl.store(preactivation + in_batch + piece, x.to(preactivation.dtype.element_ty), mask=is_inside)
     x = _activated(x, ACTIVATION)
+    if p.has_multiplier:
+        x *= tl.load(multiplier + in_batch + piece, mask=is_inside, other=0.0).to(tl.float32)
     if p.has_residual:
         x += tl.load(residual + in_batch + piece, mask=is_inside, other=0.0).to(tl.float32)
     tl.store(out + in_part + piece, x.to(out.dtype.element_ty), mask=is_inside)
