@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import json
 import re
 import sys
 import threading
@@ -21,6 +22,8 @@ from typer.testing import CliRunner, Result
 
 import jaxkernels as jk
 from jaxkernels import cli
+from jaxkernels.bench import random_rows
+from jaxkernels.bench.lowering import kernels_of
 from jaxkernels.cli import tune as tune_cli
 from jaxkernels.core import dispatch, hardware, winners
 from jaxkernels.core.dispatch import Entry
@@ -623,7 +626,16 @@ def test_command_refuses_in_one_line():
         refusal("gemm", "--shapes=64x64x64") == "error: tune: needs a CUDA GPU to measure on; this machine has cpu.\n"
     )
     assert refusal("gemm") == (
-        "error: tune: no shapes are given. Name shapes with --shapes, or a suite with --suite.\n"
+        "error: tune: no shapes are given. Name shapes with --shapes, or a suite with --suite, or draw some with "
+        "--random.\n"
+    )
+    assert refusal("gemm", "--suite=gemm-smoke", "--seed=3") == (
+        "error: tune: --seed needs --random; got --seed 3 without it. Add --random N, or leave it out.\n"
+    )
+    assert refusal("norm", "--random=3") == "error: tune: norm takes no --random; use gemm or attention.\n"
+    assert refusal("gemm", "--random=3", "--minutes=0.1") == (
+        "error: tune: --minutes must be at least the budget of one kernel, 15 s; got 0.1. Use more minutes or a "
+        "smaller --budget.\n"
     )
     assert refusal("gemm", "--shapes=64x64x64", "--backend=cublas") == (
         f"error: tune: unknown backend 'cublas'; use one of {known}, or leave --backend out to tune all.\n"
@@ -663,6 +675,64 @@ def test_command_tunes_shapes_and_writes_a_table(lab, monkeypatch, tmp_path):
     monkeypatch.setattr(winners, "_TABLES", tmp_path)
     winners._from_table.cache_clear()
     assert len(winners._from_table(table)) == 2
+
+
+def test_command_goes_on_from_a_table_where_time_ended(lab, monkeypatch, tmp_path):
+    """Each run is on a machine that has kept nothing but the table, and has the time for two kernels."""
+    table, tuned = tmp_path / "table.json", tuner.tune
+    for run, (num_tuned, num_left) in enumerate([(2, 3), (2, 1), (1, 0), (0, 0)]):
+        now = [0.0]
+
+        def tune(*args: Any, now: list[float] = now, **options: Any) -> tuner.Result:
+            now[0] += 20.0
+            return tuned(*args, **options)
+
+        monkeypatch.setattr(tuner, "tune", tune)
+        monkeypatch.setattr(tune_cli.time, "monotonic", lambda now=now: now[0])
+        monkeypatch.setenv("JAXKERNELS_CACHE_DIR", str(tmp_path / f"machine-{run}"))
+        monkeypatch.setattr(winners, "_memo", {})
+        with measurable(monkeypatch):
+            shapes = ",".join(f"{m}x32x48:float32" for m in (8, 16, 24, 32, 40))
+            result = invoke(
+                "gemm", f"--shapes={shapes}", f"--table={table}", "--backend=fake", "--top=1", "--minutes=0.65",
+                "--budget=15",
+            )  # fmt: skip
+        assert result.exit_code == 0, result.output
+        assert result.stdout.count("-> fake") == num_tuned
+        assert ("kernels are left" in result.stdout) == (num_left > 0)
+        assert not num_left or f"{num_left} kernels are left. The same command measures them.\n" in result.stdout
+        assert len(json.loads(table.read_text())) == 5 - num_left
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ("{}", "it is no list"),
+        ("[1]", "it holds something that is no entry"),
+        ('[{"key": {}, "winner": {}, "seconds": 1}]', "it holds something that is no entry"),
+        ('[{"key": {"device": "cpu"}, "winner": 3, "seconds": 1}]', "it holds no configuration"),
+    ],
+)
+def test_command_refuses_a_table_that_is_none(text, reason, lab, monkeypatch, tmp_path):
+    table = tmp_path / "table.json"
+    table.write_text(text)
+    with measurable(monkeypatch):
+        message = refusal("gemm", "--shapes=8x8x8", f"--table={table}", "--backend=fake")
+    assert message == f"error: tune: {table} is no table of winners: {reason}. Name another file, or delete it.\n"
+    assert table.read_text() == text
+
+
+def test_command_draws_the_problems_of_bench(lab, monkeypatch):
+    found = []
+    monkeypatch.setattr(
+        tuner, "tune", lambda op, spec, *_, **__: found.append(spec) or tuner.Result(op, spec, None, (), 0.0)
+    )
+    with measurable(monkeypatch):
+        assert invoke("gemm", "--random=3", "--seed=5", "--backend=fake").exit_code == 0
+    problems = random_rows.problems("gemm", 3, 5)
+    expected = dict.fromkeys(spec for problem in problems for _, spec in kernels_of(problem, "fake"))
+    assert found == list(expected)
 
 
 def test_command_tunes_both_passes_of_attention(lab, monkeypatch):

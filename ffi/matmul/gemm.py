@@ -139,7 +139,7 @@ class Config:
         if self.cluster_parts > 1 and 4 * self.block_m * self.block_n > ring_bytes:
             raise ValueError(f"matmul[cuda]: the partial sums of split_k must fit into the ring; {way_out}")
         if self.cluster_parts > _MAX_CLUSTER:
-            raise ValueError(f"matmul[cuda]: split_k must be at most {_MAX_CLUSTER} in a cluster; {way_out}")
+            raise ValueError(f"matmul[cuda]: split_k must be at most {_MAX_CLUSTER} without through_memory; {way_out}")
         sizes = (1, 2, 4)
         if self.cluster_m not in sizes or self.cluster_n not in sizes or self.num_sharing > _MAX_CLUSTER:
             raise ValueError(
@@ -157,7 +157,7 @@ class Config:
                 f"{_MAX_EPILOGUE_ACCUMULATORS} accumulators; {way_out}"
             )
         if self.cluster_parts > 1 and self.num_sharing > 1:
-            raise ValueError(f"matmul[cuda]: split_k in a cluster excludes multicast; {way_out}")
+            raise ValueError(f"matmul[cuda]: split_k excludes multicast clusters without through_memory; {way_out}")
 
     @property
     def num_consumers(self) -> int:
@@ -833,7 +833,9 @@ def _not_in_place(spec: MatmulSpec) -> str | None:
         return f"matrices that are whole {_TMA_BYTES}-byte units in a batch; got m={g.m}, k={g.k}"
     if residues == _UNIT and spec.save_preactivation and spec.elementwise is not None:
         # 33 tensor maps: drivers before CUDA 12.1 take 4 KB of parameters.
-        return f"rows of no more than 4 residues beside both a {spec.elementwise} and a saved pre-activation; got k={g.k}"
+        return (
+            f"rows of no more than 4 residues beside both a {spec.elementwise} and a saved pre-activation; got k={g.k}"
+        )
     return None
 
 

@@ -32,7 +32,7 @@ def is_random(suite: str) -> bool:
     return _NAME.fullmatch(suite) is not None
 
 
-def problems(op: str, count: int, seed: int, largest: int = LARGEST) -> list[Problem]:
+def problems(op: str, count: int, seed: int, largest: int = LARGEST, *, command: str = "bench") -> list[Problem]:
     """The first problems of a seed, labelled with their index.
 
     Args:
@@ -40,13 +40,14 @@ def problems(op: str, count: int, seed: int, largest: int = LARGEST) -> list[Pro
       count: the number of problems.
       seed: the seed.
       largest: the largest size.
+      command: who asks, for messages.
 
     Raises:
       InputError: the operation has no random problems.
     """
     if (module := _module(op)) is None:
         known = [name for name in kinds() if _module(name) is not None]
-        raise InputError(f"bench: {op} takes no --random; use {' or '.join(known)}.")
+        raise InputError(f"{command}: {op} takes no --random; use {' or '.join(known)}.")
     drawn = (module.draw(Dice(seed, index, largest)) for index in range(count))
     return [dataclasses.replace(problem, label=f"#{index}") for index, problem in enumerate(drawn)]
 

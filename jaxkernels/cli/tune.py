@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import pathlib
+import time
 from collections.abc import Iterable
 from typing import Annotated, Any
 
 import jax
 import typer
 
-from jaxkernels.bench import measured, suites
+from jaxkernels.bench import measured, random_rows, suites
 from jaxkernels.bench.lowering import kernels_of
 from jaxkernels.core import dispatch, hardware, registry, winners
 from jaxkernels.core.errors import InputError
@@ -35,6 +36,10 @@ def tune(
         ),
     ] = None,
     suite: Annotated[list[str] | None, typer.Option(help="A suite of `jaxkernels bench`; may be repeated.")] = None,
+    random: Annotated[
+        int | None, typer.Option(min=1, help="N random problems, those of `jaxkernels bench --random`.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of --random.", show_default="0")] = None,
     backend: Annotated[
         str | None,
         typer.Option(help="Tune this backend only.", show_default="all; also stores which of them is fastest"),
@@ -43,10 +48,17 @@ def tune(
         int, typer.Option(min=1, help="Configurations of a backend to measure first; then half as many follow.")
     ] = 8,
     budget: Annotated[float, typer.Option(min=1.0, help="Seconds for one kernel.")] = 15.0,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="Begin no kernel that may end later. The same command goes on.", show_default="no limit"),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Also measure kernels that have a stored winner.")] = False,
     table: Annotated[
         pathlib.Path | None,
-        typer.Option(help="Write all winners of this device to a file, in the format of jaxkernels/core/tables."),
+        typer.Option(
+            help="Write all winners of this device to a file, in the format of jaxkernels/core/tables. Winners that "
+            "the file has already count as stored."
+        ),
     ] = None,
     calibrate: Annotated[
         list[pathlib.Path] | None,
@@ -75,6 +87,8 @@ def tune(
 
     `jaxkernels tune gemm --shapes 4096x4096x4096,8192x8192x8192:nt`
 
+    `jaxkernels tune gemm --random 400 --minutes 8 --table winners.json`
+
     `jaxkernels tune attention --calibrate attention.json`
     """
     operations = suites.kinds()[:-1]
@@ -90,26 +104,43 @@ def tune(
             "or leave --backend out to tune all."
         )
     if calibrate:
-        if shapes or suite or force or table is not None:
+        if shapes or suite or random or minutes or force or table is not None:
             raise InputError(
-                "tune: --calibrate measures nothing and takes no --shapes, --suite, --force or --table. Leave them out."
+                "tune: --calibrate measures nothing and takes no --shapes, --suite, --random, --minutes, --force or "
+                "--table. Leave them out."
             )
         _calibrate(calibrate, _designs(op, backend, design), _chip(chip_name))
         return
     if design or chip_name is not None:
         raise InputError("tune: --design and --chip need --calibrate. Name a file with it.")
     assert op is not None
-    if not shapes and not suite:
-        raise InputError("tune: no shapes are given. Name shapes with --shapes, or a suite with --suite.")
+    if seed is not None and random is None:
+        raise InputError(f"tune: --seed needs --random; got --seed {seed} without it. Add --random N, or leave it out.")
+    if not shapes and not suite and not random:
+        raise InputError(
+            "tune: no shapes are given. Name shapes with --shapes, or a suite with --suite, or draw some with --random."
+        )
+    if minutes is not None and minutes * 60 < budget:
+        raise InputError(
+            f"tune: --minutes must be at least the budget of one kernel, {budget:g} s; got {minutes:g}. Use more "
+            "minutes or a smaller --budget."
+        )
     problems = [suites.parse_shape(op, text) for item in shapes or [] for text in item.split(",")]
     problems += [p for s in suites.select(op, suite, has_gpu=True)[0] for p in s.problems] if suite else []
+    problems += random_rows.problems(op, random, seed or 0, command="tune") if random else []
     chip = hardware.chip_of(jax.devices()[0])
     if chip.platform != "cuda":
         raise InputError(f"tune: needs a CUDA GPU to measure on; this machine has {chip}.")
-    failed = 0
+    if table is not None and table.exists():
+        _adopt_table(table, chip)
+    begin = time.monotonic()
+    failed = left = 0
     for name, spec in dict.fromkeys(kernel for p in problems for kernel in kernels_of(p, backend)):
         if not force and dispatch.is_tuned(name, spec, backend):
             print(f"{name}  {spec}\n  already tuned, or there is only one configuration")
+            continue
+        if minutes is not None and time.monotonic() - begin + budget > 60 * minutes:
+            left += 1
             continue
         try:
             result = tuner.tune(name, spec, backend, top=top, budget_s=budget)
@@ -121,6 +152,8 @@ def tune(
         print(result, flush=True)
     if table is not None:
         _write_table(table, winners.entries(chip))
+    if left:
+        print(f"{left} kernels are left. The same command measures them.")
     if failed:
         raise InputError(f"tune: {failed} kernels could not be tuned; see the reasons above.")
 
@@ -185,6 +218,16 @@ def _calibrate(paths: list[pathlib.Path], designs: list[measured.Design], target
             f"tune: the files have too few times on {target} for any of the cost models; see the reasons above. "
             "Measure more problems with `jaxkernels bench OP --random N --json FILE`, or name the chip with --chip."
         )
+
+
+def _adopt_table(path: pathlib.Path, chip: hardware.Chip) -> None:
+    """Stores the winners of a table for this chip that the cache does not have."""
+    try:
+        winners.adopt(json.loads(path.read_text()), chip)
+    except OSError as e:
+        raise InputError(f"tune: cannot read {path}: {e.strerror}.") from e
+    except ValueError as e:
+        raise InputError(f"tune: {path} is no table of winners: {e}. Name another file, or delete it.") from e
 
 
 def _write_table(path: pathlib.Path, entries: list[dict[str, Any]]) -> None:

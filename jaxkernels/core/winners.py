@@ -30,7 +30,7 @@ from jaxkernels.core import plain
 from jaxkernels.core.folders import cache_root, read_entry, write_entry
 from jaxkernels.core.hardware import Chip
 
-__all__ = ["AUTO", "Key", "entries", "lookup", "measured_backends", "store"]
+__all__ = ["AUTO", "Key", "adopt", "entries", "lookup", "measured_backends", "store"]
 
 #: The backend under which the fastest backend is kept; its version is 0: the winner names the versions that took part.
 AUTO = "auto"
@@ -135,6 +135,30 @@ def entries(chip: Chip) -> list[dict[str, Any]]:
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue  # `lookup` warns of it, should its key ever be asked for.
     return found
+
+
+def adopt(table: Any, chip: Chip) -> None:
+    """Writes the entries of a table for a chip to the user's cache, but for those that it has.
+
+    Args:
+      table: what a file of entries holds, as `entries` returns them.
+      chip: the device whose entries count.
+
+    Raises:
+      ValueError: it is no list of entries.
+      OSError: the cache cannot be written.
+    """
+    if not isinstance(table, list):
+        raise ValueError("it is no list")
+    folder = cache_root() / "tuning"
+    for entry in table:
+        try:
+            key = _check(entry, entry["key"])["key"]
+            is_for_chip, path = (key["device"], key["num_sms"]) == (chip.name, chip.num_sms), _relative_path(key)
+        except (TypeError, KeyError, AttributeError) as e:
+            raise ValueError("it holds something that is no entry") from e
+        if is_for_chip and not (folder / path).exists():
+            write_entry(folder / path, json.dumps(entry, indent=1) + "\n")
 
 
 def measured_backends(chip: Chip) -> set[str]:
