@@ -61,7 +61,7 @@ class Cache:
 
 
 class Projection(nnx.Module):
-    """A linear layer without bias: y = activation(x kernel) + residual, in one jaxkernels matmul."""
+    """A linear layer without bias: y = activation(x kernel) * multiplier + residual, in one jaxkernels matmul."""
 
     def __init__(self, in_features: int, out_features: int, config: ModelConfig, *, rngs: nnx.Rngs, gain: float = 1.0):
         init = nnx.initializers.normal(gain / math.sqrt(in_features))
@@ -69,10 +69,16 @@ class Projection(nnx.Module):
         self.config = config
 
     def __call__(
-        self, x: Float[Array, "B T In"], *, activation: Literal["silu"] | None = None, residual: jax.Array | None = None
+        self,
+        x: Float[Array, "B T In"],
+        *,
+        activation: Literal["silu"] | None = None,
+        multiplier: Float[Array, "B T Out"] | None = None,
+        residual: Float[Array, "B T Out"] | None = None,
     ) -> Float[Array, "B T Out"]:
         kernel = self.kernel[...].astype(self.config.dtype)
-        return jk.matmul(x, kernel, activation=activation, residual=residual, backend=self.config.backend)
+        epilogue = dict(activation=activation, multiplier=multiplier, residual=residual)
+        return jk.matmul(x, kernel, **epilogue, backend=self.config.backend)
 
 
 class Norm(nnx.Module):
@@ -141,7 +147,7 @@ class FeedForward(nnx.Module):
         self.down = Projection(c.mlp_dim, c.embed_dim, c, rngs=rngs, gain=_residual_gain(c))
 
     def __call__(self, x: Float[Array, "B T D"], residual: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.down(self.gate(x, activation="silu") * self.up(x), residual=residual)
+        return self.down(self.gate(x, activation="silu", multiplier=self.up(x)), residual=residual)
 
 
 class Block(nnx.Module):

@@ -50,11 +50,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough", action="store_true", help="all cases of tests marked `sampled`, and tests marked `thorough`"
     )
+    parser.addoption("--one-in", type=int, default=1, metavar="N", help="every N-th of the tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--thorough"):
         _sample(config, items)
+    items[:] = items[:: config.getoption("--one-in")]
     if any(item.get_closest_marker("gpu") for item in items) and (reason := _missing_hardware()):
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -196,7 +196,7 @@ _SAMPLE = [
 ]
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize("name", [name for name in dispatch.backend_names() if name != "xla"])
 @pytest.mark.parametrize("problem", _SAMPLE)
 def test_suites_lower_for_cuda(name, problem):
@@ -277,7 +277,7 @@ def test_a_row_has_every_side_and_every_reason():
     assert row.flags == ("warm",)
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize(
     "problem",
     [

@@ -41,6 +41,7 @@ __global__ __launch_bounds__(128) void products(Sum* out, u32 lhs, u32 rhs) {
 _MAJORS = ["true, true", "false, true", "true, false", "false, false"]
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("t", wgmma._TYPES, ids=lambda t: t.name)
 def test_every_shape_compiles(t: wgmma._Type) -> None:
     majors = _MAJORS[:1] if t.num_bytes == 1 else _MAJORS
@@ -189,6 +190,7 @@ def check(product: Callable[..., jax.Array], t: wgmma._Type, n: int, majors: str
     np.testing.assert_array_equal(np.asarray(out), lhs @ rhs.T)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("form", ["kShared", "kRegisters"])
 @pytest.mark.parametrize("n", [8, 96])
 @pytest.mark.parametrize("t", wgmma._TYPES, ids=lambda t: t.name)

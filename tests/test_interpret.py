@@ -768,6 +768,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     ("kernel", "fault", "error", "message"), FAULTS, ids=[f"{k.__name__}:{f}" for k, f, *_ in FAULTS]
 )

@@ -92,6 +92,7 @@ def test_wide_tiles_compile_without_spills(
     assert compile_for(chip, monkeypatch, "bfloat16", wide).report.spill_store_bytes == 0
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_unaligned_rows_compile_without_spills(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for schedule, prefetch in VARIANTS:

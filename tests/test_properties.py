@@ -50,7 +50,7 @@ def contractions(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], Any
 
 
 @given(contractions())
-@bounded(80)
+@bounded(40)
 def test_dot_general(program):
     lhs_shape, rhs_shape, numbers = program
     lhs, rhs = random_array(rng(0), lhs_shape, "float32"), random_array(rng(1), rhs_shape, "float32")
@@ -79,7 +79,7 @@ def matmuls(draw: st.DrawFn) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
 
 
 @given(matmuls())
-@bounded(80)
+@bounded(40)
 def test_matmul(program):
     (a, b), options = program
     activations = dict(
@@ -131,7 +131,7 @@ def attentions(draw: st.DrawFn) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]
 
 
 @given(attentions())
-@bounded(25)
+@bounded(12)
 def test_attention(program):
     xs, options = program
     run = lambda attention: with_gradients(lambda *xs: attention(*xs, **options), *xs)

@@ -468,6 +468,7 @@ def test_names_of_random_suites():
 # The command.
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("op", FIRST)
 def test_random_from_end_to_end(op, tmp_path):
     path = tmp_path / "a.json"

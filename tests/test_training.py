@@ -150,6 +150,7 @@ def test_step_is_adamw_on_clipped_gradients():
     assert_close(new.params, expected)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("scan", [False, True])
 def test_adafactor_factors_the_second_moment(scan):
     """The first step, in the formulas of the paper: the second moment is the product of its row and column means."""

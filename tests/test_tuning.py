@@ -712,6 +712,11 @@ def test_command_goes_on_from_a_table_where_time_ended(lab, monkeypatch, tmp_pat
         ("[1]", "it holds something that is no entry"),
         ('[{"key": {}, "winner": {}, "seconds": 1}]', "it holds something that is no entry"),
         ('[{"key": {"device": "cpu"}, "winner": 3, "seconds": 1}]', "it holds no configuration"),
+        (
+            '[{"key": {"device": "cpu", "num_sms": 0, "op": "../../x", "backend": "y", "version": 1}, "winner": {}, '
+            '"seconds": 1}]',
+            "it holds something that is no entry",
+        ),
     ],
 )
 def test_command_refuses_a_table_that_is_none(text, reason, lab, monkeypatch, tmp_path):

@@ -141,6 +141,7 @@ def test_matmul_space_lowers(sizes):
         lower(functools.partial(matmul.run, spec, config), *types)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
 def test_attention_spaces_lower(head_dims):
     """The members with the largest blocks and the deepest rings; at 192 and 256 the usual two slots do not fit."""

@@ -157,6 +157,8 @@ def adopt(table: Any, chip: Chip) -> None:
             is_for_chip, path = (key["device"], key["num_sms"]) == (chip.name, chip.num_sms), _relative_path(key)
         except (TypeError, KeyError, AttributeError) as e:
             raise ValueError("it holds something that is no entry") from e
+        if len(path.parts) != 3 or ".." in path.parts:
+            raise ValueError("it holds something that is no entry")
         if is_for_chip and not (folder / path).exists():
             write_entry(folder / path, json.dumps(entry, indent=1) + "\n")
 

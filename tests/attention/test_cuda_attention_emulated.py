@@ -81,7 +81,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(one_in=8)
+@pytest.mark.sampled(one_in=16)
 @pytest.mark.parametrize("name", CASES)
 def test_right(name: str, emulator: Emulator) -> None:
     check(*CASES[name])
@@ -238,7 +238,7 @@ BACKWARD_CASES |= {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(one_in=16)
+@pytest.mark.sampled(one_in=32)
 @pytest.mark.parametrize("name", BACKWARD_CASES)
 def test_gradients_are_right(name: str, emulator: Emulator) -> None:
     check_backward(*BACKWARD_CASES[name])
@@ -253,7 +253,7 @@ def test_gradients_in_any_order(seed: int, emulator: Emulator) -> None:
     check_backward(spec_of(head_dim=144, batch=2, key_lengths=True, causal=True), PAIRS)
 
 
-@pytest.mark.sampled(one_in=8)
+@pytest.mark.sampled(one_in=16)
 @pytest.mark.parametrize(
     ("right", "wrong", "name"),
     [

@@ -415,7 +415,7 @@ def test_segments(name: str) -> None:
 _OF_ITSELF = ["packed", "one", "alternating", "extreme"]
 
 
-@pytest.mark.sampled(one_in=12)
+@pytest.mark.thorough
 @pytest.mark.one_version
 @pytest.mark.parametrize("name", _OF_ITSELF)
 def test_segments_of_one_sequence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -540,6 +540,7 @@ def _loads(spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch, *extras: Any) -
     return shapes[spec.k.shape]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.one_version
 @pytest.mark.parametrize(
     ("keys", "rules", "extras", "num_blocks"),
@@ -673,7 +674,7 @@ def test_consumers_without_queries_have_blocks_among_the_items(queries: int) -> 
     check(make_spec(queries, 328, window=(0, 0)), config, None)
 
 
-@pytest.mark.sampled(one_in=6)
+@pytest.mark.thorough
 @pytest.mark.one_version
 @pytest.mark.parametrize("length", [64, 128, 100])
 def test_consumers_that_see_nothing_have_blocks_among_the_items(length: int) -> None:
@@ -809,7 +810,7 @@ def run_forward(spec: AttentionSpec, config: attention_forward.Config, *extras: 
         attention_forward.run(spec, config, *map(jnp.asarray, (*random_operands(spec), *extras)))
 
 
-@pytest.mark.sampled(one_in=6)
+@pytest.mark.sampled(one_in=12)
 @pytest.mark.one_version
 @pytest.mark.parametrize("missing", range(len(_WAITS)), ids=_WAITS)
 def test_a_missing_wait_of_the_forward_kernel_is_noticed(missing: int) -> None:
@@ -822,7 +823,7 @@ _WAITS_WITH_EDGES = [*_WAITS[:3], "number free", "next keys free", "edge values 
 _WAITS_WITH_EDGES += ["last edge values free", *_WAITS[5:9], "number", *_WALK, *_WAITS[-3:]]
 
 
-@pytest.mark.sampled(one_in=12)
+@pytest.mark.sampled(one_in=24)
 @pytest.mark.one_version
 @pytest.mark.parametrize("missing", range(len(_WAITS_WITH_EDGES)), ids=_WAITS_WITH_EDGES)
 def test_a_missing_wait_beside_masks_is_noticed(missing: int) -> None:
@@ -836,7 +837,7 @@ _WAITS_WITHOUT_BRIDGE = [*_WAITS[:6], "skipped keys", "skipped values", *_WAITS[
 _WAITS_WITHOUT_BRIDGE += ["last skipped keys", "last skipped values"]
 
 
-@pytest.mark.sampled(one_in=12)
+@pytest.mark.sampled(one_in=24)
 @pytest.mark.one_version
 @pytest.mark.parametrize("missing", range(len(_WAITS_WITHOUT_BRIDGE)), ids=_WAITS_WITHOUT_BRIDGE)
 def test_a_missing_wait_without_a_bridge_is_noticed(missing: int) -> None:
@@ -845,6 +846,7 @@ def test_a_missing_wait_without_a_bridge_is_noticed(missing: int) -> None:
         run_forward(make_spec(456, 456, heads=(6, 1), window=(130, 120)), config)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("missing", ["commit_smem", "wait_smem_to_gmem"])
 def test_a_missing_fence_of_the_forward_kernel_is_noticed(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plgpu, missing, lambda *args, **kwargs: None)

@@ -64,6 +64,7 @@ def test_random_options(seed):
     assert_error_rule(case, reduction, seed, config=reference.Config(int(rng.integers(1, 800))))
 
 
+@pytest.mark.sampled(one_in=3)
 @every_reduction
 def test_derivatives_of_both_modes_and_orders(reduction):
     operands = ALL_OPTIONS.operands()

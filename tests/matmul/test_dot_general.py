@@ -148,6 +148,7 @@ _WEAK, _WEAK_INT = jnp.broadcast_to(2.0, (3,)), jnp.broadcast_to(2, (3,))
 _FLOAT32, _BFLOAT16 = jnp.ones(3), jnp.ones(3, jnp.bfloat16)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("rhs", [_WEAK, _WEAK_INT, _FLOAT32, _BFLOAT16], ids=lambda x: jax.typeof(x).str_short())
 @pytest.mark.parametrize("lhs", [_WEAK, _WEAK_INT, _BFLOAT16], ids=lambda x: jax.typeof(x).str_short())
 def test_weak_types_follow_jax(lhs, rhs):

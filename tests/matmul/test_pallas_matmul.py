@@ -227,6 +227,7 @@ def test_same_inputs_give_the_same_bits() -> None:
     assert first.tobytes() == second.tobytes()
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     ("missing", "config"),
     [

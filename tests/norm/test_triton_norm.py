@@ -224,7 +224,7 @@ def test_rows_are_loaded_16_bytes_at_a_time(kernel):
 # Planted mistakes.
 
 
-@pytest.mark.sampled(one_in=6)
+@pytest.mark.sampled(one_in=12)
 @pytest.mark.parametrize(
     ("module", "name", "right", "wrong", "kernel"),
     [
