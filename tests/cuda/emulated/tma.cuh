@@ -190,8 +190,7 @@ inline void cp_async_bulk_to_block(void* to, const void* from, u32 bytes, u64* f
   const u32 target = emulator::offset_of(to), source = emulator::offset_of(from);
   const u32 barrier = emulator::offset_of(full), fences = emulator::cluster->fences;
   const emulator::Thread* issuer = emulator::thread;
-  emulator::Block *sender = emulator::thread->block,
-                  *receiver = &emulator::block_of(rank);
+  emulator::Block *sender = emulator::thread->block, *receiver = &emulator::block_of(rank);
   if (target % 16 != 0 || source % 16 != 0 || bytes % 16 != 0) {
     emulator::fail("a copy between blocks must have whole units of 16 bytes");
   }
