@@ -77,7 +77,7 @@ class Projection(nnx.Module):
         residual: Float[Array, "B T Out"] | None = None,
     ) -> Float[Array, "B T Out"]:
         kernel = self.kernel[...].astype(self.config.dtype)
-        epilogue = dict(activation=activation, multiplier=multiplier, residual=residual)
+        epilogue: dict[str, Any] = dict(activation=activation, multiplier=multiplier, residual=residual)
         return jk.matmul(x, kernel, **epilogue, backend=self.config.backend)
 
 

@@ -86,7 +86,7 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs tests over op x backend x case.
 
-    With `matmul_case`, `attention_case` or `norm_case`, `backend` is "xla" on the table's small cases, one in three of
+    With `matmul_case`, `attention_case` or `norm_case`, `backend` is "xla" on the table's small cases, one in five of
     them without --thorough, and on a Hopper GPU every kernel backend of the operation on all of them. By itself it is
     "xla" and "opaque" (see the fixture): how an operation behaves does not depend on its kernel.
     """
@@ -106,7 +106,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     params = [
         pytest.param(backend, case, marks=marks, id=f"{backend}-{case.id}")
         for case in cases
-        for backend, marks in ([("xla", pytest.mark.sampled(one_in=3)), *on_gpu] if case.size == "small" else on_gpu)
+        for backend, marks in ([("xla", pytest.mark.sampled(one_in=5)), *on_gpu] if case.size == "small" else on_gpu)
     ]
     metafunc.parametrize(f"backend,{name}", params, indirect=["backend"])
 

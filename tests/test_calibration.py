@@ -526,8 +526,8 @@ def test_command_refuses_to_calibrate_in_one_line(row, tmp_path):
         f"error: tune: unknown operation {str(path)!r}; repeat --calibrate for each file.\n"
     )
     assert refusal(f"--calibrate={path}", "--shapes=8x8x8") == (
-        "error: tune: --calibrate measures nothing and takes no --shapes, --suite, --force or --table. "
-        "Leave them out.\n"
+        "error: tune: --calibrate measures nothing and takes no --shapes, --suite, --random, --minutes, --force or "
+        "--table. Leave them out.\n"
     )
     assert refusal("gemm", "--design=matmul.cuda.gemm") == (
         "error: tune: --design and --chip need --calibrate. Name a file with it.\n"

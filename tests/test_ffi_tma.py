@@ -306,6 +306,7 @@ def test_load_fills_with_nan_behind_padded_rows_too(case, run):
     same(out, loaded(x, case.starts, case.tile, np.nan))
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("cluster", [2, 4])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_multicast_load(case, cluster, run):
@@ -315,6 +316,7 @@ def test_multicast_load(case, cluster, run):
     np.testing.assert_array_equal(np.asarray(out), expected)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("before", [0, 3])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_store(case, before, run):
@@ -324,6 +326,7 @@ def test_store(case, before, run):
     np.testing.assert_array_equal(np.asarray(out), written(x, tiles, starts, "store"))
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(("dtype", "op"), REDUCTIONS)
 @pytest.mark.parametrize("case", REDUCED, ids=lambda case: str(dataclasses.replace(case, dtype=jnp.float32)))
 def test_reduce(case, dtype, op, run):

@@ -74,7 +74,7 @@ CALLS = {
 }
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=9)
 @pytest.mark.parametrize("flax", ["nnx", "linen"])
 @pytest.mark.parametrize("name", CALLS)
 def test_layer_agrees_with_the_stock_one(flax, name):

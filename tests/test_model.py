@@ -210,6 +210,7 @@ def decode(config: ModelConfig, params: Any, batch: np.ndarray, prompt: int, num
     return jnp.stack(outs, axis=1)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("name", ["plain", "scan, remat"])
 @pytest.mark.parametrize("prompt", [1, 4])
 def test_decoding_with_the_cache_gives_the_logits_of_one_pass(name, prompt):

@@ -122,6 +122,7 @@ def test_product(opaque, meshes, kind, name):
         assert specs_of([out, *grads]) == [out_spec, a_spec, b_spec]
 
 
+@pytest.mark.sampled(one_in=2)
 @every_product
 @every_kind
 def test_product_with_epilogue(opaque, meshes, kind, name):
@@ -311,7 +312,7 @@ ATTENTIONS: dict[str, tuple[int, int, P, P, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", ATTENTIONS)
 @every_kind
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 def test_attention(opaque, meshes, kind, name):
     heads, kv_heads, q_spec, kv_spec, options = ATTENTIONS[name]
     xs = arrays((8, 16, heads, 8), *[(8, 24, kv_heads, 8)] * 2)
@@ -335,6 +336,7 @@ def test_more_shards_than_key_heads(opaque, meshes, kind):
     assert_close(compile_quickly(ours)(*placed), compile_quickly(with_gradients(jax.nn.dot_product_attention))(*xs))
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(
     ("shape", "spec"),
     [
@@ -568,7 +570,7 @@ def test_eager_evaluation(backend, meshes, kind, name):
     assert out.sharding.is_equivalent_to(placed[0].sharding, out.ndim)
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=9)
 @pytest.mark.parametrize("second", [False, True])
 @every_operation
 def test_eager_evaluation_with_one_operand_on_a_single_device(backend, meshes, name, second):

@@ -172,7 +172,7 @@ def test_first_derivatives(backend, program):
     assert_same(derivatives, *program.both(backend))
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=4)
 @every_program
 def test_second_derivatives(program):
     xs, dxs, ddxs = (program.operands(seed) for seed in range(3))
@@ -392,6 +392,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_scan_over_layers(opaque, name, policy):
@@ -573,6 +574,7 @@ def test_many_tangents_of_some_operands(num_heads, head_dim):
 # Experimental transforms.
 
 
+@pytest.mark.sampled(one_in=2)
 @some_programs(
     "product", "alpha", "dot_general", "silu", "bias, gelu, residual", "attention", "attention, masks", "rms norm"
 )

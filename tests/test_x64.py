@@ -64,7 +64,7 @@ def assert_lowers_alike(case: AttentionCase | MatmulCase) -> None:
         assert lower(with_gradients(case), *arguments) == usual
 
 
-@pytest.mark.sampled(one_in=24)
+@pytest.mark.sampled(one_in=72)
 @pytest.mark.parametrize("case", [case for case in ATTENTION_CASES if case.dtype != "float32"], ids=lambda c: c.id)
 def test_attention_cases_lower_alike(case: AttentionCase) -> None:
     assert_lowers_alike(case)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import jax
 
-from jaxkernels.core.arguments import check_fields, check_rules
+from jaxkernels.core.arguments import check_fields, check_rules, check_smem
 from jaxkernels.ffi import compiler
 from jaxkernels.ffi.attention import forward, gradients, launching
 from jaxkernels.ffi.attention.launching import ATOM, STAGING_BYTES, padded
@@ -173,11 +173,7 @@ def _tiling(config: Config, item_steps: float) -> gradients.Tiling:
 def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
     """Returns [dq, dk, dv], of the operands' shapes and dtypes."""
     gradients.check_parts(spec, config.group_parts)
-    if not _fits(spec, config):
-        raise ValueError(
-            f"{gradients.LABEL}: a block has at most {spec.target.smem_bytes} bytes of shared memory on "
-            f"{spec.target.name}; got {config}, which needs {smem_bytes(spec, config)} bytes. Use fewer stages."
-        )
+    check_smem(gradients.LABEL, spec.target, config, smem_bytes(spec, config), "Use fewer stages.")
     compiled = compile_backward(spec, config)
     return gradients.run(spec, _tiling(config, CONSTANTS.item_steps), compiled, smem_bytes(spec, config), operands)
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxkernels.core.arguments import check_fields, check_rules
+from jaxkernels.core.arguments import check_fields, check_rules, check_smem
 from jaxkernels.ffi import compiler, custom_call, handler
 from jaxkernels.ffi.attention import launching
 from jaxkernels.ffi.attention.launching import ATOM, STAGING_BYTES, WARPGROUP, padded
@@ -261,11 +261,8 @@ def _plan(spec: AttentionSpec, config: Config) -> np.ndarray:
 
 def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
     """Returns [out (B, T, N, D), lse (B, N, T) float32]."""
-    if (needed := smem_bytes(spec, config)) > spec.target.smem_bytes:
-        raise ValueError(
-            f"{_LABEL}: a block has at most {spec.target.smem_bytes} bytes of shared memory on {spec.target.name}; got "
-            f"{config}, which needs {needed}. Use fewer stages or a smaller block_kv."
-        )
+    way_out = "Use fewer stages or a smaller block_kv."
+    check_smem(_LABEL, spec.target, config, smem_bytes(spec, config), way_out)
     named = spec.named("attention_forward", operands)
     value_dim = spec.v.shape[3]
     q, k, v = (launching.whole_units(named[name]) for name in ("q", "k", "v"))

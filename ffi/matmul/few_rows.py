@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkernels.core import hardware
-from jaxkernels.core.arguments import check_fields
+from jaxkernels.core.arguments import check_fields, check_smem
 from jaxkernels.ffi import compiler, custom_call, handler, wgmma
 from jaxkernels.ffi.matmul.operand_blocks import ATOM, SWIZZLE_BYTES, OperandBlocks
 from jaxkernels.ops.matmul import tensor_cores
@@ -363,11 +363,7 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
 def _check_limits(spec: MatmulSpec, config: Config, sides: _Sides) -> None:
     """Raises ValueError where a configuration is more than the chip or the product takes: before the kernel is
     compiled."""
-    if (smem_bytes := sides.smem_bytes(config)) > spec.target.smem_bytes:
-        raise ValueError(
-            f"{_LABEL}: a block has at most {spec.target.smem_bytes} bytes of shared memory on {spec.target.name}; "
-            f"got {config}, which needs {smem_bytes}. Use fewer stages or smaller blocks."
-        )
+    check_smem(_LABEL, spec.target, config, sides.smem_bytes(config), "Use fewer stages or smaller blocks.")
     if config.split_k > sides.k_iters(config):
         raise ValueError(
             f"{_LABEL}: every part of split_k={config.split_k} must have a step of {config.block_k} of k; "

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkernels.core import hardware
-from jaxkernels.core.arguments import check_fields
+from jaxkernels.core.arguments import check_fields, check_smem
 from jaxkernels.ffi import compiler, custom_call, handler, wgmma
 from jaxkernels.ffi.matmul import few_rows
 from jaxkernels.ffi.matmul.operand_blocks import ATOM, LINE_BYTES, SWIZZLE_BYTES, OperandBlocks
@@ -643,11 +643,7 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
 def _check_limits(spec: MatmulSpec, config: Config) -> None:
     """Raises ValueError where a configuration is more than the chip, its copies or the kernel's counts take: before
     the kernel is compiled, which takes long with many stages."""
-    if config.smem_bytes > spec.target.smem_bytes:
-        raise ValueError(
-            f"matmul[cuda]: a block has at most {spec.target.smem_bytes} bytes of shared memory on {spec.target.name}; "
-            f"got {config}, which needs {config.smem_bytes}. Use fewer stages or smaller blocks."
-        )
+    check_smem("matmul[cuda]", spec.target, config, config.smem_bytes, "Use fewer stages or smaller blocks.")
     for name, blocks in (("lhs", _lhs_blocks(spec, config)), ("rhs", _rhs_blocks(spec, config))):
         if (rows := blocks.box_rows) > _MAX_BOX:
             raise ValueError(

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkernels.core import _jax
+from jaxkernels.core.hardware import Chip
 
 __all__ = [
-    "as_array", "as_flag", "as_floating", "as_number", "as_precision", "check_fields", "check_rules", "is_whole",
-    "positive_number",
-    "positive_whole",
+    "as_array", "as_flag", "as_floating", "as_number", "as_precision", "check_fields", "check_rules", "check_smem",
+    "is_whole", "positive_number", "positive_whole",
 ]  # fmt: skip
 
 
@@ -48,6 +48,15 @@ def check_rules(label: str, instance: Any, rules: Mapping[str, Any]) -> None:
     for rule, is_broken in rules.items():
         if is_broken:
             raise ValueError(f"{label}: {rule}; got {instance}.")
+
+
+def check_smem(label: str, chip: Chip, config: Any, smem_bytes: int, way_out: str) -> None:
+    """Raises ValueError if a configuration's block needs more shared memory than the chip has."""
+    if smem_bytes > chip.smem_bytes:
+        raise ValueError(
+            f"{label}: a block has at most {chip.smem_bytes} bytes of shared memory on {chip.name}; "
+            f"got {config}, which needs {smem_bytes}. {way_out}"
+        )
 
 
 def is_whole(value: Any) -> bool:

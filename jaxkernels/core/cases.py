@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +47,8 @@ class Draw:
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
-class Case(Protocol):
-    """A problem of one operation, as data.
+class Case(abc.ABC):
+    """A problem of one operation, as data: a frozen dataclass with the sizes as fields.
 
     Attributes:
       kind: the operation's name on the command line of the benchmarks.
@@ -55,80 +56,107 @@ class Case(Protocol):
       one_reference: whether one compiled reference serves the forward pass, the gradients and every mask.
       dtype: the operands' dtype.
       precision: the float32 algorithm that the case asks for, or None.
-      description: the case in a few words, without its dtype.
-      draws: the floating operands by name; out_type: the result.
-      moving: names of the operands whose gradients a benchmark computes.
-      flops, gradient_flops: operations that the forward pass and the gradients need.
-      num_exps: exponentials that either direction needs.
     """
 
     kind: ClassVar[str]
     form: ClassVar[str]
-    one_reference: ClassVar[bool]
+    one_reference: ClassVar[bool] = False
+
+    dtype: str
+    precision: str | None = None
 
     @property
-    def dtype(self) -> str: ...
-    @property
-    def precision(self) -> str | None: ...
-    @property
-    def description(self) -> str: ...
-    @property
-    def draws(self) -> dict[str, Draw]: ...
-    @property
-    def out_type(self) -> Draw: ...
-    @property
-    def moving(self) -> tuple[str, ...]: ...
-    @property
-    def flops(self) -> int: ...
-    @property
-    def gradient_flops(self) -> float: ...
-    @property
-    def num_exps(self) -> float: ...
+    @abc.abstractmethod
+    def description(self) -> str:
+        """The case in a few words, without its dtype."""
 
-    @classmethod
-    def parse(cls, sizes: Sequence[int], options: Mapping[str, Any], words: Sequence[str]) -> Any:
-        """The case of a shape on the command line, or None if the text has not the form."""
+    @property
+    @abc.abstractmethod
+    def draws(self) -> dict[str, Draw]:
+        """The floating operands by name."""
 
+    @property
+    @abc.abstractmethod
+    def out_type(self) -> Draw:
+        """The result, or the first of several."""
+
+    @property
+    def further_out_types(self) -> dict[str, Draw]:
+        """The other results by name."""
+        return {}
+
+    @property
+    @abc.abstractmethod
+    def moving(self) -> tuple[str, ...]:
+        """Names of the operands whose gradients a benchmark computes."""
+
+    @property
+    @abc.abstractmethod
+    def flops(self) -> int:
+        """Operations that the forward pass needs."""
+
+    @property
+    @abc.abstractmethod
+    def gradient_flops(self) -> float:
+        """Operations that the gradients need."""
+
+    @property
+    def num_exps(self) -> float:
+        """Exponentials that either direction needs."""
+        return 0
+
+    @abc.abstractmethod
     def num_bytes(self, direction: Direction) -> int:
         """Bytes that must cross the memory bus: each operand and each result once."""
-        ...
+
+    @classmethod
+    @abc.abstractmethod
+    def parse(cls, sizes: Sequence[int], options: Mapping[str, Any], words: Sequence[str]) -> Self | None:
+        """The case of a shape on the command line, or None if the text has not the form."""
 
     def masks(self, rng: np.random.Generator) -> Operands:
         """The operands that are no numbers to compute with."""
-        ...
+        del rng
+        return {}
 
+    def operands(self, seed: int = 0) -> Operands:
+        """All operands by name."""
+        rng = np.random.default_rng(seed)
+        return {name: draw.from_numpy(rng) for name, draw in self.draws.items()} | self.masks(rng)
+
+    @abc.abstractmethod
     def forward(self, operands: dict[str, jax.Array], *, backend: str | None = None) -> Any:
         """The result that a benchmark times, by this package; a tuple if there are several (`result_types`)."""
-        ...
 
+    @abc.abstractmethod
     def letters(self, name: str, num_axes: int) -> str:
         """A letter for each axis of an operand or of the result, as `Part.slices` uses them."""
-        ...
 
     def part_to_check(self, *, is_gradient: bool = False) -> Part:
-        """The part of a result that a reference has time and memory for."""
-        ...
+        """The part of a result that a reference has time and memory for. All, if the operation says nothing else."""
+        del is_gradient
+        return Part(self)
 
-    def for_reference(self) -> Any:
+    def for_reference(self) -> Self:
         """The case that the reference computes; its masks may be operands."""
-        ...
+        return self
 
     def with_masks(self, operands: dict[str, Any]) -> dict[str, Any]:
         """The operands of `for_reference`'s case, from those of this one: arrays or their types."""
-        ...
+        return operands
 
+    @abc.abstractmethod
     def plain(self, operands: dict[str, Any]) -> Any:
         """The result in plain JAX, in the operands' dtype."""
-        ...
 
     def reference(self, operands: dict[str, Any]) -> Any:
         """The result of `plain`, computed in as little memory as a check in float64 needs."""
-        ...
+        return self.plain(operands)
 
 
 def result_types(case: Case) -> dict[str, Draw]:
-    """The results of a case by name, "out" first. A case with more than one has the others as `further_out_types`."""
-    return {"out": case.out_type, **getattr(case, "further_out_types", {})}
+    """The results of a case by name, "out" first."""
+    return {"out": case.out_type, **case.further_out_types}
 
 
 def by_name(case: Case, results: Any) -> dict[str, Any]:

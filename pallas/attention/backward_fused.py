@@ -64,7 +64,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -417,7 +417,7 @@ def _plan(spec: AttentionSpec, block_q: int, is_zeroed: bool) -> np.ndarray:
     return backward_plan(spec, steps, num_streams, _ITEM_STEPS, is_persistent=not has_one_item)
 
 
-def _plan_behind_the_first(num_streams: int, steps: list[int], num_sms: int) -> np.ndarray:
+def _plan_behind_the_first(num_streams: int, steps: Sequence[int], num_sms: int) -> np.ndarray:
     """A plan in which the first block of keys stores, and the others wait for it before they add.
 
     First blocks are on the first CTAs. The other blocks of a stream are on the same or later CTAs. So if a waiting CTA

@@ -7,26 +7,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
-import numpy as np
 
-from jaxkernels.core.cases import Direction, Draw, Operands, Part
+from jaxkernels.core.cases import Case, Direction, Draw
 from toy_operation.api import scale_rows
 
 __all__ = ["CASE", "ScaleRowsCase"]
 
 
 @dataclasses.dataclass(frozen=True)
-class ScaleRowsCase:
+class ScaleRowsCase(Case):
     """x (m, n) times s (m,)."""
 
     kind: ClassVar[str] = "scale-rows"
     form: ClassVar[str] = "MxN, then any of :DTYPE :backward"
-    one_reference: ClassVar[bool] = False
 
     m: int
     n: int
     dtype: str = "float32"
-    precision: None = None
 
     @property
     def id(self) -> str:
@@ -56,10 +53,6 @@ class ScaleRowsCase:
     def gradient_flops(self) -> float:
         return 3 * self.flops
 
-    @property
-    def num_exps(self) -> float:
-        return 0
-
     @classmethod
     def parse(cls, sizes: Sequence[int], options: Mapping[str, Any], words: Sequence[str]) -> ScaleRowsCase | None:
         return None if len(sizes) != 2 or words else cls(*sizes, **options)
@@ -67,9 +60,6 @@ class ScaleRowsCase:
     def num_bytes(self, direction: Direction) -> int:
         operands = sum(draw.num_bytes for draw in self.draws.values())
         return (operands if direction == "forward" else 2 * operands) + self.out_type.num_bytes
-
-    def masks(self, rng: np.random.Generator) -> Operands:
-        return {}
 
     def run(self, operands: dict[str, jax.Array], *, backend: str | None = None) -> jax.Array:
         return scale_rows(operands["x"], operands["s"], backend=backend)
@@ -80,20 +70,8 @@ class ScaleRowsCase:
     def letters(self, name: str, num_axes: int) -> str:
         return "mn"[:num_axes]
 
-    def part_to_check(self, *, is_gradient: bool = False) -> Part:
-        return Part(self)
-
-    def for_reference(self) -> ScaleRowsCase:
-        return self
-
-    def with_masks(self, operands: dict[str, Any]) -> dict[str, Any]:
-        return operands
-
     def plain(self, operands: dict[str, Any]) -> jax.Array:
         return operands["x"] * operands["s"][:, None]
-
-    def reference(self, operands: dict[str, Any]) -> jax.Array:
-        return self.plain(operands)
 
 
 CASE = ScaleRowsCase

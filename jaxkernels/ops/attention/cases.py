@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkernels.core.cases import Direction, Draw, Operands, Part, Size
+from jaxkernels.core.cases import Case, Direction, Draw, Operands, Part, Size
 from jaxkernels.ops.attention.api import dot_product_attention
 from jaxkernels.ops.attention.oracle import plain_attention, plain_attention_by_heads
 
@@ -24,7 +24,7 @@ _MAX_LOGITS = 2**27
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionCase:
+class AttentionCase(Case):
     """An attention, with its masks.
 
     Attributes:
@@ -171,11 +171,6 @@ class AttentionCase:
                 operands[name] = np.cumsum(cuts, axis=1, dtype=np.int32)
         return operands
 
-    def operands(self, seed: int = 0) -> Operands:
-        """query, key, value, and the optional operands under the names of the public function."""
-        rng = np.random.default_rng(seed)
-        return {name: draw.from_numpy(rng) for name, draw in self.draws.items()} | self.masks(rng)
-
     def cotangents(self, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """For the output and for the logsumexp, whose cotangent is float32."""
         rng = np.random.default_rng(seed)
@@ -227,10 +222,6 @@ class AttentionCase:
         words += [f"mask {self.mask}"] if self.mask else []
         words += ["masked rows"] if self.masked_rows else []
         return " ".join(words)
-
-    @property
-    def precision(self) -> None:
-        """An attention has no float32 algorithms to choose from."""
 
     @property
     def moving(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkernels.core.cases import Direction, Draw, Operands, Part
+from jaxkernels.core.cases import Case, Direction, Draw, Operands
 from jaxkernels.ops.linear_cross_entropy.api import Reduction, linear_cross_entropy
 from jaxkernels.ops.linear_cross_entropy.oracle import chunked_losses, plain_losses
 
@@ -22,7 +22,7 @@ _MAX_REFERENCE_LOGITS = 2**27
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearCrossEntropyCase:
+class LinearCrossEntropyCase(Case):
     """The losses of tokens, or their sum with its gradients.
 
     Attributes:
@@ -38,7 +38,6 @@ class LinearCrossEntropyCase:
 
     kind: ClassVar[str] = "lce"
     form: ClassVar[str] = "TxDxV (tokens, width, vocabulary), then any of :step :dv :DTYPE :backward"
-    one_reference: ClassVar[bool] = False
 
     tokens: int
     embed_dim: int
@@ -54,7 +53,6 @@ class LinearCrossEntropyCase:
     ignore_index: int | None = None
     logits_dtype: str | None = None
     lead: tuple[int, ...] = ()
-    precision: None = None
 
     @property
     def id(self) -> str:
@@ -139,10 +137,6 @@ class LinearCrossEntropyCase:
             labels[rng.random(self.shape) < 0.2] = self.ignore_index
         return dict(labels=labels)
 
-    def operands(self, seed: int = 0) -> Operands:
-        rng = np.random.default_rng(seed)
-        return {name: draw.from_numpy(rng) for name, draw in self.draws.items()} | self.masks(rng)
-
     def run(
         self, operands: Mapping[str, Any], *, backend: str | None = None, reduction: Reduction = "none", **more: Any
     ) -> Any:
@@ -167,16 +161,6 @@ class LinearCrossEntropyCase:
 
     def letters(self, name: str, num_axes: int) -> str:
         return "".rjust(num_axes)
-
-    def part_to_check(self, *, is_gradient: bool = False) -> Part:
-        """All: the gradient of w is a sum over all tokens."""
-        return Part(self)
-
-    def for_reference(self) -> LinearCrossEntropyCase:
-        return self
-
-    def with_masks(self, operands: dict[str, Any]) -> dict[str, Any]:
-        return operands
 
     def plain(self, operands: dict[str, Any]) -> jax.Array:
         losses = lambda operands: plain_losses(self, operands)[0]

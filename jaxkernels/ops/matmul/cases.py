@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkernels.core.cases import Direction, Draw, Operands, Part, Size
+from jaxkernels.core.cases import Case, Direction, Draw, Part, Size
 from jaxkernels.ops.matmul.api import dot_general, matmul
 from jaxkernels.ops.matmul.oracle import plain_matmul
 from jaxkernels.ops.matmul.spec import Activation
@@ -25,7 +25,7 @@ _LAYOUTS = {("mk", "kn"): "nn", ("mk", "nk"): "nt", ("km", "kn"): "tn", ("km", "
 
 
 @dataclasses.dataclass(frozen=True)
-class MatmulCase:
+class MatmulCase(Case):
     """A product, with what may follow it.
 
     Attributes:
@@ -43,7 +43,6 @@ class MatmulCase:
 
     kind: ClassVar[str] = "gemm"
     form: ClassVar[str] = "MxNxK or BxMxNxK, then any of :nt :tn :tt :DTYPE :backward"
-    one_reference: ClassVar[bool] = False
 
     m: int
     n: int
@@ -100,10 +99,6 @@ class MatmulCase:
         if self.gate:
             draws["gate"] = rhs
         return draws
-
-    def operands(self, seed: int = 0) -> Operands:
-        rng = np.random.default_rng(seed)
-        return {name: draw.from_numpy(rng) for name, draw in self.draws.items()}
 
     def cotangents(self, seed: int = 1) -> np.ndarray:
         return self.out_type.from_numpy(np.random.default_rng(seed))
@@ -169,18 +164,9 @@ class MatmulCase:
         """Two products for each product of the forward pass."""
         return 2 * self.flops
 
-    @property
-    def num_exps(self) -> float:
-        return 0
-
     def num_bytes(self, direction: Direction) -> int:
         operands = sum(draw.num_bytes for draw in self.draws.values())
         return (operands if direction == "forward" else 2 * operands) + self.out_type.num_bytes
-
-    def masks(self, rng: np.random.Generator) -> Operands:
-        """A product has none."""
-        del rng
-        return {}
 
     def forward(self, operands: dict[str, jax.Array], *, backend: str | None = None) -> jax.Array:
         return self.run(operands, backend=backend)
@@ -197,16 +183,7 @@ class MatmulCase:
         part = dataclasses.replace(self, m=len(range(self.m)[rows]))
         return Part(part, f"one of {step} rows", (("m", rows),))
 
-    def for_reference(self) -> MatmulCase:
-        return self
-
-    def with_masks(self, operands: dict[str, Any]) -> dict[str, Any]:
-        return operands
-
     def plain(self, operands: dict[str, Any]) -> jax.Array:
-        return plain_matmul(self, operands)
-
-    def reference(self, operands: dict[str, Any]) -> jax.Array:
         return plain_matmul(self, operands)
 
 

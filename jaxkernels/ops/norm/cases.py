@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from jaxkernels.core.cases import Direction, Draw, Operands, Part, Size
+from jaxkernels.core.cases import Case, Direction, Draw, Size
 from jaxkernels.ops.norm.api import layer_norm, rms_norm
 from jaxkernels.ops.norm.oracle import plain_norm
 
@@ -18,7 +18,7 @@ __all__ = ["CASE", "NormCase"]
 
 
 @dataclasses.dataclass(frozen=True)
-class NormCase:
+class NormCase(Case):
     """A norm over the last axis.
 
     Attributes:
@@ -34,7 +34,6 @@ class NormCase:
 
     kind: ClassVar[str] = "norm"
     form: ClassVar[str] = "RxF, then any of :layer :residual :DTYPE :backward"
-    one_reference: ClassVar[bool] = False
 
     rows: tuple[int, ...]
     features: int
@@ -83,10 +82,6 @@ class NormCase:
         """The sum, if a residual is given."""
         return {"sum": self.out_type} if self.residual else {}
 
-    def operands(self, seed: int = 0) -> Operands:
-        rng = np.random.default_rng(seed)
-        return {name: draw.from_numpy(rng) for name, draw in self.draws.items()}
-
     def cotangents(self, seed: int = 1) -> Any:
         """For out, or for (out, sum)."""
         rng = np.random.default_rng(seed)
@@ -107,10 +102,6 @@ class NormCase:
         return cls((rows,), features, centered=is_layer, bias=is_layer, residual="residual" in words, **options)
 
     @property
-    def precision(self) -> None:
-        """A norm has no float32 algorithms to choose from."""
-
-    @property
     def moving(self) -> tuple[str, ...]:
         """All but the residual, whose gradient is x's."""
         return tuple(name for name in self.draws if name != "residual")
@@ -126,10 +117,6 @@ class NormCase:
         """Twice the forward pass's: two products and two sums for each."""
         return 2 * self.flops
 
-    @property
-    def num_exps(self) -> float:
-        return 0
-
     def num_bytes(self, direction: Direction) -> int:
         """Both directions read x, or the sum. The backward pass reads a cotangent of each result."""
         array = self.out_type.num_bytes
@@ -139,32 +126,13 @@ class NormCase:
         statistics = math.prod(self.rows) * 4 * (1 + self.centered)
         return (4 if self.residual else 3) * array + 2 * parameters + statistics
 
-    def masks(self, rng: np.random.Generator) -> Operands:
-        """A norm has none."""
-        del rng
-        return {}
-
     def forward(self, operands: dict[str, jax.Array], *, backend: str | None = None) -> Any:
         return self.run(operands, backend=backend)
 
     def letters(self, name: str, num_axes: int) -> str:
         return "f" if name in ("scale", "bias") else "r".rjust(num_axes - 1) + "f"
 
-    def part_to_check(self, *, is_gradient: bool = False) -> Part:
-        """All: a reference takes a few times the memory of x."""
-        del is_gradient
-        return Part(self)
-
-    def for_reference(self) -> NormCase:
-        return self
-
-    def with_masks(self, operands: dict[str, Any]) -> dict[str, Any]:
-        return operands
-
     def plain(self, operands: dict[str, Any]) -> Any:
-        return plain_norm(self, operands)
-
-    def reference(self, operands: dict[str, Any]) -> Any:
         return plain_norm(self, operands)
 
 
