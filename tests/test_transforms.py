@@ -446,6 +446,21 @@ def test_fused_product_keeps_its_operands_and_the_preactivation(activation):
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
+def test_tangent_of_a_multiplier_varies_with_the_operands(activation):
+    """The derivative by the multiplier saves the pre-activation, and its own derivative must save it, too."""
+    a, b, multiplier = PROGRAMS["silu, multiplier"].operands()
+    activate = jax.nn.silu if activation else lambda x: x
+    ours = lambda a, m: jk.matmul(a, b, activation=activation, multiplier=m)
+    plain = lambda a, m: activate(a @ b) * m
+
+    def mixed(f: Callable[..., Any]) -> Any:
+        by_multiplier = lambda a: jax.jvp(lambda m: f(a, m), (multiplier,), (multiplier,))[1]
+        return jax.jvp(by_multiplier, (a,), (a,))
+
+    assert_close(mixed(ours), mixed(plain))
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
 def test_gated_product_keeps_its_multiplier_too(activation):
     a, b, multiplier = PROGRAMS["silu, multiplier"].operands()
     f = lambda a, b, multiplier: jk.matmul(a, b, activation=activation, multiplier=multiplier)

@@ -172,7 +172,8 @@ def _unfused(
 def _fused_jvp(primals: Any, tangents: Any, *, static: MatmulSpec, **params: Any) -> tuple[list, list]:
     operands, dots = static.named(matmul_op.name, primals), static.named(matmul_op.name, tangents)
     moving = {name: dot for name, dot in dots.items() if type(dot) is not ad.Zero}
-    saving = dataclasses.replace(static, save_preactivation=static.activation is not None or "multiplier" in moving)
+    needs_preactivation = static.activation is not None or "multiplier" in moving
+    saving = dataclasses.replace(static, save_preactivation=static.save_preactivation or needs_preactivation)
     outs = matmul_op.bind(saving, operands, **params)
     out, preactivation = outs[0], outs[-1]
 
