@@ -77,8 +77,14 @@ class Projection(nnx.Module):
         residual: Float[Array, "B T Out"] | None = None,
     ) -> Float[Array, "B T Out"]:
         kernel = self.kernel[...].astype(self.config.dtype)
-        epilogue: dict[str, Any] = dict(activation=activation, multiplier=multiplier, residual=residual)
-        return jk.matmul(x, kernel, **epilogue, backend=self.config.backend)
+        return jk.matmul(
+            x,
+            kernel,
+            activation=activation,
+            multiplier=multiplier,
+            residual=residual,
+            backend=self.config.backend,
+        )
 
 
 class Norm(nnx.Module):

@@ -1,6 +1,6 @@
-// out = activation(alpha * lhs * rhs + bias) + residual (or, with a multiplier in the residual's
-// place, times that) on Hopper tensor cores, where one operand
-// has at most 64 rows (of m or n) and the other one, the weights, is a large matrix.
+// out = activation(alpha * lhs * rhs + bias) + residual on Hopper tensor cores, or, with a
+// multiplier in place of the residual, times that. One operand has at most 64 rows (of m or n). The
+// other one, the weights, is a large matrix.
 //
 // Memory is the limit: the weights are read once, and every other byte is small beside them. So the
 // weights are the left side of wgmma, 64 rows at a time, and the few rows are its columns:

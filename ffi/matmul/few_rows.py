@@ -304,7 +304,7 @@ def not_estimated(spec: MatmulSpec, config: Config) -> str | None:
         return "XLA transposes an operand"
     if spec.bias is not None and spec.bias.dtype not in _OUTPUTS:
         return "XLA converts the bias"
-    if spec.elementwise is not None and getattr(spec, spec.elementwise).dtype not in _OUTPUTS:
+    if spec.elementwise_type is not None and spec.elementwise_type.dtype not in _OUTPUTS:
         return f"XLA converts the {spec.elementwise}"
     return None
 
@@ -330,7 +330,8 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
         operands.append(named["bias"].astype(_stored_dtype(spec.bias.dtype)))
     if spec.elementwise is not None:
         residual = len(operands)
-        operands.append(named[spec.elementwise].astype(_stored_dtype(named[spec.elementwise].dtype)))
+        x = named[spec.elementwise]
+        operands.append(x.astype(_stored_dtype(x.dtype)))
 
     compiled = compile_few_rows(spec, config)
     out = jax.ShapeDtypeStruct((sides.num_batches, g.m, g.n), spec.out_dtype)
@@ -387,7 +388,7 @@ def compile_few_rows(spec: MatmulSpec, config: Config) -> compiler.CompiledKerne
                 input=_INPUTS[spec.lhs.dtype],
                 output=_OUTPUTS[spec.out_dtype],
                 bias=type_of(spec.bias),
-                residual=type_of(spec.elementwise and getattr(spec, spec.elementwise)),
+                residual=type_of(spec.elementwise_type),
                 block_rows=config.block_rows,
                 columns=sides.columns,
                 block_k=config.block_k,

@@ -129,8 +129,9 @@ using LhsLoad = TileLoad<Lhs, Config::kClusterN, Config::kLhsStacksBoxes>;
 using RhsLoad = TileLoad<Rhs, Config::kClusterM, Config::kRhsStacksBoxes>;
 using Grid = ClusterGrid<Config::kClusterM, Config::kClusterN>;
 
-// Parts of k that one cluster adds up.
+// Whether parts of k are tiles of their own.
 constexpr bool kPartsAreTiles = Config::kReduceAdd || Config::kThroughMemory;
+// Parts of k that one cluster adds up.
 constexpr int kClusterParts = kPartsAreTiles ? 1 : Config::kSplitK;
 constexpr int kClusterBlocks = Grid::kBlocks * kClusterParts;
 constexpr int kSlotBytes = Lhs::kBytes + Rhs::kBytes;

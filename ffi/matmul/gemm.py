@@ -520,7 +520,7 @@ def estimate(spec: MatmulSpec, config: Config, constants: Constants = CONSTANTS)
     )
     reduction = constants.reduction_seconds if config.split_k > 1 else 0.0
     if config.through_memory:  # XLA clears flags before.
-        reduction = (2 + config.split_k - 1) * tile * constants.exchange_seconds + constants.launch_seconds
+        reduction = (config.split_k + 1) * tile * constants.exchange_seconds + constants.launch_seconds
     clusters = waves * constants.cluster_seconds if config.cluster_blocks > 1 else 0.0
     tiles = waves * per_wave + at_end + clusters
     return constants.launch_seconds + hardware.soft_max(tiles, _memory(spec, config, constants)) + padding + reduction
@@ -542,7 +542,7 @@ def not_estimated(spec: MatmulSpec, config: Config) -> str | None:
         return "XLA transposes an operand"
     if spec.bias is not None:
         return "XLA converts and pads the bias"
-    if spec.elementwise is not None and getattr(spec, spec.elementwise).dtype != spec.out_dtype:
+    if spec.elementwise_type is not None and spec.elementwise_type.dtype != spec.out_dtype:
         return f"XLA converts the {spec.elementwise}"
     return "XLA clears the result that parts are added to" if config.reduce_add else None
 

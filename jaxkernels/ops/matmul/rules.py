@@ -21,7 +21,7 @@ from jaxkernels.core import _jax
 from jaxkernels.core.kernel_op import KernelOp, usual_promotion
 from jaxkernels.core.sharding import Assignment
 from jaxkernels.core.types import ArrayType
-from jaxkernels.ops.matmul.epilogue import ACTIVATIONS, apply_epilogue
+from jaxkernels.ops.matmul.epilogue import apply_epilogue
 from jaxkernels.ops.matmul.spec import DimensionNumbers, MatmulSpec, free_dims
 
 __all__ = ["dot_general_op", "matmul_op"]
@@ -186,23 +186,21 @@ def _fused_jvp(primals: Any, tangents: Any, *, static: MatmulSpec, **params: Any
         terms.append(jnp.broadcast_to(moving["bias"].astype(out.dtype), out.shape))
     dpre = functools.reduce(jnp.add, terms) if terms else None
 
-    # Of the activation and the multiplication, the backward pass keeps their operands alone: hence the checkpoint.
-    varying = {} if dpre is None else {"preactivation": (preactivation, dpre)}
+    given = operands | {"preactivation": preactivation}
+    varying = {} if dpre is None else {"preactivation": dpre}
     if "multiplier" in moving:
-        varying["multiplier"] = (operands["multiplier"], moving["multiplier"])
-    fixed = dict(preactivation=preactivation, multiplier=operands.get("multiplier"))
+        varying["multiplier"] = moving["multiplier"]
+    rest = dataclasses.replace(static, bias=None, residual=None, save_preactivation=False)
 
-    def activate_and_multiply(varying: dict[str, jax.Array]) -> jax.Array:
-        named = fixed | varying
-        x = named["preactivation"]
-        if static.activation is not None:
-            x = ACTIVATIONS[static.activation](x)
-        return x if static.multiplier is None else x * named["multiplier"].astype(x.dtype)
+    def activate_and_multiply(arrays: dict[str, jax.Array]) -> jax.Array:
+        named = given | arrays
+        return apply_epilogue(rest, named["preactivation"], named)[0]
 
     dout = dpre
-    if varying and (static.activation is not None or static.multiplier is not None):
-        values, dots = ({name: pair[i] for name, pair in varying.items()} for i in (0, 1))
-        _, dout = jax.jvp(jax.checkpoint(activate_and_multiply, prevent_cse=False), (values,), (dots,))
+    if varying and rest.fused:
+        # The checkpoint makes the backward pass keep the pre-activation and the multiplier, and nothing else.
+        function = jax.checkpoint(activate_and_multiply, prevent_cse=False)
+        _, dout = jax.jvp(function, ({name: given[name] for name in varying},), (varying,))
     if "residual" in moving:
         dresidual = moving["residual"].astype(out.dtype)
         dout = dresidual if dout is None else dout + dresidual

@@ -131,6 +131,11 @@ class MatmulSpec(Spec):
             return "multiplier"
         return "residual" if self.residual is not None else None
 
+    @property
+    def elementwise_type(self) -> ArrayType | None:
+        """The type of `elementwise`."""
+        return self.residual if self.multiplier is None else self.multiplier
+
     @functools.cached_property
     def lhs_free(self) -> tuple[int, ...]:
         (contracting, _), (batch, _) = self.dimension_numbers
