@@ -148,6 +148,8 @@ def test_times_are_of_one_step():
         ("attention_forward_mosaic_gpu_kernel", "attention"),
         ("jaxkernels::attention_backward_wide", "attention"),
         ("cudnn::fusion::compute_dot_do_o_specialized", "attention"),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true>(float)", "attention"),
+        ("void cudnn::fusion::convert_dq_to_16bits<true>(float)", "attention"),
         ("norm_backward", "norms"),
         ("matmul_mosaic_gpu_kernel", "products"),
         ("jaxkernels::few_rows", "products"),

@@ -184,6 +184,18 @@ def test_no_profile_says_why(
         sgemm_profile.profile((64, 64, 64), [1])
 
 
+def test_a_profile_does_not_preallocate_memory(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child process gets the rest of the environment unchanged."""
+    script = '#!/bin/sh\necho "$XLA_PYTHON_CLIENT_PREALLOCATE $XLA_PYTHON_CLIENT_ALLOCATOR"\n'
+    (tmp_path / "ncu").write_text(script)
+    (tmp_path / "ncu").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+    with pytest.raises(InputError, match="said 'false platform'"):
+        sgemm_profile.profile((64, 64, 64), [1])
+
+
 def test_a_search_leaves_out_what_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     def multiply(a: jax.Array, b: jax.Array, *, rung: int, config: Config) -> jax.Array:
         if config.TM == 16:

@@ -13,6 +13,7 @@ import csv
 import dataclasses
 import functools
 import io
+import os
 import pathlib
 import re
 import shutil
@@ -84,8 +85,11 @@ def profile(size: Size, rungs: Sequence[int]) -> list[Profile]:
         command += ["--metrics", ",".join((_OCCUPANCY, _CONFLICTS, *_UNITS.values()))]
         command += ["--csv", "--page", "raw", "--log-file", str(log)]
         command += [sys.executable, "-m", __name__, text, ",".join(map(str, rungs))]
+        # ncu saves and restores the child's GPU memory for each pass of a replay. By default JAX preallocates 75 % of
+        # the GPU's memory: copies of that took more than 200 s on an H200 (2026-11-26).
+        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         try:
-            child = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+            child = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, env=environment)
         except subprocess.TimeoutExpired:
             raise InputError(f"study: --profile took more than {_SECONDS} s. Use smaller --shapes.") from None
         said = (log.read_text() if log.exists() else "") + child.stdout + child.stderr

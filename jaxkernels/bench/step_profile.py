@@ -161,7 +161,7 @@ _GRAPH = "command_buffer"
 _NAMES = {
     "collectives": r"nccl|all_?reduce|all_?gather|reduce_?scatter",
     "copies": r"^mem(cpy|set)|^copy|^wrapped_(copy|transpose|slice)|dynamic_(update_)?slice$",
-    "attention": r"sdpa|fmha|flash|attention|^cudnn::fusion",
+    "attention": r"sdpa|fmha|flash|attention|\bcudnn::fusion",
     "norms": r"^norm_",
     "products": r"gemm|matmul|few_rows|nvjet|cutlass|xmma|cublas|splitk|_dot",
     "elementwise": r"fusion|^wrapped_|elementwise",
