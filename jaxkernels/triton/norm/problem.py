@@ -32,7 +32,6 @@ __all__ = [
     "fits",
     "optional",
     "tiles",
-    "unpreferred",
     "unsupported",
 ]
 
@@ -96,6 +95,7 @@ class Problem:
       scale, bias: whether they are given.
       scale_per_group, bias_per_group: whether each group has its own.
       scale_gradient, bias_gradient: as in `NormSpec`.
+      block_rest, reads_twice, tiles_to_l2: as in the backward pass's `Config`.
     """
 
     num_groups: int
@@ -116,6 +116,9 @@ class Problem:
     bias_per_group: bool
     scale_gradient: bool
     bias_gradient: bool
+    block_rest: int = 0
+    reads_twice: bool = False
+    tiles_to_l2: int = 0
 
     @classmethod
     def of(cls, spec: NormSpec, config: Config) -> Problem:
@@ -155,7 +158,12 @@ class Problem:
     @property
     def is_whole(self) -> bool:
         """Whether a tile has whole rows."""
-        return self.num_features <= self.block_features
+        return self.num_features <= self.block_features + self.block_rest
+
+    @property
+    def loads_ahead(self) -> bool:
+        """Whether a program loads the next tile while it computes one."""
+        return self.num_stages > 1
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -178,11 +186,6 @@ def unsupported(spec: NormSpec) -> str | None:
     if math.prod(spec.x.shape[:-1]) >= 2**31:
         return f"counts rows in 32 bits, x has {math.prod(spec.x.shape[:-1])}"
     return calls.missing()
-
-
-def unpreferred(spec: NormSpec) -> str | None:
-    """Why a call with backend=None takes XLA: no time of the backward and the tangent pass is known."""
-    return "was not measured yet"
 
 
 def tiles(spec: NormSpec, longest: int, chunks: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:

@@ -28,10 +28,16 @@ def columns_of(start, p: tl.constexpr):
 
 
 @triton.jit
-def load_tile(pointer, row, is_row, column, p: tl.constexpr):
-    """(block_rows, block_features) float32."""
+def load_raw(pointer, row, is_row, column, p: tl.constexpr):
+    """(block_rows, columns) in the array's dtype."""
     inside = is_row[:, None] & (column < p.num_features)[None, :]
-    return tl.load(pointer + row[:, None] * p.num_features + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    return tl.load(pointer + row[:, None] * p.num_features + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def load_tile(pointer, row, is_row, column, p: tl.constexpr):
+    """(block_rows, columns) float32."""
+    return load_raw(pointer, row, is_row, column, p).to(tl.float32)
 
 
 @triton.jit
