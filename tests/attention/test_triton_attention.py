@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
@@ -279,6 +280,29 @@ def test_tensor_cores_and_asynchronous_copies_are_used(chip, wanted):
     spec = make_spec(2, 2048, 2048, 8, 8, 128, dtype="bfloat16", causal=True, target=chip)
     (made,) = compile_default("attention_forward", spec)
     assert wanted in made.ptx
+
+
+@pytest.mark.sampled(one_in=6)
+@pytest.mark.parametrize("keys", [907, 1024])
+@pytest.mark.parametrize("head_dim", [64, 96])
+@pytest.mark.parametrize("kernel", ["attention_forward", "attention_backward"])
+@pytest.mark.parametrize("term", ["mask", "bias"])
+def test_masks_and_biases_fit_shared_memory_without_spills(term, kernel, head_dim, keys):
+    """Also if their rows are no whole 16 bytes: Triton would load them value by value and spill 500 bytes."""
+    spec = make_spec(2, 512, keys, 8, 2, head_dim, dtype="bfloat16", **{term: (1, 1, 512, keys)})
+    for one in compile_default(kernel, spec):
+        assert one.shared <= spec.target.smem_bytes, one
+        assert one.spilled == 0, one
+        assert not re.search(r"ld\.global\S*\.[bu]8\b", one.ptx), one.name
+
+
+@pytest.mark.parametrize("keys", [3916, 25856])
+def test_few_queries_at_the_end_of_many_keys_divide_them(keys):
+    """The query offset of a decoding step says at run time that they see all keys. One part took 2.2 ms on an H200."""
+    spec = make_spec(2, 5, keys, 4, 1, 96, dtype="bfloat16", causal=True, query_offset=True)
+    config = dispatch.default_config("attention_forward", "triton", spec)
+    assert config.num_splits >= 8
+    assert config.block_kv >= 64
 
 
 @pytest.mark.sampled(one_in=8)

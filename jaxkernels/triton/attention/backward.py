@@ -42,7 +42,7 @@ from jaxkernels.triton.attention.problem import (
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
-VERSION = 1
+VERSION = 2
 
 _LABEL = "attention_backward[triton]"
 _FLOAT32 = np.dtype(np.float32)

@@ -30,7 +30,7 @@ from jaxkernels.triton.attention.problem import Problem, check_tiles, optional, 
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
-VERSION = 1
+VERSION = 2
 
 _LABEL = "attention_forward[triton]"
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.ops.attention.visibility import (
     blocks_of,
@@ -35,9 +36,13 @@ __all__ = [
     "ranges_of_keys",
     "ranges_of_queries",
     "unsupported",
+    "with_aligned_rows",
 ]
 
 LOG2E = math.log2(math.e)
+
+#: A load of a thread.
+_ALIGNED_BYTES = 16
 
 #: Float32 is multiplied in TF32, as XLA does by default. Exactly, if there are at most so many pairs of a query and a
 #: key: there XLA, too, is exact.
@@ -66,7 +71,7 @@ class Problem:
       factor: what a product q k^T is multiplied by before that.
       scale: factor of the logits.
       soft_cap: logits are soft_cap * tanh(logit / soft_cap), or None.
-      bias_shape, mask_shape: of the operands, or None.
+      bias_shape, mask_shape: of the operands with aligned rows, or None.
       left, right: query i sees the keys from i - left to i + right; None leaves a side open.
       query_lengths, key_lengths, segments, query_offset: whether these operands are given.
       is_ragged: whether the last block of keys is not whole.
@@ -148,8 +153,8 @@ class Problem:
             factor=factor,
             scale=spec.scale,
             soft_cap=spec.soft_cap,
-            bias_shape=None if spec.bias is None else spec.bias.shape,
-            mask_shape=None if spec.mask is None else spec.mask.shape,
+            bias_shape=None if spec.bias is None else _aligned(spec.bias),
+            mask_shape=None if spec.mask is None else _aligned(spec.mask),
             left=band.left,
             right=band.right,
             query_lengths=spec.query_lengths,
@@ -191,9 +196,9 @@ def unsupported(spec: AttentionSpec) -> str | None:
     if max(spec.q.shape[3], spec.v.shape[3]) > 256:
         return f"handles head dimensions up to 256, got {spec.q.shape[3]} and {spec.v.shape[3]}"
     arrays = {name: x.shape for name, x in (("q", spec.q), ("k", spec.k), ("v", spec.v))}
-    arrays |= {name: x.shape for name, x in (("bias", spec.bias), ("mask", spec.mask)) if x is not None}
     if reason := spec.unsupported_sizes():
         return reason
+    arrays |= {name: _aligned(x) for name, x in (("bias", spec.bias), ("mask", spec.mask)) if x is not None}
     for name, shape in arrays.items():
         if math.prod(shape[1:]) >= _MOST_ELEMENTS:
             return f"counts the elements of a batch element in 32 bits, {name} has {math.prod(shape[1:])}"
@@ -202,7 +207,23 @@ def unsupported(spec: AttentionSpec) -> str | None:
 
 def optional(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> list[jax.Array]:
     """The optional operands as kernels take them. For those not given stands q, which is not read as such."""
-    return [named.get(name, named["q"]) for name in _OPTIONAL]
+    given = {name: with_aligned_rows(x) if name in ("bias", "mask") else x for name, x in named.items()}
+    return [given.get(name, named["q"]) for name in _OPTIONAL]
+
+
+def with_aligned_rows(x: jax.Array) -> jax.Array:
+    """Pads the rows of a bias or a mask with zeros, to whole 16 bytes."""
+    add = _aligned(x)[3] - x.shape[3]
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, add))) if add else x
+
+
+def _aligned(x: jax.Array | ArrayType) -> tuple[int, int, int, int]:
+    """The shape with whole 16 bytes in each row. From other rows Triton loads value by value, with an address each:
+    ptxas then spills 500 bytes of registers, and the forward pass took ten times as long.
+    """
+    batch, heads, queries, keys = x.shape
+    unit = _ALIGNED_BYTES // x.dtype.itemsize
+    return batch, heads, queries, keys + -keys % unit if keys > 1 else 1
 
 
 # Which blocks a kernel visits.

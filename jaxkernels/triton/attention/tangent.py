@@ -25,11 +25,18 @@ from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.visibility import may_see_nothing, queries_inside
 from jaxkernels.triton import calls
 from jaxkernels.triton.attention import costs
-from jaxkernels.triton.attention.problem import Problem, check_tiles, optional, ranges_of_keys, unsupported
+from jaxkernels.triton.attention.problem import (
+    Problem,
+    check_tiles,
+    optional,
+    ranges_of_keys,
+    unsupported,
+    with_aligned_rows,
+)
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "unsupported"]
 
-VERSION = 1
+VERSION = 2
 
 _LABEL = "attention_tangent[triton]"
 
@@ -98,7 +105,8 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
     is_blind = lse <= MASKED_LOGIT / 2
     if has_blind:
         lse = jnp.where(is_blind, jnp.inf, lse)
-    tangents = [named["dq"], named["dk"], named["dv"], named.get("dbias", named["dq"])]
+    dbias = with_aligned_rows(named["dbias"]) if spec.bias is not None else named["dq"]
+    tangents = [named["dq"], named["dk"], named["dv"], dbias]
     weighted, lse_dot = calls.call_kernel(
         tangent_kernel.attention_tangent,
         [named["q"], named["k"], named["v"], *optional(spec, named), ranges_of_keys(spec, p, named), lse, *tangents],
