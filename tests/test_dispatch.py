@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 import sys
 import types
@@ -18,7 +19,7 @@ from errors import raises_exactly
 from jax import export
 
 import jaxkernels as jk
-from jaxkernels.core import dispatch, hardware, registry
+from jaxkernels.core import dispatch, hardware, registry, times
 from jaxkernels.core.dispatch import Entry
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.reference_forward import Config as ForwardConfig
@@ -166,17 +167,15 @@ def test_measured_choice_holds_if_an_unpreferred_backend_is_new(install, monkeyp
 
 
 @pytest.fixture
-def estimated(install) -> Callable[..., None]:
-    """Registers backends whose estimates were fitted on this machine's chip, the last one first."""
+def estimated(install, monkeypatch) -> Callable[..., None]:
+    """Registers backends whose estimates have a correction, the last one first."""
+    corrections: dict[str, float | None] = {}
+    monkeypatch.setattr(times, "correction_of", lambda op, backend, design, spec: corrections.get(backend))
 
-    def estimated(
-        name: str, seconds: float, *, not_estimated: str | None = None, fitted_on: str = "cpu", **fields: Any
-    ):
+    def estimated(name: str, seconds: float, *, correction: float | None = 0.0, **fields: Any):
         install(name, **fields)
-        module = sys.modules[f"backend_{name}"]
-        module.FITTED_ON = (fitted_on,)
-        module.estimate = lambda spec, config: seconds * config.block / 64
-        module.not_estimated = lambda spec, config: not_estimated
+        corrections[name] = correction
+        sys.modules[f"backend_{name}"].estimate = lambda spec, config: seconds * config.block / 64
 
     return estimated
 
@@ -197,41 +196,55 @@ def chosen() -> tuple[str, tuple[tuple[str, str], ...], tuple[tuple[str, float],
     return choice.backend, choice.passed_over, choice.estimates
 
 
-def test_later_backend_is_taken_if_it_is_estimated_to_be_faster_by_the_margin(estimated):
+def test_the_backend_with_the_least_estimate_is_taken(estimated):
     estimated("third", 1.1e-5)
     estimated("second", 1.0e-5)
-    estimated("first", (1 + dispatch.MARGIN) * 1.01e-5)
+    estimated("first", 1.21e-5)
     backend, passed_over, estimates = chosen()
     assert (backend, passed_over) == ("second", (("first", "estimated at 12.1 us, second at 10 us"),))
-    assert dict(estimates) == dict(first=(1 + dispatch.MARGIN) * 1.01e-5, second=1.0e-5, third=1.1e-5)
+    assert dict(estimates) == dict(first=1.21e-5, second=1.0e-5, third=1.1e-5)
     assert (
         str(jk.explain(jk.matmul, A, B)).splitlines()[-1] == "     estimated: first 12.1 us, second 10 us, third 11 us"
     )
 
 
-def test_order_decides_within_the_margin(estimated):
+def test_corrections_change_estimates(estimated):
+    estimated("second", 1.0e-5, correction=math.log(3))
+    estimated("first", 2.0e-5, correction=math.log(0.5))
+    backend, passed_over, estimates = chosen()
+    assert (backend, passed_over) == ("first", ())
+    assert dict(estimates) == pytest.approx(dict(first=1.0e-5, second=3.0e-5))
+
+
+def test_order_decides_between_equal_estimates(estimated):
     estimated("second", 1.0e-5)
-    estimated("first", (1 + dispatch.MARGIN) * 0.99e-5)
+    estimated("first", 1.0e-5)
     assert chosen()[:2] == ("first", ())
 
 
-@pytest.mark.parametrize(
-    "of_first",
-    [dict(fitted_on="NVIDIA H200"), dict(not_estimated="XLA pads an operand")],
-    ids=["fitted on another chip", "not all of the time"],
-)
-def test_order_decides_if_an_estimate_is_not_comparable(estimated, of_first):
+def test_order_decides_if_the_first_was_not_measured_on_similar_problems(estimated):
     estimated("second", 1.0e-5)
-    estimated("first", 1.0e-3, **of_first)
+    estimated("first", 1.0e-3, correction=None)
     assert chosen() == ("first", (), (("second", 1.0e-5),))
     assert "estimated" not in str(jk.explain(jk.matmul, A, B))
 
 
-@pytest.mark.parametrize("field", ["reason", "unpreferred"])
-def test_estimates_do_not_choose_what_is_refused_or_unpreferred(estimated, field):
-    estimated("second", 1.0e-6, **{field: "needs care"})
+def test_estimates_do_not_choose_what_is_refused(estimated):
+    estimated("second", 1.0e-6, reason="needs care")
     estimated("first", 1.0e-3)
     assert chosen() == ("first", (), (("first", 1.0e-3),))
+
+
+def test_unpreferred_backend_is_taken_if_it_is_estimated_to_be_faster(estimated):
+    estimated("second", 1.0e-6, unpreferred="slow as a rule")
+    estimated("first", 1.0e-3)
+    assert chosen()[0] == "second"
+
+
+def test_unpreferred_backend_is_not_taken_if_it_is_estimated_to_be_slower(estimated):
+    estimated("second", 1.0e-2, unpreferred="slow as a rule")
+    estimated("first", 1.0e-3)
+    assert chosen()[:2] == ("first", ())
 
 
 def test_named_and_measured_backends_need_no_estimate(estimated, monkeypatch, tmp_path):

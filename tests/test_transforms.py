@@ -663,7 +663,8 @@ def rounded(xs: Arrays) -> Arrays:
 def test_kernels_under_every_transform(opaque, kernel, name):
     """Forward mode of attention and second derivatives of both attention and norms, which not all have, aside."""
     program = PROGRAMS[name]
-    xs, dxs = rounded(program.operands(0)), rounded(program.operands(1))
+    # The loss is a sine: it would amplify the rounding of large results.
+    xs, dxs = (rounded(tuple(0.7 * x for x in program.operands(seed))) for seed in (0, 1))
     stacks = rounded(tuple(stack(x, i, 0) for i, x in enumerate(xs)))
     none = (None,) * (len(xs) - 1)
 

@@ -31,7 +31,6 @@ from jaxkernels.ops.matmul.spec import MatmulSpec
 
 __all__ = [
     "CONSTANTS",
-    "FITTED_ON",
     "RANKING",
     "VERSION",
     "Config",
@@ -232,6 +231,15 @@ _CANDIDATES = (
     Config(64, 32, 128),
 )
 
+#: The same with parts of k through memory, as many as run at once: the fastest of 54 configurations for three products
+#: with few tiles (H200; docs/cuda-gemm.md).
+_CANDIDATES_IN_PARTS = (
+    Config(128, 192),
+    Config(128, 192, cluster_m=2),
+    Config(128, 128),
+    Config(64, 128, 128),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Constants:
@@ -282,9 +290,6 @@ class Constants:
     exposed_half: float
     exposed_packed: float
 
-
-#: Chips whose times the constants were fitted to.
-FITTED_ON = ("NVIDIA H200",)
 
 #: Fitted to 470 times of 40 shapes on an H200 (2026-11-21); rows read in place, to 36 times of 8 shapes; the memory, to
 #: 165 times in docs/benchmarks, 28 of them with few rows. `exchange_seconds` was not fitted: in a trial of
@@ -369,7 +374,9 @@ def shortlist(spec: MatmulSpec) -> tuple[Config, ...]:
     if few_rows.unsupported(spec) is None:
         return ()
     fits = lambda config: dataclasses.replace(config, num_stages=_num_stages(spec, config))
-    return tuple(_with_in_place(spec, (_trimmed(spec, fits(config)) for config in _CANDIDATES)))
+    candidates = [_trimmed(spec, fits(config)) for config in _CANDIDATES]
+    in_parts = [part for config in _CANDIDATES_IN_PARTS for part in _through_memory(spec, fits(config))]
+    return tuple(_with_in_place(spec, candidates + in_parts))
 
 
 def _with_in_place(spec: MatmulSpec, configs: Iterable[Config]) -> Iterator[Config]:
@@ -458,10 +465,17 @@ def _schedules(spec: MatmulSpec) -> Iterator[Config]:
                 continue
             for cluster_m, cluster_n in clusters:
                 pair = dataclasses.replace(config, cluster_m=cluster_m, cluster_n=cluster_n)
-                at_once = hardware.clusters_at_once(spec.target, pair.cluster_blocks)
-                parts = min(at_once // _num_groups(spec, pair), k_iters // _MIN_SPLIT_STEPS, _MAX_PARTS)
-                if pair.cluster_blocks <= 2 and parts > 1:
-                    yield dataclasses.replace(pair, split_k=parts, through_memory=True)
+                if pair.cluster_blocks <= 2:
+                    yield from _through_memory(spec, pair)
+
+
+def _through_memory(spec: MatmulSpec, config: Config) -> Iterator[Config]:
+    """The configuration with as many parts of k as run at once, if these are several."""
+    at_once = hardware.clusters_at_once(spec.target, config.cluster_blocks)
+    k_iters = -(-spec.gemm.k // config.block_k)
+    parts = min(at_once // _num_groups(spec, config), k_iters // _MIN_SPLIT_STEPS, _MAX_PARTS)
+    if parts > 1:
+        yield dataclasses.replace(config, split_k=parts, through_memory=True)
 
 
 def _num_stages(spec: MatmulSpec, tile: Config) -> int:

@@ -1,4 +1,4 @@
-"""Reads the times of our kernels from benchmarks, for `jaxkernels.tuning.calibration`.
+"""Reads the times of kernels from benchmarks, for `jaxkernels.tuning.calibration` and `jaxkernels.core.times`.
 
 A file is the JSON of `jaxkernels bench --json`, or a table of winners that `jaxkernels tune --table` wrote. A time is
 used if the estimate of the kernel's cost model claims to be that time:
@@ -8,7 +8,8 @@ used if the estimate of the kernel's cost model claims to be that time:
 - the kernel has the version of the code, and the time is from bursts, which is also what the tuner measures.
 
 The baselines "xla" and "cudnn" run what the backends of these names run. Their times count for the designs of these
-backends. Files have no specs of them: a row's problem is looked up in the suites.
+backends. Files have no specs of them: that of one of our sides is taken, else the row's problem is looked up in the
+suites.
 
 The estimate of an attention's backward pass has the passes around the kernel. The gradients of a product are two
 products and more, so these rows are left out.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import json
 import pathlib
 from collections.abc import Iterable, Iterator
 from types import ModuleType
@@ -27,13 +29,13 @@ from typing import Any
 from jaxkernels.bench import results, suites
 from jaxkernels.bench.lowering import kernels_of
 from jaxkernels.bench.results import Row, Side, TimedKernel
-from jaxkernels.core import dispatch, plain, registry
+from jaxkernels.core import dispatch, plain, registry, times
 from jaxkernels.core.errors import InputError
 from jaxkernels.core.hardware import Chip
 from jaxkernels.core.problems import Problem
 from jaxkernels.tuning.calibration import Time
 
-__all__ = ["Design", "Measured", "designs", "read"]
+__all__ = ["Design", "Measured", "designs", "problems", "read"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +103,50 @@ def read(paths: Iterable[pathlib.Path], target: Chip, wanted: Iterable[Design]) 
     return Measured(times, dict(left_out))
 
 
+def problems(paths: Iterable[pathlib.Path], target: Chip) -> list[times.Problem]:
+    """The problems of benchmarks with the times of all backends in bursts, for `jaxkernels.core.times`.
+
+    Sides that were looked at once count: slow sides are looked at only. If several rows have one problem, the last one
+    counts.
+
+    Raises:
+      InputError: a file is missing, holds something else, or has no time of one kernel on this chip.
+    """
+    found: dict[tuple[str, str], times.Problem] = {}
+    for path in paths:
+        try:
+            run = results.load(path, "tune")
+            if run.environment["device"] != str(target):
+                raise InputError(f"tune: {path} is of another chip: {run.environment['device']}. Name it with --chip.")
+            for row in run.rows:
+                if row.regime == "burst" and (problem := _problem_of(row, target)) is not None:
+                    found[problem.op, json.dumps(problem.spec)] = problem
+        except (KeyError, TypeError, AttributeError) as e:
+            raise InputError(
+                f"tune: {path} is no benchmark: {type(e).__name__}: {e}. Use a file that `jaxkernels bench --json` "
+                "wrote."
+            ) from e
+    if not found:
+        raise InputError("tune: the files have no times of single kernels in bursts. Use rows of gemm or attention.")
+    return list(found.values())
+
+
+def _problem_of(row: Row, target: Chip) -> times.Problem | None:
+    """None if several kernels were timed together, or none of a backend."""
+    timed = None if suites.registry_name(row.op) is None else _kernels_of(row, target)
+    if timed is None or len(timed) != 1:
+        return None
+    (op, spec), of_backend = timed[0], {}
+    for side in row.sides:
+        kernels = side.timed if side.is_ours else _of_baseline(row, side, target)[0]
+        # A baseline's program is not quite the backend's: it counts if the backend itself was not timed.
+        if len(kernels) == 1 and (side.is_ours or kernels[0].backend not in of_backend):
+            of_backend[kernels[0].backend] = (kernels[0].version, kernels[0].config, side.seconds)
+    if not of_backend:
+        return None
+    return times.Problem(op, plain.describe(spec) or {}, of_backend, min(side.seconds for side in row.sides))
+
+
 #: The kernels of a time, the time in seconds, and the reason why it is not used or None.
 _Found = tuple[tuple[TimedKernel, ...], float, str | None]
 
@@ -152,14 +198,9 @@ def _of_baseline(row: Row, side: Side, target: Chip) -> _Found:
     """The time of a baseline as one of the backend of its name. A side that was looked at once counts: slow baselines
     are looked at only, and they show what is slow.
     """
-    problem = _problems().get(row.problem)
-    if problem is None:
+    kernels = _kernels_of(row, target)
+    if kernels is None:
         return (), side.seconds, "of a baseline, for a problem that no suite has"
-    of_op = registry.OPERATIONS[suites.registry_name(row.op) or ""].kernels
-    kernels = kernels_of(problem, "xla")
-    if len(of_op) > 1:  # The forward pass of a backward problem is not timed, nor the other way round.
-        forward, is_forward = next(iter(of_op)), problem.direction == "forward"
-        kernels = [(op, spec) for op, spec in kernels if (op == forward) == is_forward]
     found = [
         TimedKernel(op, side.name, backend.version, backend.encode(config), plain.describe(spec))
         for op, spec in kernels
@@ -169,6 +210,25 @@ def _of_baseline(row: Row, side: Side, target: Chip) -> _Found:
     ]
     reason = None if found else "of a baseline that does not support the problem as a backend"
     return tuple(found), side.seconds, reason
+
+
+def _kernels_of(row: Row, target: Chip) -> list[tuple[str, Any]] | None:
+    """The timed kernels and their specs: of the first side of ours that has a record of them, else by the suites."""
+    for side in row.sides:
+        if side.timed and all(kernel.spec is not None for kernel in side.timed):
+            try:
+                return [(k.op, plain.restore(_kind(k.op, target), k.spec or {}, target)) for k in side.timed]
+            except ValueError:
+                break
+    problem = _problems().get(row.problem)
+    if problem is None:
+        return None
+    of_op = registry.OPERATIONS[suites.registry_name(row.op) or ""].kernels
+    kernels = kernels_of(problem, "xla")
+    if len(of_op) > 1:  # The forward pass of a backward problem is not timed, nor the other way round.
+        forward, is_forward = next(iter(of_op)), problem.direction == "forward"
+        kernels = [(op, spec) for op, spec in kernels if (op == forward) == is_forward]
+    return kernels
 
 
 @functools.cache

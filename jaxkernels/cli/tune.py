@@ -13,9 +13,9 @@ import typer
 
 from jaxkernels.bench import measured, random_rows, suites
 from jaxkernels.bench.lowering import kernels_of
-from jaxkernels.core import dispatch, hardware, registry, winners
+from jaxkernels.core import dispatch, hardware, registry, times, winners
 from jaxkernels.core.errors import InputError
-from jaxkernels.tuning import calibration, tuner
+from jaxkernels.tuning import calibration, choices, tuner
 
 __all__ = ["tune"]
 
@@ -67,6 +67,14 @@ def tune(
             "`tune --table`, and print them; may be repeated."
         ),
     ] = None,
+    times_of: Annotated[
+        list[pathlib.Path] | None,
+        typer.Option(
+            "--times",
+            help="Measure nothing. Write the times in a file of `bench --json` to --table, in the format of "
+            "jaxkernels/core/tables/times, and print how good the choice of backends by them is; may be repeated.",
+        ),
+    ] = None,
     design: Annotated[
         list[str] | None,
         typer.Option(
@@ -78,7 +86,7 @@ def tune(
         str | None,
         typer.Option(
             "--chip",
-            help="With --calibrate: use times of this chip only.",
+            help="With --calibrate and --times: use times of this chip only.",
             show_default="this machine's GPU, else an H200",
         ),
     ] = None,
@@ -90,8 +98,20 @@ def tune(
     `jaxkernels tune gemm --random 400 --minutes 8 --table winners.json`
 
     `jaxkernels tune attention --calibrate attention.json`
+
+    `jaxkernels tune --times gemm.json --times attention.json --table jaxkernels/core/tables/times/nvidia_h200.json`
     """
     operations = suites.kinds()[:-1]
+    if times_of:
+        if op or shapes or suite or random or minutes or force or calibrate or design or backend:
+            raise InputError(
+                "tune: --times measures nothing and takes no operation, --shapes, --suite, --random, --minutes, "
+                "--force, --calibrate, --design or --backend. Leave them out."
+            )
+        if table is None:
+            raise InputError("tune: --times needs a file to write. Name it with --table.")
+        _write_times(times_of, table, _chip(chip_name))
+        return
     if op is None and not calibrate:
         raise InputError(f"tune: no operation is given; use one of {', '.join(operations)}.")
     if op is not None and op not in operations:
@@ -112,7 +132,7 @@ def tune(
         _calibrate(calibrate, _designs(op, backend, design), _chip(chip_name))
         return
     if design or chip_name is not None:
-        raise InputError("tune: --design and --chip need --calibrate. Name a file with it.")
+        raise InputError("tune: --design needs --calibrate, and --chip --calibrate or --times. Name a file with it.")
     assert op is not None
     if seed is not None and random is None:
         raise InputError(f"tune: --seed needs --random; got --seed {seed} without it. Add --random N, or leave it out.")
@@ -218,6 +238,19 @@ def _calibrate(paths: list[pathlib.Path], designs: list[measured.Design], target
             f"tune: the files have too few times on {target} for any of the cost models; see the reasons above. "
             "Measure more problems with `jaxkernels bench OP --random N --json FILE`, or name the chip with --chip."
         )
+
+
+def _write_times(paths: list[pathlib.Path], table: pathlib.Path, target: hardware.Chip) -> None:
+    """Makes a table of times of benchmarks and prints how good the choice by it is."""
+    problems = measured.problems(paths, target)
+    for name in dict.fromkeys(problem.op for problem in problems):
+        validation = choices.validate(name, [problem for problem in problems if problem.op == name], target)
+        print(validation or f"{name}: too few problems for a choice by their times")
+    try:
+        times.write(table, problems)
+    except OSError as e:
+        raise InputError(f"tune: cannot write {table}: {e.strerror}.") from e
+    print(f"{len(problems)} problems in {table}")
 
 
 def _adopt_table(path: pathlib.Path, chip: hardware.Chip) -> None:

@@ -27,19 +27,18 @@ three more:
 - `not_estimated(spec, config) -> str | None`: which part of the time of `run` the estimate leaves out, or None. Times
   of such calls are not compared with the estimate.
 
-If its constants were fitted to times, it may have two more:
+It may have one more:
 
-- `FITTED_ON`: names of the chips. There its estimates are compared with those of other backends;
 - `RANKING`: constants in place of `CONSTANTS` where `default_config` compares the design's configurations with each
   other.
 
 `REGISTRY` lists backends in order of preference. A call that names a backend gets that backend or an error. A call that
 names none gets the fastest backend, if that was measured (`jaxkernels.tuning`). Otherwise it gets the first backend
 that supports its spec on the platform being lowered; in a program for `jax.export`, the first that `jax.export` takes
-unasked. It gets an unpreferred backend only if all that support its spec are unpreferred. A later backend takes the
-place of the first one if it is estimated to be faster by `MARGIN`, and both estimates were fitted on the chip. The
-configuration is the caller's, else the measured winner, else the one that the cost models find fastest among all
-designs of the backend.
+unasked. It gets an unpreferred backend only if all that support its spec are unpreferred. Another backend takes the
+place of that one, unpreferred or not, if it is estimated to be faster, and both estimates are corrected by measured
+times of similar problems (`jaxkernels.core.times`). The configuration is the caller's, else the measured winner, else
+the one that the cost models find fastest among all designs of the backend.
 """
 
 from __future__ import annotations
@@ -49,13 +48,14 @@ import contextvars
 import dataclasses
 import functools
 import importlib
+import math
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
 import jax
 
-from jaxkernels.core import registry, winners
+from jaxkernels.core import registry, times, winners
 from jaxkernels.core.hardware import Chip
 from jaxkernels.core.registry import Entry
 
@@ -72,12 +72,6 @@ class Spec(Protocol):
     @property
     def target(self) -> Chip: ...
 
-
-#: By so much a backend must be estimated to be faster than the preferred one, relative to its own time. The errors of
-#: fitted estimates are below 13 to 17 % in nine of ten cases. With this margin, the choice between the backends cuda
-#: and xla for 170 products of docs/benchmarks takes 1.015 times as long as the faster one, and without estimates 1.058
-#: (geometric means, H200). Products with few rows gain: 1.06 after 1.36.
-MARGIN = 0.2
 
 #: How a message about a backend that was named ends.
 WAY_OUT = 'Use backend=None (chooses by itself) or backend="xla".'
@@ -102,8 +96,7 @@ class Choice:
       source: where the choice comes from: "given" by the caller, "tuned": measured fastest, or "default".
       requested: the backend that the caller named, or None.
       design: the backend's design; empty where it has one only.
-      estimates: (backend, seconds) of those whose estimates are comparable, if the order of preference decided or they
-        did.
+      estimates: (backend, seconds) of those whose estimates are corrected by measured times, if nothing else decided.
     """
 
     op: str
@@ -214,13 +207,6 @@ class Backend:
             return 0.0
         constants = [design.RANKING] if hasattr(design, "RANKING") else []
         return design.estimate(spec, config, *constants)
-
-    def comparable(self, spec: Spec, config: Any) -> float | None:
-        """The estimate, if it was fitted on the chip and has all of the time; else None."""
-        design = self.design_of(config)
-        if spec.target.name not in getattr(design, "FITTED_ON", ()) or design.not_estimated(spec, config) is not None:
-            return None
-        return design.estimate(spec, config)
 
     def run(self, spec: Spec, config: Any, *arrays: jax.Array) -> Any:
         return self.design_of(config).run(spec, config, *arrays)
@@ -390,10 +376,9 @@ def choose(
         raise NotImplementedError(f"{op}: no backend supports {spec}: {reasons}.")
     estimates: dict[str, float] = {}
     if backend is None and fastest is None:
-        allowed = [other for other in _backends_of(op) if refusal(other) is None and reservation(other) is None]
-        estimates = _estimates(op, spec, allowed)
+        estimates = _estimates(op, spec, [other for other in _backends_of(op) if refusal(other) is None])
         sooner = min(estimates, key=lambda other: estimates[other], default=name)
-        if name in estimates and estimates[sooner] * (1 + MARGIN) < estimates[name]:
+        if name in estimates and estimates[sooner] < estimates[name]:
             slower = f"estimated at {_microseconds(estimates[name])}, {sooner} at {_microseconds(estimates[sooner])}"
             name, passed_over = sooner, (*passed_over, (name, slower))
     chosen, source = config, "given"
@@ -442,9 +427,14 @@ def _first(
 
 
 def _estimates(op: str, spec: Spec, names: list[str]) -> dict[str, float]:
-    """The seconds of the backends' default configurations, of those whose estimates are comparable."""
-    estimates = {name: load(op, name).comparable(spec, default_config(op, name, spec)) for name in names}
-    return {name: seconds for name, seconds in estimates.items() if seconds is not None}
+    """The seconds of the backends' default configurations, of those that were measured on similar problems."""
+    found = {}
+    for name in names:
+        backend, config = load(op, name), default_config(op, name, spec)
+        correction = times.correction_of(op, name, name_of(backend.design_of(config)), spec)
+        if correction is not None and (estimate := backend.estimate(spec, config)):
+            found[name] = estimate * math.exp(correction)
+    return found
 
 
 # Configurations: a backend's own, and those that were measured.

@@ -101,7 +101,7 @@ from jaxkernels.ops.attention.visibility import (
     segment_query_blocks_in_order,
 )
 from jaxkernels.pallas.attention import backward, costs, limits
-from jaxkernels.pallas.attention.costs import FITTED_ON, Constants
+from jaxkernels.pallas.attention.costs import Constants
 from jaxkernels.pallas.attention.delta import row_sums
 from jaxkernels.pallas.attention.layouts import COLUMNS, TRANSFORMS_FLOAT32, swizzle_span, transforms_of
 from jaxkernels.pallas.attention.limits import features, least_head_multiple, pad_heads, padded_head_dims
@@ -117,7 +117,7 @@ from jaxkernels.pallas.attention.rings import RING_BARRIER_BYTES
 from jaxkernels.pallas.names import named_kernel
 
 __all__ = [
-    "CONSTANTS", "FITTED_ON", "VERSION", "Config", "Constants", "can_store_first", "estimate", "gradients", "is_zeroed",
+    "CONSTANTS", "VERSION", "Config", "Constants", "can_store_first", "estimate", "gradients", "is_zeroed",
     "not_estimated", "run", "search_space", "shortlist", "smem_bytes", "unsupported",
 ]  # fmt: skip
 

@@ -70,7 +70,7 @@ from jaxkernels.ops.attention.visibility import (
     segment_query_blocks,
 )
 from jaxkernels.pallas.attention import backward, costs
-from jaxkernels.pallas.attention.costs import FITTED_ON, Constants
+from jaxkernels.pallas.attention.costs import Constants
 from jaxkernels.pallas.attention.layouts import COLUMNS, ROWS, TILE, transforms_of
 from jaxkernels.pallas.attention.limits import padded_head_dims, unsupported
 from jaxkernels.pallas.attention.logits import (
@@ -94,7 +94,7 @@ from jaxkernels.pallas.attention.rings import (
 from jaxkernels.pallas.names import named_kernel
 
 __all__ = [
-    "CONSTANTS", "FITTED_ON", "VERSION", "Config", "Constants", "estimate", "gradients", "not_estimated", "num_stages",
+    "CONSTANTS", "VERSION", "Config", "Constants", "estimate", "gradients", "not_estimated", "num_stages",
     "run", "search_space", "shortlist", "unsupported",
 ]  # fmt: skip
 

@@ -12,10 +12,7 @@ from jaxkernels.ops.attention.visibility import is_known_at_run_time, may_see_no
 from jaxkernels.pallas.attention.backward import in_parts
 from jaxkernels.pallas.attention.limits import padded_head_dims
 
-__all__ = ["FITTED_ON", "Constants", "kernel_seconds", "not_estimated", "other_seconds", "two_kernels_seconds"]
-
-#: Chips to whose times the constants of all designs were fitted.
-FITTED_ON = ("NVIDIA H200",)
+__all__ = ["Constants", "kernel_seconds", "not_estimated", "other_seconds", "two_kernels_seconds"]
 
 
 @dataclasses.dataclass(frozen=True)

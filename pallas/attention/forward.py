@@ -75,7 +75,6 @@ from jaxkernels.ops.attention.visibility import (
     segment_key_blocks,
 )
 from jaxkernels.pallas.attention import costs
-from jaxkernels.pallas.attention.costs import FITTED_ON
 from jaxkernels.pallas.attention.counting import count_up
 from jaxkernels.pallas.attention.layouts import ROWS, TILE, scale_rows, swizzle_span, transforms_of
 from jaxkernels.pallas.attention.limits import features, least_head_multiple, pad_heads, padded_head_dims, unsupported
@@ -85,7 +84,7 @@ from jaxkernels.pallas.attention.rings import RING_BARRIER_BYTES, cluster_end, l
 from jaxkernels.pallas.names import named_kernel
 
 __all__ = [
-    "CONSTANTS", "FITTED_ON", "VERSION", "Config", "Constants", "estimate", "not_estimated", "run", "search_space",
+    "CONSTANTS", "VERSION", "Config", "Constants", "estimate", "not_estimated", "run", "search_space",
     "shortlist", "unpreferred", "unsupported",
 ]  # fmt: skip
 

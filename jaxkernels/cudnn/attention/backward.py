@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32
 
 from jaxkernels.cudnn import calls
 from jaxkernels.cudnn.attention import costs
-from jaxkernels.cudnn.attention.costs import FITTED_ON, Constants, not_estimated
+from jaxkernels.cudnn.attention.costs import Constants, not_estimated
 from jaxkernels.cudnn.attention.problem import Config, Inputs, folds_masks, needs_bias, pad_heads, search_space
 from jaxkernels.cudnn.attention.problem import unsupported as unsupported_by_both
 from jaxkernels.ops.attention import cudnn_limits
@@ -25,7 +25,7 @@ from jaxkernels.ops.attention.blind import row_sums
 from jaxkernels.ops.attention.spec import AttentionSpec
 
 __all__ = [
-    "CONSTANTS", "FITTED_ON", "VERSION", "Config", "Constants", "estimate", "not_estimated", "run", "search_space",
+    "CONSTANTS", "VERSION", "Config", "Constants", "estimate", "not_estimated", "run", "search_space",
     "unsupported",
 ]  # fmt: skip
 

@@ -10,10 +10,7 @@ from jaxkernels.cudnn.attention.problem import Config, folds_masks, needs_bias
 from jaxkernels.ops.attention.planning import forward_steps, longest_cta
 from jaxkernels.ops.attention.spec import AttentionSpec
 
-__all__ = ["FITTED_ON", "Constants", "not_estimated", "seconds"]
-
-#: Chips whose times the constants of both passes were fitted to.
-FITTED_ON = ("NVIDIA H200",)
+__all__ = ["Constants", "not_estimated", "seconds"]
 
 #: Queries and keys of a tile of logits. cuDNN does not say what it takes.
 _BLOCK = 128

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 
 from jaxkernels.cudnn import calls
 from jaxkernels.cudnn.attention import costs
-from jaxkernels.cudnn.attention.costs import FITTED_ON, Constants, not_estimated
+from jaxkernels.cudnn.attention.costs import Constants, not_estimated
 from jaxkernels.cudnn.attention.problem import Config, Inputs, search_space, unsupported
 from jaxkernels.ops.attention.blind import mean_of_values
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 
 __all__ = [
-    "CONSTANTS", "FITTED_ON", "VERSION", "Config", "Constants", "estimate", "not_estimated", "run", "search_space",
+    "CONSTANTS", "VERSION", "Config", "Constants", "estimate", "not_estimated", "run", "search_space",
     "unsupported",
 ]  # fmt: skip
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,11 @@ from jaxtyping import Array, Float
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec, Extras
 from jaxkernels.ops.attention.terms import Places, group_heads
 
-__all__ = ["Config", "attend", "backward", "search_space", "tangent", "visibility", "without_padding"]
+__all__ = ["Config", "attend", "backward", "search_space", "seconds", "tangent", "visibility", "without_padding"]
+
+
+#: A kernel's launch on a GPU.
+_LAUNCH_SECONDS = 2e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +34,20 @@ class Config:
 
 def search_space(spec: AttentionSpec) -> tuple[Config, ...]:
     return (Config(),)
+
+
+def seconds(spec: AttentionSpec, *, bytes_of_logit: float, num_products: int) -> float:
+    """How long a pass takes by XLA on a GPU.
+
+    Args:
+      bytes_of_logit: bytes that are moved for each logit.
+      num_products: products of the logits' size by the head dimension.
+    """
+    batch, num_queries, num_heads, head_dim = spec.q.shape
+    logits = batch * num_heads * num_queries * spec.k.shape[1]
+    by_memory = bytes_of_logit * logits / (spec.target.memory_bytes_per_s or math.inf)
+    by_products = 2 * num_products * logits * head_dim / (0.5 * (spec.target.bf16_flops_per_s or math.inf))
+    return _LAUNCH_SECONDS * num_products + by_memory + by_products
 
 
 def attend(

@@ -8,13 +8,21 @@ from jaxkernels.ops.attention import reference
 from jaxkernels.ops.attention.reference import Config, search_space
 from jaxkernels.ops.attention.spec import AttentionSpec, Extras
 
-__all__ = ["VERSION", "Config", "run", "search_space", "unsupported"]
+__all__ = ["VERSION", "Config", "estimate", "run", "search_space", "unsupported"]
 
 VERSION = 1
+
+#: Bytes that XLA moves for each logit: float32 arrays that its kernels write and read (H200, docs/benchmarks).
+_BYTES_OF_LOGIT = 160
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
     return None
+
+
+def estimate(spec: AttentionSpec, config: Config) -> float:
+    """Seconds: five products, and the logits' way to and from memory."""
+    return reference.seconds(spec, bytes_of_logit=_BYTES_OF_LOGIT, num_products=5)
 
 
 def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:

@@ -1,7 +1,8 @@
-"""What the passes of attention are tuned on."""
+"""What the passes of attention are tuned on, and what makes two of them similar."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -13,7 +14,12 @@ from jaxkernels.core.hardware import Chip
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.spec import AttentionSpec
 
-__all__ = ["operands", "part_to_check", "probe"]
+__all__ = ["features", "operands", "part_to_check", "probe"]
+
+#: Round rates of the chips that attentions are measured on. They only say from where on they are more than bytes.
+_FLOPS, _BYTES = 6e14, 4e12
+#: Queries of a tile, and the SMs of these chips.
+_TILE, _NUM_SMS = 128, 132
 
 
 def operands(kernel: str, spec: AttentionSpec, device: Any) -> tuple[jax.Array, ...]:
@@ -47,3 +53,38 @@ def probe(chip: Chip) -> AttentionSpec:
     """A plain attention that every backend should take: large, aligned, bfloat16, causal."""
     heads = ArrayType((2, 1024, 8, 128), jnp.dtype(jnp.bfloat16))
     return AttentionSpec(heads, heads, heads, scale=1.0, target=chip, causal=True)
+
+
+def features(kernel: str, spec: AttentionSpec) -> tuple[float, ...] | None:
+    """Where an attention lies among others (`jaxkernels.core.times`); None for kinds that were not measured.
+
+    Sizes count by their logarithms to base 2: twice as many queries are at distance 1. What changes the kernels of a
+    backend is at a distance of 3 or more: masks, biases, head dimensions.
+    """
+    if spec.terms or spec.soft_cap is not None or spec.unsupported_sizes() is not None:
+        return None
+    if not {spec.q.dtype, spec.k.dtype, spec.v.dtype} <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
+        return None
+    (batch, num_queries, num_heads, head_dim), (num_keys, num_kv_heads) = spec.q.shape, spec.k.shape[1:3]
+    heads, shape_of = batch * num_heads, lambda array: (1, 1, 1, 1) if array is None else array.shape
+    flops = 4 * heads * num_queries * num_keys * head_dim
+    num_bytes = 4 * head_dim * (heads * num_queries + batch * num_kv_heads * num_keys)
+    return (
+        *(math.log2(size) for size in (heads, num_queries, num_keys, spec.group_size)),
+        4.0 * math.log2(head_dim / 64),
+        6.0 * (spec.v.shape[3] != head_dim),
+        4.0 * (head_dim % 64 != 0),
+        4.0 * spec.causal,
+        4.0 * (spec.window is not None),
+        6.0 * spec.key_lengths,
+        3.0 * spec.query_lengths,
+        5.0 * spec.segments,
+        3.0 * spec.bias_gradient,
+        *(
+            value
+            for x in (spec.bias, spec.mask)
+            for value in (5.0 * (x is not None), 1.0 * (shape_of(x)[0] > 1), 2.0 * (shape_of(x)[2] > 1))
+        ),
+        2.0 * math.log2(1 + heads * -(-num_queries // _TILE) / _NUM_SMS),
+        math.log2(1e-6 + flops / _FLOPS + num_bytes / _BYTES),
+    )

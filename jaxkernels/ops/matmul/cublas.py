@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxkernels.core import hardware
 from jaxkernels.ops.matmul.spec import MatmulSpec
 
-__all__ = ["CONSTANTS", "FITTED_ON", "Constants", "estimate", "not_estimated"]
+__all__ = ["CONSTANTS", "Constants", "estimate", "not_estimated"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +43,6 @@ class Constants:
     tile_seconds: float
     split_seconds: float
 
-
-#: Chips whose times the constants were fitted to.
-FITTED_ON = ("NVIDIA H200",)
 
 #: Fitted to 165 times of 153 products on an H200, in docs/benchmarks/gemm*.json. Products that were left out of a fit
 #: are estimated with a median error of 2.4 %; the 90th percentile is 13 %.

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkernels.ops.matmul.cublas import CONSTANTS, FITTED_ON, Constants, estimate, not_estimated
+from jaxkernels.ops.matmul.cublas import CONSTANTS, Constants, estimate, not_estimated
 from jaxkernels.ops.matmul.epilogue import apply_epilogue
 from jaxkernels.ops.matmul.spec import MatmulSpec
 
 __all__ = [
-    "CONSTANTS", "FITTED_ON", "VERSION", "Config", "Constants", "estimate", "not_estimated", "run", "search_space",
+    "CONSTANTS", "VERSION", "Config", "Constants", "estimate", "not_estimated", "run", "search_space",
     "unsupported",
 ]  # fmt: skip
 

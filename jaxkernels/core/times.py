@@ -1,0 +1,244 @@
+"""Times of similar problems correct the estimates of cost models.
+
+A cost model knows tiles, waves and bytes. It does not know what XLA fuses, which kernel cuBLAS takes, or what a pass
+costs that pads an operand. `backend=None` compares the backends of an operation, so that such errors choose a slow one.
+Therefore each estimate is multiplied by a correction that was learned from measured times:
+
+    corrected = estimate(spec, config) * exp(f(features(spec)))
+
+f is a Gaussian process regression ("kriging") of log(time / estimate), one for each design. The covariance of two
+problems is
+
+    VARIANCE * exp(-|x - y| / LENGTH)        Matern, 1/2
+
+with the Euclidean distance of their features (`features` in ops/<op>/tuning.py). Near a measured problem the correction
+is that of the problem; far from all of them it is the mean. So a wrong cost model costs little where problems were
+measured, and a right one helps between them.
+
+The times are in `tables/times/<chip>.json`, one problem a line, with the version of each kernel. Times of another
+version do not count. A design with times of fewer than `ENOUGH` problems takes the correction of all designs of its
+backend. `jaxkernels tune --times` makes the table of files of `jaxkernels bench --json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkernels.core.hardware import Chip
+
+__all__ = [
+    "ENOUGH", "Errors", "Problem", "Regression", "correction_of", "errors_of", "read", "regression_of", "table_of",
+    "write",
+]  # fmt: skip
+
+#: Problems that a regression needs.
+ENOUGH = 10
+
+#: The variance of corrections, the distance of features at which their covariance falls to 1/e, and the variance of
+#: what the features do not say. Chosen by cross-validation (`jaxkernels tune --times`). Factors of two around them
+#: change the result by less than 1 %.
+_VARIANCE = 1.0
+_LENGTH = 32.0
+_NOISE = 0.02
+
+#: In place of a design's name: all designs of a backend.
+_ALL = None
+
+#: (backend, design) -> the features of a problem and log(time / estimate).
+Errors = dict[tuple[str, str], tuple[tuple[float, ...], float]]
+
+_TABLES = pathlib.Path(__file__).parent / "tables" / "times"
+
+#: Chip -> the chip whose times correct its estimates: the same SMs with other memory. The cost models know the memory.
+_STAND_INS = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The measured times of one problem.
+
+    Attributes:
+      op: the kernel's name in the registry.
+      spec: the problem, as `plain.describe` has it.
+      times: backend -> its version, its configuration as `dispatch.Backend.encode` has it, and seconds.
+      fastest: seconds of the fastest way that was measured, by ours or by others.
+    """
+
+    op: str
+    spec: Mapping[str, Any]
+    times: Mapping[str, tuple[int, Mapping[str, Any], float]]
+    fastest: float
+
+
+class Regression:
+    """A Gaussian process with a constant mean: `regression(x)` is the expected value at x.
+
+    It uses no BLAS. BLAS starts a thread for each core of the host, and programs are compiled in many processes: where
+    a container has fewer cores than its host, so many threads wait for each other for minutes.
+    """
+
+    def __init__(self, points: Sequence[Sequence[float]], values: Sequence[float]) -> None:
+        """Args:
+        points: (N, D) features.
+        values: (N,) what was observed there.
+        """
+        self._points, observed = np.asarray(points, np.float64), np.asarray(values, np.float64)
+        self._mean = float(np.mean(observed))
+        covariance = _covariance(self._points, self._points) + _NOISE * np.eye(len(observed))
+        self._weights = _solved(covariance, observed - self._mean)
+
+    def __call__(self, point: Sequence[float]) -> float:
+        row = _covariance(np.asarray(point, np.float64)[None], self._points)[0]
+        return self._mean + float(np.sum(row * self._weights))
+
+
+def _covariance(xs: np.ndarray, ys: np.ndarray) -> np.ndarray:
+    squares = np.zeros((len(xs), len(ys)))
+    for x, y in zip(xs.T, ys.T):
+        squares += (x[:, None] - y[None]) ** 2
+    return _VARIANCE * np.exp(-np.sqrt(squares) / _LENGTH)
+
+
+def _solved(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The solution of matrix * x = values for a positive definite matrix, by Cholesky's decomposition."""
+    lower, x = matrix.copy(), values.copy()
+    for j in range(len(x)):
+        lower[j:, j] -= np.einsum("ij,j->i", lower[j:, :j], lower[j, :j])
+        lower[j:, j] /= math.sqrt(lower[j, j])
+    for j in range(len(x)):
+        x[j] = (x[j] - np.sum(lower[j, :j] * x[:j])) / lower[j, j]
+    for j in reversed(range(len(x))):
+        x[j] = (x[j] - np.sum(lower[j + 1 :, j] * x[j + 1 :])) / lower[j, j]
+    return x
+
+
+def correction_of(op: str, backend: str, design: str, spec: Any) -> float | None:
+    """The logarithm of time / estimate that is expected of a design for a spec.
+
+    None without enough times of similar problems: of the design on the spec's chip, or because the spec is of a kind
+    that has no features.
+    """
+    from jaxkernels.core import registry  # Its modules import dispatch, which imports this one.
+
+    tuning = registry.part(registry.operation_of(op), "tuning")
+    point = tuning.features(op, spec) if hasattr(tuning, "features") else None
+    if point is None:
+        return None
+    regression = _regression(op, backend, design, spec.target) or _regression(op, backend, _ALL, spec.target)
+    return None if regression is None else regression(point)
+
+
+@functools.lru_cache(maxsize=256)
+def _regression(op: str, backend: str, design: str | None, chip: Chip) -> Regression | None:
+    return regression_of(_errors(op, chip), backend, design)
+
+
+@functools.lru_cache(maxsize=64)
+def _errors(op: str, chip: Chip) -> list[Errors]:
+    measured_on = dataclasses.replace(chip, name=_STAND_INS.get(chip.name, chip.name))
+    return [errors_of(op, problem, measured_on) for problem in table_of(chip) if problem.op == op]
+
+
+def regression_of(errors: Iterable[Errors], backend: str, design: str | None = None) -> Regression | None:
+    """The regression of the errors of a design, or of all designs of a backend; None with too few.
+
+    Args:
+      errors: those of measured problems (`errors_of`).
+    """
+    found = [
+        error
+        for of_problem in errors
+        for (name, of_design), error in of_problem.items()
+        if name == backend and design in (of_design, _ALL)
+    ]
+    return Regression(*zip(*found)) if len(found) >= ENOUGH else None
+
+
+def errors_of(op: str, problem: Problem, chip: Chip) -> Errors:
+    """(backend, design) -> the features of a problem and log(time / estimate)."""
+    from jaxkernels.core import dispatch, plain, registry
+
+    tuning = registry.part(registry.operation_of(op), "tuning")
+    assert tuning is not None
+    try:
+        spec = plain.restore(type(tuning.probe(chip)), dict(problem.spec), chip)
+    except ValueError:
+        return {}  # Of an older version.
+    point = tuning.features(op, spec)
+    found = {}
+    for name, (version, values, seconds) in problem.times.items():
+        if point is None or (op, name) not in dispatch.REGISTRY:
+            continue
+        backend = dispatch.load(op, name)
+        if version != backend.version:
+            continue
+        try:
+            config = backend.decode(dict(values))
+        except ValueError:
+            continue
+        if estimate := backend.estimate(spec, config):
+            key = name, dispatch.name_of(backend.design_of(config))
+            found[key] = point, math.log(seconds / estimate)
+    return found
+
+
+def table_of(chip: Chip) -> tuple[Problem, ...]:
+    """The problems that the package has times of, for a chip or its stand-in."""
+    name = _STAND_INS.get(chip.name, chip.name)
+    return _read_table(_TABLES / f"{re.sub(r'[^a-z0-9]+', '_', name.lower()).strip('_')}.json")
+
+
+@functools.cache
+def _read_table(path: pathlib.Path) -> tuple[Problem, ...]:
+    try:
+        return read(path)
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError) as e:
+        warnings.warn(f"times: ignored {path}: {e}. Install jaxkernels anew.", stacklevel=2)
+        return ()
+
+
+def read(path: pathlib.Path) -> tuple[Problem, ...]:
+    """Reads a table.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: it is no table of times.
+    """
+    try:
+        entries = json.loads(path.read_text())
+        return tuple(
+            Problem(
+                str(entry["op"]),
+                entry["spec"],
+                {
+                    str(backend): (int(version), dict(config), float(seconds))
+                    for backend, (version, config, seconds) in entry["times"].items()
+                },
+                float(entry["fastest"]),
+            )
+            for entry in entries
+        )
+    except (TypeError, KeyError, AttributeError, ValueError) as e:
+        raise ValueError("it is no table of times") from e
+
+
+def write(path: pathlib.Path, problems: Iterable[Problem]) -> None:
+    """Writes a table: one problem a line.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    lines = [json.dumps(dataclasses.asdict(problem), separators=(",", ":")) for problem in problems]
+    path.write_text("[\n" + ",\n".join(lines) + "\n]\n")

@@ -1,0 +1,317 @@
+"""Times of similar problems: the regression, the table, and the choice of backends by both."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+import pathlib
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from jaxkernels import cli
+from jaxkernels.bench import measured, results
+from jaxkernels.bench.results import Results, Row, Side, TimedKernel
+from jaxkernels.core import dispatch, hardware, plain, registry, times
+from jaxkernels.core.dice import Dice
+from jaxkernels.core.types import ArrayType
+from jaxkernels.ops.attention import tuning as attention_tuning
+from jaxkernels.ops.matmul import tuning as matmul_tuning
+from jaxkernels.ops.matmul.spec import MatmulSpec
+from jaxkernels.tuning import choices
+
+H200 = hardware.lookup("NVIDIA H200")
+H100 = hardware.lookup("NVIDIA H100 80GB HBM3")
+
+
+def product(
+    m: int, n: int, k: int, *, dtype: str = "bfloat16", target: hardware.Chip = H200, **fields: Any
+) -> MatmulSpec:
+    array = lambda *shape: ArrayType(shape, jnp.dtype(dtype))
+    return MatmulSpec(array(m, k), array(k, n), (((1,), (0,)), ((), ())), jnp.dtype(dtype), target, **fields)
+
+
+def problem(spec: MatmulSpec, **seconds: float) -> times.Problem:
+    """A problem with times of the default configurations of backends."""
+    of_backend = {}
+    for name, t in seconds.items():
+        backend = dispatch.load("matmul", name)
+        config = dispatch.default_config("matmul", name, spec)
+        of_backend[name] = backend.version, backend.encode(config), t
+    return times.Problem("matmul", plain.describe(spec) or {}, of_backend, min(seconds.values()))
+
+
+def estimate(spec: MatmulSpec, name: str) -> float:
+    seconds = dispatch.load("matmul", name).estimate(spec, dispatch.default_config("matmul", name, spec))
+    assert seconds is not None
+    return seconds
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """Writes a table of times that stands in the place of the package's, for an H200."""
+    monkeypatch.setattr(times, "_TABLES", tmp_path)
+
+    def write(problems: list[times.Problem]) -> pathlib.Path:
+        path = tmp_path / "nvidia_h200.json"
+        times.write(path, problems)
+        forget()
+        return path
+
+    yield write
+    forget()
+
+
+def forget() -> None:
+    times._read_table.cache_clear()
+    times._regression.cache_clear()
+    times._errors.cache_clear()
+
+
+# The regression.
+
+
+def test_regression_interpolates_and_returns_to_the_mean():
+    rng = np.random.default_rng(0)
+    points = rng.uniform(0, 10, (200, 2))
+    f = lambda x: 0.3 * np.sin(x[..., 0]) + 0.1 * x[..., 1]
+    regression = times.Regression(points.tolist(), f(points).tolist())
+    inside = rng.uniform(1, 9, (50, 2))
+    errors = [regression(x) - f(x) for x in inside]
+    assert np.max(np.abs(errors)) < 0.15
+    assert regression([1e4, 1e4]) == pytest.approx(float(np.mean(f(points))), abs=1e-6)
+
+
+def test_regression_takes_one_point_twice():
+    regression = times.Regression([[1.0], [1.0], [5.0]], [0.0, 1.0, 3.0])
+    assert 0.4 < regression([1.0]) < 0.7
+
+
+# The choice.
+
+SIZES = [(m, n, 1024) for m in (512, 1024, 2048, 4096) for n in (512, 1024, 2048, 4096)]
+
+
+def test_a_wrong_cost_model_is_corrected_where_similar_problems_were_measured(table):
+    """The CUDA kernel takes three times its estimate from 2,048 rows on, and half below; XLA takes its estimate."""
+    factor = lambda m: 3.0 if m >= 2048 else 0.5
+    specs = [product(*size) for size in SIZES]
+    table([problem(s, cuda=factor(s.gemm.m) * estimate(s, "cuda"), xla=estimate(s, "xla")) for s in specs])
+    for m, backend in ((600, "cuda"), (3800, "xla")):
+        spec = product(m, 1800, 1024)
+        choice = dispatch.choose("matmul", spec, None)
+        assert choice.backend == backend
+        assert dict(choice.estimates)["cuda"] == pytest.approx(factor(m) * estimate(spec, "cuda"), rel=0.35)
+        assert set(dict(choice.estimates)) == {"cuda", "xla"}
+
+
+def test_times_of_another_version_do_not_count(table):
+    problems = [problem(product(*size), cuda=1.0, xla=1e-6) for size in SIZES]
+    older = [
+        dataclasses.replace(p, times={name: (version - 1, *rest) for name, (version, *rest) in p.times.items()})
+        for p in problems
+    ]
+    table(older)
+    assert dispatch.choose("matmul", product(1000, 1000, 1000), None).estimates == ()
+    table(problems)
+    assert dispatch.choose("matmul", product(1000, 1000, 1000), None).backend == "xla"
+
+
+def test_few_times_do_not_count(table):
+    problems = [problem(product(*size), cuda=1.0, xla=1e-6) for size in SIZES]
+    table(problems[: times.ENOUGH - 1])
+    assert dispatch.choose("matmul", product(1000, 1000, 1000), None).backend == "cuda"
+    table(problems[: times.ENOUGH])
+    assert dispatch.choose("matmul", product(1000, 1000, 1000), None).backend == "xla"
+
+
+def test_a_design_without_times_takes_those_of_its_backend(table):
+    table([problem(product(*size), cuda=1.0, xla=1e-6) for size in SIZES])
+    few = product(16, 4096, 4096)
+    assert type(dispatch.default_config("matmul", "cuda", few)).__module__.endswith("few_rows")
+    assert dict(dispatch.choose("matmul", few, None).estimates)["cuda"] > 1e-2
+
+
+def test_an_h100_takes_the_times_of_an_h200(table):
+    table([problem(product(*size), cuda=1.0, xla=1e-6) for size in SIZES])
+    assert dispatch.choose("matmul", product(1000, 1000, 1000, target=H100), None).backend == "xla"
+    h100_pcie = hardware.lookup("NVIDIA H100 PCIe")
+    assert dispatch.choose("matmul", product(1000, 1000, 1000, target=h100_pcie), None).estimates == ()
+
+
+def test_kinds_without_features_are_left_to_the_order(table):
+    table([problem(product(*size), cuda=1.0, xla=1e-6) for size in SIZES])
+    for spec in (product(1024, 1024, 1024, dtype="float32"), product(64, 64, 64, precision="highest")):
+        assert dispatch.choose("matmul", spec, None).estimates == ()
+
+
+def test_a_damaged_table_is_ignored_with_a_warning(table):
+    path = table([problem(product(*size), cuda=1.0, xla=1e-6) for size in SIZES])
+    for damage in (
+        path.read_text()[:-20],
+        "{}",
+        '[{"op": 1}]',
+        '[{"op":"matmul","spec":{},"times":{"xla":[1]},"fastest":1}]',
+    ):
+        path.write_text(damage)
+        forget()
+        if damage == "{}":  # A table without problems.
+            assert times.read(path) == ()
+            continue
+        with pytest.warns(UserWarning, match=r"times: ignored .*nvidia_h200.json: it is no table of times. Install"):
+            assert dispatch.choose("matmul", product(1000, 1000, 1000), None).backend == "cuda"
+
+
+# The package's table.
+
+
+@pytest.fixture(scope="module")
+def shipped() -> dict[str, list[times.Problem]]:
+    by_op = collections.defaultdict(list)
+    for p in times.table_of(H200):
+        by_op[p.op].append(p)
+    return by_op
+
+
+@pytest.mark.parametrize(("op", "least"), [("matmul", 400), ("attention_forward", 150), ("attention_backward", 100)])
+def test_the_package_has_times_of_many_problems(shipped, op, least):
+    assert len(shipped[op]) >= least
+    current = [times.errors_of(op, p, H200) for p in shipped[op]]
+    assert sum(map(bool, current)) > 0.9 * len(current), "measure again: versions have changed"
+
+
+@pytest.mark.parametrize(("op", "least"), [("matmul", 0.93), ("attention_forward", 0.8), ("attention_backward", 0.8)])
+def test_chosen_backends_are_fast_on_problems_left_out(shipped, op, least):
+    """The lower bounds are those of the table's first version, rounded down."""
+    found = choices.validate(op, shipped[op], H200)
+    assert found is not None
+    assert found.corrected > least
+    assert found.estimated < found.corrected < found.best <= 1
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "not_backend"),
+    [(4, 1, 26518, "cuda"), (32, 32, 32, "cuda"), (20413, 25, 142, "cuda"), (8192, 8192, 8192, "triton")],
+)
+def test_measured_losers_are_not_chosen(m, n, k, not_backend):
+    """They took 2 to 20 times as long as XLA on an H200; Triton's 8192 x 8192 1.2 times as long as ours."""
+    choice = dispatch.choose("matmul", product(m, n, k), None)
+    assert choice.backend != not_backend
+    assert len(choice.estimates) == 4
+
+
+# Features.
+
+
+@pytest.mark.parametrize("name", ["matmul", "attention"])
+def test_random_problems_have_features(name):
+    draw = registry.part(name, "random_problems").draw
+    tuning = registry.part(name, "tuning")
+    sizes = set()
+    for seed in range(40):
+        for op, spec in measured.kernels_of(draw(Dice(seed, 32768)), "xla"):
+            point = tuning.features(op, spec)
+            if point is not None:
+                assert all(map(math.isfinite, point))
+                sizes.add(len(point))
+    assert len(sizes) == 1
+
+
+def test_similar_products_are_near():
+    at = lambda *size, **fields: np.array(matmul_tuning.features("matmul", product(*size, **fields)))
+    distance = lambda x, y: float(np.linalg.norm(x - y))
+    here = at(1024, 1024, 1024)
+    assert distance(here, at(1032, 1024, 1024)) < 0.5
+    assert distance(here, at(2048, 1024, 1024)) < distance(here, at(16384, 1024, 1024))
+    assert distance(here, at(1024, 1023, 1024)) > 3
+    assert distance(here, at(1024, 1024, 1024, activation="gelu")) >= 3
+
+
+def test_attentions_with_terms_of_ones_own_have_no_features():
+    spec = attention_tuning.probe(H200)
+    assert attention_tuning.features("attention_forward", spec) is not None
+    assert attention_tuning.features("attention_forward", dataclasses.replace(spec, soft_cap=30.0)) is None
+
+
+# From benchmarks to a table.
+
+
+def saved(path: pathlib.Path, count: int = 12, device: hardware.Chip = H200) -> pathlib.Path:
+    """A benchmark: the CUDA kernel takes twice its estimate, the baseline XLA takes its own."""
+    rows = []
+    for i in range(count):
+        spec = product(256 + 64 * i, 512, 1024)
+        backend, config = dispatch.load("matmul", "cuda"), dispatch.default_config("matmul", "cuda", spec)
+        kernel = TimedKernel("matmul", "cuda", backend.version, backend.encode(config), plain.describe(spec))
+        sides = (
+            Side("cuda", True, 2 * estimate(spec, "cuda"), None, 0.5, timed=(kernel,)),
+            Side("xla", False, estimate(spec, "xla"), None, 0.5),
+            Side("cublaslt", False, estimate(spec, "xla") / 2, None, 0.5),
+        )
+        rows.append(
+            Row(
+                "gemm-random-0",
+                f"#{i}",
+                "gemm",
+                f"{i}",
+                "bfloat16",
+                "burst",
+                1.0,
+                1,
+                None,
+                None,
+                False,
+                sides,
+                {},
+                "all",
+            )
+        )
+    results.save(Results(dict(device=str(device)), tuple(rows)), path)
+    return path
+
+
+def invoke(*args: object):
+    return CliRunner().invoke(cli.app, ["tune", *map(str, args)])
+
+
+def test_the_command_makes_a_table_of_benchmarks(tmp_path):
+    bench, made = saved(tmp_path / "bench.json"), tmp_path / "times.json"
+    result = invoke("--times", bench, "--table", made, "--chip", "NVIDIA H200")
+    assert result.exit_code == 0, result.output
+    assert "matmul: 12 problems. Speed of the chosen backend relative to the fastest way" in result.output
+    problems = times.read(made)
+    assert len(problems) == 12
+    spec = product(256, 512, 1024)
+    assert problems[0].spec == plain.describe(spec)
+    assert {name: seconds for name, (_, _, seconds) in problems[0].times.items()} == pytest.approx(
+        dict(cuda=2 * estimate(spec, "cuda"), xla=estimate(spec, "xla"))
+    )
+    assert problems[0].fastest == pytest.approx(estimate(spec, "xla") / 2)
+    errors = [times.errors_of("matmul", p, H200) for p in problems]
+    point = matmul_tuning.features("matmul", product(300, 512, 1024))
+    assert times.regression_of(errors, "cuda", "gemm")(point) == pytest.approx(math.log(2), abs=0.02)
+    assert times.regression_of(errors, "xla")(point) == pytest.approx(0, abs=0.02)
+
+
+def test_the_command_refuses_in_one_line(tmp_path):
+    bench = saved(tmp_path / "bench.json", device=H100)
+    refusal = lambda *args: invoke(*args).output
+    assert refusal("--times", bench) == "error: tune: --times needs a file to write. Name it with --table.\n"
+    assert refusal("gemm", "--times", bench, "--table", tmp_path / "t") == (
+        "error: tune: --times measures nothing and takes no operation, --shapes, --suite, --random, --minutes, "
+        "--force, --calibrate, --design or --backend. Leave them out.\n"
+    )
+    assert refusal("--times", bench, "--table", tmp_path / "t", "--chip", "NVIDIA H200").startswith(
+        f"error: tune: {bench} is of another chip: NVIDIA H100 80GB HBM3"
+    )
+    broken = tmp_path / "broken.json"
+    broken.write_text(json.dumps([1]))
+    assert refusal("--times", broken, "--table", tmp_path / "t").startswith(f"error: tune: {broken} is ")
+    unwritable = invoke("--times", saved(tmp_path / "b.json"), "--table", tmp_path, "--chip", "NVIDIA H200")
+    assert unwritable.exit_code != 0
+    assert f"error: tune: cannot write {tmp_path}: " in unwritable.output
