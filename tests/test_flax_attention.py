@@ -318,7 +318,8 @@ X16 = jax.ShapeDtypeStruct((2, 64, HEADS, 64), jnp.bfloat16)
 )
 def test_concrete_causal_mask_reaches_the_fast_kernel(mask):
     ((backend, spec),) = kernels_of(lambda x: attention_fn(x, x, x, mask=mask), X16)
-    assert (backend, spec.causal, spec.mask) == ("pallas", True, None)
+    assert backend != "xla"
+    assert (spec.causal, spec.mask) == (True, None)
 
 
 def test_layers_with_a_causal_mask_reach_the_fast_kernel():
@@ -327,11 +328,14 @@ def test_layers_with_a_causal_mask_reach_the_fast_kernel():
     inner = nnx.MultiHeadAttention(
         **layer, in_features=FEATURES, decode=False, attention_fn=attention_fn, rngs=nnx.Rngs(0)
     )
-    assert [backend for backend, _ in kernels_of(lambda x: inner(x, mask=CAUSAL), x)] == ["pallas"]
+    ((backend, spec),) = kernels_of(lambda x: inner(x, mask=CAUSAL), x)
+    assert backend != "xla"
+    assert (spec.causal, spec.mask) == (True, None)
     module = linen.MultiHeadDotProductAttention(**layer, attention_fn=make_attention_fn(is_causal=True))
     params = jax.eval_shape(module.init, jax.random.key(0), x)
     ((backend, spec),) = kernels_of(module.apply, params, x)
-    assert (backend, spec.causal) == ("pallas", True)
+    assert backend != "xla"
+    assert (spec.causal, spec.mask) == (True, None)
 
 
 @pytest.mark.parametrize(

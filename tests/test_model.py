@@ -401,7 +401,8 @@ def test_impossible_config_is_refused(change, message):
     assert str(e.value) == message
 
 
-def test_training_step_of_124m_runs_on_kernels_alone():
+def test_training_step_of_124m_takes_fast_backends():
+    """cuBLAS, by XLA, is estimated to be a little faster for some of its products."""
     config = preset("124m").model
     graphdef, params = abstract_params(config)
 
@@ -410,10 +411,11 @@ def test_training_step_of_124m_runs_on_kernels_alone():
 
     shape = jax.ShapeDtypeStruct((32, 1025), jnp.int32)
     explanation = jk.explain(jax.grad(loss), params, shape, platform="cuda")
-    assert {(choice.op, choice.backend) for choice in explanation.choices} == {
-        ("matmul", "cuda"),
-        ("attention_forward", "pallas"),
-        ("attention_backward", "pallas"),
-        ("norm_forward", "xla"),  # Until the kernels of norms were measured.
-        ("norm_backward", "xla"),
-    }, str(explanation)
+    chosen: dict[str, set[str]] = {}
+    for choice in explanation.choices:
+        chosen.setdefault(choice.op, set()).add(choice.backend)
+    assert chosen["matmul"] <= {"cuda", "xla"}, str(explanation)
+    assert "cuda" in chosen["matmul"], str(explanation)
+    for attention in ("attention_forward", "attention_backward"):
+        assert chosen[attention] <= {"cuda", "pallas"}, str(explanation)
+    assert chosen["norm_forward"] == chosen["norm_backward"] == {"xla"}, str(explanation)

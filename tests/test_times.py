@@ -202,7 +202,7 @@ def test_measured_losers_are_not_chosen(m, n, k, not_backend):
     """They took 2 to 20 times as long as XLA on an H200; Triton's 8192 x 8192 1.2 times as long as ours."""
     choice = dispatch.choose("matmul", product(m, n, k), None)
     assert choice.backend != not_backend
-    assert len(choice.estimates) == 4
+    assert len(choice.estimates) >= 3  # Triton may be missing.
 
 
 # Features.
@@ -315,3 +315,8 @@ def test_the_command_refuses_in_one_line(tmp_path):
     unwritable = invoke("--times", saved(tmp_path / "b.json"), "--table", tmp_path, "--chip", "NVIDIA H200")
     assert unwritable.exit_code != 0
     assert f"error: tune: cannot write {tmp_path}: " in unwritable.output
+
+
+def test_backends_with_times_are_those_of_this_very_chip():
+    assert times.measured_backends(H200) == {"cuda", "pallas", "triton", "cudnn", "xla"}
+    assert times.measured_backends(H100) == set()

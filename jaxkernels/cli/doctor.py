@@ -11,7 +11,7 @@ import re
 
 import jax
 
-from jaxkernels.core import dispatch, hardware, registry, winners
+from jaxkernels.core import dispatch, hardware, registry, times, winners
 from jaxkernels.core.folders import cache_root
 from jaxkernels.core.versions import installed_version
 from jaxkernels.cudnn import calls as cudnn_calls
@@ -189,7 +189,8 @@ def _triton(chip: hardware.Chip) -> Availability:
     reasons = [] if (missing := triton_calls.missing()) is None else [missing]
     reasons += [reason for reason in _kernel_reasons("triton", chip) if reason not in reasons]
     notes = [f"{name} {version}" for name, version in triton_calls.versions().items() if version is not None]
-    if chip.platform == "cuda" and "triton" not in winners.measured_backends(chip):
+    measured = winners.measured_backends(chip) | times.measured_backends(chip)
+    if chip.platform == "cuda" and "triton" not in measured:
         notes.append(f"no configuration was measured on {chip.name}: a cost model chooses, `jaxkernels tune` measures")
     return Availability("triton", tuple(reasons), ", ".join(notes))
 

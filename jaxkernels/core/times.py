@@ -37,8 +37,8 @@ import numpy as np
 from jaxkernels.core.hardware import Chip
 
 __all__ = [
-    "ENOUGH", "Errors", "Problem", "Regression", "correction_of", "errors_of", "read", "regression_of", "table_of",
-    "write",
+    "ENOUGH", "Errors", "Problem", "Regression", "correction_of", "errors_of", "measured_backends", "read",
+    "regression_of", "table_of", "write",
 ]  # fmt: skip
 
 #: Problems that a regression needs.
@@ -130,8 +130,8 @@ def correction_of(op: str, backend: str, design: str, spec: Any) -> float | None
     """
     from jaxkernels.core import registry  # Its modules import dispatch, which imports this one.
 
-    tuning = registry.part(registry.operation_of(op), "tuning")
-    point = tuning.features(op, spec) if hasattr(tuning, "features") else None
+    features = getattr(registry.part(registry.operation_of(op), "tuning"), "features", None)
+    point = None if features is None else features(op, spec)
     if point is None:
         return None
     regression = _regression(op, backend, design, spec.target) or _regression(op, backend, _ALL, spec.target)
@@ -190,6 +190,11 @@ def errors_of(op: str, problem: Problem, chip: Chip) -> Errors:
             key = name, dispatch.name_of(backend.design_of(config))
             found[key] = point, math.log(seconds / estimate)
     return found
+
+
+def measured_backends(chip: Chip) -> set[str]:
+    """Backends with times on this very chip."""
+    return set() if chip.name in _STAND_INS else {name for problem in table_of(chip) for name in problem.times}
 
 
 def table_of(chip: Chip) -> tuple[Problem, ...]:

@@ -166,11 +166,6 @@ def test_calls_lower_for_cuda():
         assert text.count(f"@{jk.ffi.TARGET}(") == count
 
 
-def test_none_does_not_take_what_is_not_measured():
-    x = jax.ShapeDtypeStruct((2, 300, 4, 96), jnp.bfloat16)
-    assert "-> pallas" in str(jk.explain(lambda q, k, v: jk.dot_product_attention(q, k, v), x, x, x, platform="cuda"))
-
-
 def test_plan_gives_each_item_to_one_block():
     spec = dataclasses.replace(spec_of(causal=True), target=dataclasses.replace(H200, num_sms=7))
     config = forward.Config(128, 2)
