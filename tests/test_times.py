@@ -320,3 +320,13 @@ def test_the_command_refuses_in_one_line(tmp_path):
 def test_backends_with_times_are_those_of_this_very_chip():
     assert times.measured_backends(H200) == {"cuda", "pallas", "triton", "cudnn", "xla"}
     assert times.measured_backends(H100) == set()
+
+
+def test_an_attention_that_holds_many_logits_is_not_estimated():
+    spec = attention_tuning.probe(H200)
+    estimates = dict(dispatch.choose("attention_forward", spec, None).estimates)
+    assert {"pallas", "cuda", "xla"} <= set(estimates)
+    long = dataclasses.replace(spec, **{x: ArrayType((2, 8192, 8, 128), jnp.dtype(jnp.bfloat16)) for x in "qkv"})
+    estimates = dict(dispatch.choose("attention_forward", long, None).estimates)
+    assert {"pallas", "cuda"} <= set(estimates)
+    assert "xla" not in estimates

@@ -432,7 +432,8 @@ def _estimates(op: str, spec: Spec, names: list[str]) -> dict[str, float]:
     for name in names:
         backend, config = load(op, name), default_config(op, name, spec)
         correction = times.correction_of(op, name, name_of(backend.design_of(config)), spec)
-        if correction is not None and (estimate := backend.estimate(spec, config)):
+        estimate = None if correction is None else backend.estimate(spec, config)
+        if correction is not None and estimate is not None and 0 < estimate < math.inf:
             found[name] = estimate * math.exp(correction)
     return found
 

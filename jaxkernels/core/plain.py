@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import re
 import typing
 from collections.abc import Callable
@@ -48,7 +49,7 @@ def restore[S](kind: Callable[..., S], values: dict[str, Any], target: Chip) -> 
     Raises:
       ValueError: the values describe no spec of this class, or not all of it.
     """
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     try:
         fields = {name: jnp.dtype(x) if hints[name] is np.dtype else _restored(x) for name, x in values.items()}
         spec = kind(**fields, target=target)
@@ -58,6 +59,10 @@ def restore[S](kind: Callable[..., S], values: dict[str, Any], target: Chip) -> 
     except (KeyError, TypeError, AttributeError, ValueError) as e:
         raise ValueError(f"{values} do not describe a {kind.__qualname__}: {e}") from e
     raise ValueError(f"{values} do not describe all of a {kind.__qualname__}")
+
+
+#: The types of a class's fields, which take long to look up.
+_hints = functools.cache(typing.get_type_hints)
 
 
 def _restored(value: Any) -> Any:

@@ -186,7 +186,8 @@ def errors_of(op: str, problem: Problem, chip: Chip) -> Errors:
             config = backend.decode(dict(values))
         except ValueError:
             continue
-        if estimate := backend.estimate(spec, config):
+        estimate = backend.estimate(spec, config)
+        if estimate is not None and 0 < estimate < math.inf:
             key = name, dispatch.name_of(backend.design_of(config))
             found[key] = point, math.log(seconds / estimate)
     return found
