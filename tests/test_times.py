@@ -144,6 +144,13 @@ def test_an_h100_takes_the_times_of_an_h200(table):
     assert dispatch.choose("matmul", product(1000, 1000, 1000, target=h100_pcie), None).estimates == ()
 
 
+def test_times_of_an_h200_are_compared_with_estimates_for_an_h200():
+    """Those for an H100 are longer where memory is the limit, and an H100 gets the same corrections."""
+    of = lambda chip: times.correction_of("matmul", "pallas", "gemm", product(64, 28672, 4096, target=chip))
+    assert of(H200) is not None
+    assert of(H100) == of(H200)
+
+
 def test_kinds_without_features_are_left_to_the_order(table):
     table([problem(product(*size), cuda=1.0, xla=1e-6) for size in SIZES])
     for spec in (product(1024, 1024, 1024, dtype="float32"), product(64, 64, 64, precision="highest")):

@@ -349,7 +349,7 @@ def test_shipped_tables_are_sound():
     assert tables
     for path in tables:
         for entry in json.loads(path.read_text()):
-            assert winners._slug(entry["key"]["device"]) == path.stem
+            assert winners.slug(entry["key"]["device"]) == path.stem
             assert winners._check(entry, entry["key"])
             backend = entry["key"]["backend"]
             if backend != winners.AUTO:

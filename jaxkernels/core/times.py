@@ -27,13 +27,13 @@ import functools
 import json
 import math
 import pathlib
-import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxkernels.core import hardware, winners
 from jaxkernels.core.hardware import Chip
 
 __all__ = [
@@ -145,8 +145,12 @@ def _regression(op: str, backend: str, design: str | None, chip: Chip) -> Regres
 
 @functools.lru_cache(maxsize=64)
 def _errors(op: str, chip: Chip) -> list[Errors]:
-    measured_on = dataclasses.replace(chip, name=_STAND_INS.get(chip.name, chip.name))
-    return [errors_of(op, problem, measured_on) for problem in table_of(chip) if problem.op == op]
+    return [errors_of(op, problem, _measured_on(chip)) for problem in table_of(chip) if problem.op == op]
+
+
+def _measured_on(chip: Chip) -> Chip:
+    """The chip whose times correct the estimates of this one."""
+    return hardware.lookup(_STAND_INS[chip.name]) if chip.name in _STAND_INS else chip
 
 
 def regression_of(errors: Iterable[Errors], backend: str, design: str | None = None) -> Regression | None:
@@ -173,7 +177,7 @@ def errors_of(op: str, problem: Problem, chip: Chip) -> Errors:
     try:
         spec = plain.restore(type(tuning.probe(chip)), dict(problem.spec), chip)
     except ValueError:
-        return {}  # Of an older version.
+        return {}  # An older version described it.
     point = tuning.features(op, spec)
     found = {}
     for name, (version, values, seconds) in problem.times.items():
@@ -200,8 +204,7 @@ def measured_backends(chip: Chip) -> set[str]:
 
 def table_of(chip: Chip) -> tuple[Problem, ...]:
     """The problems that the package has times of, for a chip or its stand-in."""
-    name = _STAND_INS.get(chip.name, chip.name)
-    return _read_table(_TABLES / f"{re.sub(r'[^a-z0-9]+', '_', name.lower()).strip('_')}.json")
+    return _read_table(_TABLES / f"{winners.slug(_measured_on(chip).name)}.json")
 
 
 @functools.cache

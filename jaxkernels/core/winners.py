@@ -30,7 +30,7 @@ from jaxkernels.core import plain
 from jaxkernels.core.folders import cache_root, read_entry, write_entry
 from jaxkernels.core.hardware import Chip
 
-__all__ = ["AUTO", "Key", "adopt", "entries", "lookup", "measured_backends", "store"]
+__all__ = ["AUTO", "Key", "adopt", "entries", "lookup", "measured_backends", "slug", "store"]
 
 #: The backend under which the fastest backend is kept; its version is 0: the winner names the versions that took part.
 AUTO = "auto"
@@ -88,7 +88,7 @@ def lookup[T](key: Key, decode: Callable[[dict[str, Any]], T]) -> T | None:
         path = folder / _relative_path(described)
         winner = _decoded(_from_file(path, described), path, decode)
         if winner is None:
-            path = _TABLES / f"{_slug(key.chip.name)}.json"
+            path = _TABLES / f"{slug(key.chip.name)}.json"
             entry = _from_table(path).get(_digest(described))
             winner = _decoded(None if entry is None else entry["winner"], path, decode)
     with _memo_lock:
@@ -127,7 +127,7 @@ def entries(chip: Chip) -> list[dict[str, Any]]:
     """Every sound entry of the user's cache for a chip, ordered by path: what the package's table is made of."""
     folder = cache_root() / "tuning"
     found = []
-    for path in sorted((folder / _slug(chip.name)).glob("*/*.json")):
+    for path in sorted((folder / slug(chip.name)).glob("*/*.json")):
         try:
             entry = json.loads(read_entry(path))
             if entry["key"]["num_sms"] == chip.num_sms and folder / _relative_path(entry["key"]) == path:
@@ -165,7 +165,7 @@ def adopt(table: Any, chip: Chip) -> None:
 
 def measured_backends(chip: Chip) -> set[str]:
     """Backends with a configuration that was measured on such a chip: in the user's cache or in the package's table."""
-    table = _from_table(_TABLES / f"{_slug(chip.name)}.json").values()
+    table = _from_table(_TABLES / f"{slug(chip.name)}.json").values()
     keys = [entry["key"] for entry in (*entries(chip), *table)]
     return {key["backend"] for key in keys if key["num_sms"] == chip.num_sms} - {AUTO}
 
@@ -174,10 +174,11 @@ def _relative_path(described: Mapping[str, Any]) -> pathlib.Path:
     kernel = f"{described['op']}-{described['backend']}"
     if described["backend"] != AUTO:
         kernel += f"-v{described['version']}"
-    return pathlib.Path(_slug(described["device"])) / kernel / f"{_digest(described)}.json"
+    return pathlib.Path(slug(described["device"])) / kernel / f"{_digest(described)}.json"
 
 
-def _slug(device: str) -> str:
+def slug(device: str) -> str:
+    """A chip's name as a part of paths."""
     return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
 
 
