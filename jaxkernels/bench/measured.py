@@ -138,7 +138,7 @@ def _problem_of(row: Row, target: Chip) -> times.Problem | None:
         return None
     (op, spec), of_backend = timed[0], {}
     for side in row.sides:
-        kernels = side.timed if side.is_ours else _of_baseline(row, side, target)[0]
+        kernels = side.timed if side.is_ours else _of_baseline(timed, side, target)[0]
         # A baseline's program is not quite the backend's: it counts if the backend itself was not timed.
         if len(kernels) == 1 and (side.is_ours or kernels[0].backend not in of_backend):
             of_backend[kernels[0].backend] = (kernels[0].version, kernels[0].config, side.seconds)
@@ -176,6 +176,7 @@ def _of_benchmark(path: pathlib.Path, target: Chip, backends: set[str]) -> Itera
     run = results.load(path, "tune")
     device = run.environment["device"]
     for row in run.rows:
+        timed = functools.cache(functools.partial(_kernels_of, row, target))
         for side in row.sides:
             if not side.is_ours and side.name not in backends:
                 continue
@@ -185,7 +186,7 @@ def _of_benchmark(path: pathlib.Path, target: Chip, backends: set[str]) -> Itera
             elif row.regime != "burst":
                 reason = f"of the {row.regime} regime"
             elif not side.is_ours:
-                yield _of_baseline(row, side, target)
+                yield _of_baseline(timed(), side, target)
                 continue
             elif side.samples is None:
                 reason = "of a side that was only looked at once"
@@ -194,11 +195,13 @@ def _of_benchmark(path: pathlib.Path, target: Chip, backends: set[str]) -> Itera
             yield side.timed, side.seconds, reason
 
 
-def _of_baseline(row: Row, side: Side, target: Chip) -> _Found:
+def _of_baseline(kernels: list[tuple[str, Any]] | None, side: Side, target: Chip) -> _Found:
     """The time of a baseline as one of the backend of its name. A side that was looked at once counts: slow baselines
     are looked at only, and they show what is slow.
+
+    Args:
+      kernels: those of the row (`_kernels_of`).
     """
-    kernels = _kernels_of(row, target)
     if kernels is None:
         return (), side.seconds, "of a baseline, for a problem that no suite has"
     found = [

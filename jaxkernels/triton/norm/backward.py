@@ -158,7 +158,7 @@ def shortlist(spec: NormSpec) -> tuple[Config, ...]:
     elements = block_rows * (first + rest)
     num_warps = next((n for n in (1, 2, 4, 8) if elements <= 32 * n * _PER_THREAD[spec.x.dtype.itemsize]), 16)
     reads_twice = first + rest > _limit(spec, _READ_ONCE)
-    # As many bytes in flight as a latency needs: loads ahead of tiles of 8192 elements, or else what L2 is asked for.
+    # Loads ahead of about 8192 elements keep enough bytes in flight. If there are fewer, L2 is asked for tiles.
     one = Config(block_rows, first, num_warps, 1, 2, rest, reads_twice)
     if reads_twice or _registers(spec, one) > _MOST_AHEAD or (spec.sum_gradient and spec.bias_gradient):
         one = dataclasses.replace(one, num_stages=1)
