@@ -97,7 +97,11 @@ OPERATIONS: dict[str, Operation] = {
                     _CUDA,
                     is_exportable=False,
                 ),
-                "triton": Entry(("jaxkernels.triton.attention.backward",), _CUDA, is_exportable=False),
+                "triton": Entry(
+                    ("jaxkernels.triton.attention.backward", "jaxkernels.triton.attention.few_queries"),
+                    _CUDA,
+                    is_exportable=False,
+                ),
                 "cudnn": Entry(("jaxkernels.cudnn.attention.backward",), _CUDA, is_exportable=False),
                 "xla": Entry(("jaxkernels.ops.attention.reference_backward",)),
             },

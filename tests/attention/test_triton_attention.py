@@ -33,6 +33,8 @@ from jaxkernels.triton.attention import (
     backward,
     backward_kernel,
     costs,
+    few_queries,
+    few_queries_kernel,
     forward,
     forward_kernel,
     problem,
@@ -43,11 +45,8 @@ from jaxkernels.triton.attention import (
 
 pytestmark = pytest.mark.usefixtures("as_if_triton_was_installed")
 
-KERNELS = {
-    "attention_forward": (forward, forward_kernel),
-    "attention_backward": (backward, backward_kernel),
-    "attention_tangent": (tangent, tangent_kernel),
-}
+KERNELS = ("attention_forward", "attention_backward", "attention_tangent")
+MODULES = (tile_kernel, forward_kernel, backward_kernel, few_queries_kernel, tangent_kernel)
 A100 = hardware.lookup("NVIDIA A100-SXM4-80GB")
 
 #: As users get it, before the fixture below.
@@ -66,11 +65,10 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assert_right(kernel: str, spec: AttentionSpec, config: Any, seed: int = 0) -> None:
     """A pass in Triton's interpreter gives what the reference gives."""
-    design, module = KERNELS[kernel]
     values = draw(spec, seed)
     operands = spec.pack(kernel, values)
-    with tritons.interpreted(module, tile_kernel):
-        actual = design.run(spec, config, *operands)
+    with tritons.interpreted(*MODULES):
+        actual = dispatch.load(kernel, "triton").run(spec, config, *operands)
     expected = dispatch.load(kernel, "xla").run(spec, reference.Config(), *operands)
     tolerance = 2e-5 if spec.q.dtype == jnp.float32 else 2e-2
     for name, x, y in zip(spec.outputs(kernel), actual, expected, strict=True):
@@ -131,6 +129,25 @@ def test_backward(options):
     assert_right("attention_backward", make_spec(**options), BACKWARD)
 
 
+@pytest.mark.sampled(one_in=6)
+@cases()
+def test_backward_of_few_queries(options):
+    assert_right("attention_backward", make_spec(**options), few_queries.Config(128, 16, 4, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "config"),
+    [
+        (dict(queries=3, keys=100, heads=10, key_lengths=True, batch=3), few_queries.Config(16, 32, 4, 2)),
+        (dict(queries=1, keys=70, heads=12, query_offset=True, causal=True), few_queries.Config(16, 16, 4, 2, 4)),
+        (dict(batch=4, query_lengths=True, key_lengths=True, value_dim=33), few_queries.Config(64, 16, 4, 2, 3)),
+        (dict(keys=3, dtype="bfloat16", bias=(1, 4, 24, 3)), few_queries.Config(64, 16, 4, 2, 2)),
+    ],
+)  # fmt: skip
+def test_few_queries_in_other_tiles(options, config):
+    assert_right("attention_backward", make_spec(**options), config)
+
+
 @pytest.mark.sampled(one_in=12)
 @cases()
 def test_tangent(options):
@@ -158,6 +175,10 @@ def test_bias_and_its_gradient(bias):
         (dict(batch=4, query_lengths=True, key_lengths=True), forward.Config(16, 16, 4, 2, pack=2, num_splits=3)),
         (dict(queries=1, keys=100, heads=8, kv_heads=2), forward.Config(16, 16, 4, 2, pack=4, num_splits=4)),
         (dict(mask=(2, 4, 24, 40)), forward.Config(16, 16, 4, 2, num_splits=8)),  # More parts than blocks.
+        (dict(queries=16, keys=100, causal=True), forward.Config(16, 16, 4, 2, num_splits=4)),  # Parts nobody sees.
+        (dict(queries=3, keys=100, heads=18, key_lengths=True), forward.Config(16, 16, 4, 2, pack=9, num_splits=2)),
+        (dict(heads=6, bias=(2, 6, 24, 40), query_lengths=True, value_dim=33), forward.Config(16, 16, 4, 2, pack=3)),
+        (dict(queries=1, keys=70, heads=40, query_offset=True, causal=True), forward.Config(16, 16, 4, 2, pack=20)),
     ],
 )  # fmt: skip
 def test_forward_in_other_tiles(options, config):
@@ -189,14 +210,24 @@ def random_options(seed: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def random_forward_config(spec: AttentionSpec, seed: int) -> forward.Config:
+    rng = np.random.default_rng((seed, 1))
+    tile = forward.Config(int(rng.choice([16, 32])), 16, 4, 2)
+    heads = spec.group_size
+    packs = [n for n in range(1, heads + 1) if heads % n == 0 and not (spec.segments and tile.block_q % n)]
+    return dataclasses.replace(tile, pack=int(rng.choice(packs)), num_splits=int(rng.choice([1, 2, 3, 5])))
+
+
 @pytest.mark.sampled(one_in=24)
 @pytest.mark.parametrize("seed", range(60))
 def test_random(seed):
     spec = make_spec(**random_options(seed))
-    assert_right("attention_forward", spec, FORWARD, seed)
+    assert_right("attention_forward", spec, random_forward_config(spec, seed), seed)
     assert_right("attention_tangent", spec, TANGENT, seed)
-    bias_gradient = spec.bias is not None
-    assert_right("attention_backward", dataclasses.replace(spec, bias_gradient=bias_gradient), BACKWARD, seed)
+    if few_queries.unsupported(spec) is None:
+        assert_right("attention_backward", spec, few_queries.Config(128, 16, 4, 2, num_splits=1 + seed % 3), seed)
+    config = dataclasses.replace(BACKWARD, dq_splits=1 + seed % 4)
+    assert_right("attention_backward", dataclasses.replace(spec, bias_gradient=spec.bias is not None), config, seed)
 
 
 # Ranges of blocks.
@@ -272,7 +303,9 @@ def compile_default(kernel: str, spec: AttentionSpec) -> list[tritons.Compiled]:
     types = spec.pack(kernel, {name: x.type for name, x in spec.arrays().items()})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(problem, "FLOAT32_PRECISION", FLOAT32_PRECISION)
-        return tritons.compiled(spec.target, functools.partial(KERNELS[kernel][0].run, spec, config), *types)
+        return tritons.compiled(
+            spec.target, functools.partial(dispatch.load(kernel, "triton").run, spec, config), *types
+        )
 
 
 @pytest.mark.parametrize(("chip", "wanted"), [(H200, "wgmma"), (A100, "cp.async"), (A100, "mma.sync")])
@@ -294,6 +327,33 @@ def test_masks_and_biases_fit_shared_memory_without_spills(term, kernel, head_di
         assert one.shared <= spec.target.smem_bytes, one
         assert one.spilled == 0, one
         assert not re.search(r"ld\.global\S*\.[bu]8\b", one.ptx), one.name
+
+
+@pytest.mark.sampled(one_in=6)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize(("queries", "group"), [(1, 5), (24, 2), (1, 64), (60, 2)])
+@pytest.mark.parametrize("chip", [H200, A100], ids=lambda chip: chip.name)
+def test_gradients_of_few_queries_compile_without_spills(chip, queries, group, head_dim):
+    spec = make_spec(
+        2, queries, 1000, 2 * group, 2, head_dim, dtype="bfloat16", causal=True, key_lengths=True, target=chip
+    )
+    if few_queries.unsupported(spec) is None:
+        for one in compile_default("attention_backward", spec):
+            assert one.shared <= chip.smem_bytes, one
+            assert one.spilled == 0, one
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "design"), [(3, 3, few_queries), (1, 4096, few_queries), (900, 900, backward)]
+)
+def test_design_for_few_queries(queries, keys, design):
+    spec = make_spec(16, queries, keys, 8, 2, 128, dtype="bfloat16")
+    assert isinstance(dispatch.default_config("attention_backward", "triton", spec), design.Config)
+
+
+def test_few_queries_at_many_keys_divide_them_for_dq():
+    spec = make_spec(1, 384, 13056, 2, 2, 256, dtype="bfloat16")
+    assert dispatch.default_config("attention_backward", "triton", spec).dq_splits == 16
 
 
 @pytest.mark.parametrize("keys", [3916, 25856])
@@ -408,12 +468,22 @@ def test_limits_are_stated(design, options, reason):
         (lambda: forward.Config(block_kv=8), r"attention_forward\[triton\]: block_kv .* at least 16; got 8"),
         (lambda: forward.Config(num_warps=3), r"attention_forward\[triton\]: num_warps must be 1, 2, .* got 3"),
         (lambda: forward.Config(num_stages=0), r"attention_forward\[triton\]: num_stages must be from 1 to 8; got 0"),
-        (lambda: forward.Config(pack=3), r"attention_forward\[triton\]: pack must divide block_q=128; got 3"),
+        (lambda: forward.Config(pack=0), r"attention_forward\[triton\]: pack must be positive; got 0"),
         (lambda: forward.Config(num_splits=0), r"attention_forward\[triton\]: num_splits must be positive; got 0"),
         (lambda: backward.Config(dq_block_q=48), r"attention_backward\[triton\]: dq_block_q .* got 48"),
+        (lambda: backward.Config(dq_splits=0), r"attention_backward\[triton\]: dq_splits must be positive; got 0"),
+        (lambda: few_queries.Config(num_splits=0), r"attention_backward\[triton\]: num_splits must be positive; got 0"),
+        (
+            lambda: few_queries.run(make_spec(), few_queries.Config(16)),
+            r"block_q must be at least the 24 queries times 2 heads of a key head; got 16",
+        ),
         (lambda: backward.Config(group_parts=0), r"attention_backward\[triton\]: group_parts must be positive; got 0"),
         (lambda: tangent.Config(block_kv=7), r"attention_tangent\[triton\]: block_kv .* got 7"),
         (lambda: forward.run(make_spec(), forward.Config(pack=4)), r"pack must divide the 2 query heads of a key head"),
+        (
+            lambda: forward.run(make_spec(heads=6, segments=True), forward.Config(16, pack=3)),
+            r"attention_forward\[triton\]: with segments, pack must divide block_q=16; got 3",
+        ),
         (lambda: backward.run(make_spec(), backward.Config(group_parts=3)), r"group_parts must divide the 2 query"),
     ],
 )  # fmt: skip
@@ -445,6 +515,6 @@ def test_public_function_is_lowered_for_another_chip(mode, monkeypatch):
 
 def test_modules_without_triton_code_do_not_import_it():
     """What chooses a kernel works where Triton is not installed."""
-    for design, _ in KERNELS.values():
+    for design in (forward, backward, few_queries, tangent):
         assert isinstance(design, ModuleType)
         assert "triton" not in vars(design)

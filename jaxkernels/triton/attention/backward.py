@@ -42,7 +42,7 @@ from jaxkernels.triton.attention.problem import (
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
-VERSION = 2
+VERSION = 3
 
 _LABEL = "attention_backward[triton]"
 _FLOAT32 = np.dtype(np.float32)
@@ -63,6 +63,7 @@ class Config:
       block_q, block_kv, num_warps, num_stages: of the kernel of dK and dV, which runs through blocks of queries.
       dq_block_q, dq_block_kv, dq_num_warps, dq_num_stages: of the kernel of dQ, which runs through blocks of keys.
       group_parts: parts of a group of query heads. Each has its own dK and dV, which XLA adds up.
+      dq_splits: parts of the keys. Each has its own dQ, which XLA adds up.
     """
 
     block_q: int = 64
@@ -74,6 +75,7 @@ class Config:
     dq_num_warps: int = 8
     dq_num_stages: int = 2
     group_parts: int = 1
+    dq_splits: int = 1
 
     def __post_init__(self) -> None:
         check_fields(_LABEL, self)
@@ -81,8 +83,9 @@ class Config:
         check_tiles(_LABEL, dq_block_q=self.dq_block_q, dq_block_kv=self.dq_block_kv)
         calls.check_schedule(_LABEL, self.num_warps, self.num_stages)
         calls.check_schedule(_LABEL, self.dq_num_warps, self.dq_num_stages)
-        if self.group_parts < 1:
-            raise ValueError(f"{_LABEL}: group_parts must be positive; got {self.group_parts}.")
+        for name in ("group_parts", "dq_splits"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{_LABEL}: {name} must be positive; got {getattr(self, name)}.")
 
     @property
     def keys_tile(self) -> _Tile:
@@ -118,7 +121,8 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
     keys = _fastest(spec, "dkv", _KEYS_TILES)
     queries = _fastest(spec, "dq", _QUERIES_TILES)
     for keys_tile, queries_tile in itertools.product(keys, queries):
-        yield Config(*keys_tile, *queries_tile, group_parts=_group_parts(spec, keys_tile))
+        parts = _group_parts(spec, keys_tile), _dq_splits(spec, queries_tile)
+        yield Config(*keys_tile, *queries_tile, *parts)
 
 
 def shortlist(spec: AttentionSpec) -> Iterator[Config]:
@@ -141,29 +145,43 @@ def _group_parts(spec: AttentionSpec, tile: _Tile) -> int:
     return next((n for n in parts if n * programs >= 2 * chips.num_sms(spec.target)), parts[-1])
 
 
-def _kernel_seconds(spec: AttentionSpec, kernel: str, tile: _Tile, group_parts: int | None = None) -> float:
+def _dq_splits(spec: AttentionSpec, tile: _Tile) -> int:
+    """Few queries at many keys: the fewest parts of the keys that give each SM a program, of four blocks at least."""
+    batch, num_queries, num_heads, _ = spec.q.shape
+    programs, parts = -(-num_queries // tile.block_q) * batch * num_heads, 1
+    most = -(-spec.k.shape[1] // tile.block_kv) // 4
+    while programs * parts < chips.num_sms(spec.target) and 2 * parts <= most:
+        parts *= 2
+    return parts
+
+
+def _kernel_seconds(
+    spec: AttentionSpec, kernel: str, tile: _Tile, *, group_parts: int | None = None, splits: int | None = None
+) -> float:
     batch, num_queries, num_heads, _ = spec.q.shape
     num_keys, num_kv_heads = spec.k.shape[1:3]
-    share = costs.share_of_pairs(spec)
+    share, combine = costs.share_of_pairs(spec), 0.0
     if kernel == "dkv":
         parts = _group_parts(spec, tile) if group_parts is None else group_parts
         programs = -(-num_keys // tile.block_kv) * batch * num_kv_heads * parts
         visits = -(-num_queries // tile.block_q) * (spec.group_size // parts)
         num_bytes = costs.bytes_of(spec.q, spec.k, spec.v) * 2
     else:
-        programs = -(-num_queries // tile.block_q) * batch * num_heads
-        visits = -(-num_keys // tile.block_kv)
+        splits = _dq_splits(spec, tile) if splits is None else splits
+        programs = -(-num_queries // tile.block_q) * batch * num_heads * splits
+        visits = -(-num_keys // tile.block_kv) / splits
         num_bytes = costs.bytes_of(spec.q, spec.k, spec.v, spec.q)
+        combine = costs.combine_seconds(spec, splits)
     longest = max(1.0, visits * min(1.0, 2 * share))
-    return costs.seconds(
+    return combine + costs.seconds(
         spec, kernel, tile, programs=programs, steps=max(1.0, visits * share), longest=longest, extra_bytes=num_bytes
     )
 
 
 def estimate(spec: AttentionSpec, config: Config) -> float:
     """Seconds of both kernels, by the cost model of `jaxkernels.triton.attention.costs`."""
-    keys = _kernel_seconds(spec, "dkv", config.keys_tile, config.group_parts)
-    return keys + _kernel_seconds(spec, "dq", config.queries_tile)
+    keys = _kernel_seconds(spec, "dkv", config.keys_tile, group_parts=config.group_parts)
+    return keys + _kernel_seconds(spec, "dq", config.queries_tile, splits=config.dq_splits)
 
 
 def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
@@ -211,19 +229,19 @@ def _queries(
 ) -> jax.Array:
     from jaxkernels.triton.attention import backward_kernel
 
-    tile = config.queries_tile
-    p = Problem.of(spec, tile.block_q, tile.block_kv)
+    tile, splits = config.queries_tile, config.dq_splits
+    p = Problem.of(spec, tile.block_q, tile.block_kv, num_splits=splits)
     (dq,) = calls.call_kernel(
         backward_kernel.attention_queries,
         [*_common(spec, named), ranges_of_keys(spec, p, named), named["dout"], lse, delta],
-        [spec.q],
+        [spec.q if splits == 1 else ArrayType((splits, *spec.q.shape), _FLOAT32)],
         target=spec.target,
-        grid=(p.num_blocks, spec.q.shape[0] * spec.q.shape[2]),
+        grid=(p.num_blocks, spec.q.shape[0] * spec.q.shape[2], splits),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         constants=dict(p=p),
     )
-    return dq
+    return dq if splits == 1 else dq.sum(axis=0).astype(spec.q.dtype)
 
 
 def _bias(spec: AttentionSpec, named: Mapping[str, jax.Array], lse: jax.Array, delta: jax.Array) -> jax.Array:

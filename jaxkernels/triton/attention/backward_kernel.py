@@ -18,6 +18,7 @@ from jaxkernels.triton.attention.tile_kernel import (
     change,
     load_operand,
     operand,
+    part_of,
     place_of,
     slope,
     store_rows,
@@ -127,7 +128,7 @@ def attention_queries(
     q, k, v, bias, mask, query_lengths, key_lengths, query_segments, key_segments, query_offset, ranges, dout, lse,
     delta, dq, p: tl.constexpr,
 ):  # fmt: skip
-    """dq of a block of queries of one head."""
+    """dq of a block of queries of one head: of all keys, or of one part of them."""
     x = Extras(bias, mask, query_lengths, key_lengths, query_segments, key_segments, query_offset)
     NUM_BLOCKS: tl.constexpr = p.num_blocks
     H: tl.constexpr = p.head_dim
@@ -153,6 +154,8 @@ def attention_queries(
     shift = tl.load(delta + sums + query, mask=is_query, other=0.0)
 
     first, whole_first, whole_end, end = visited(ranges, batch, block, at, p, False)
+    if p.num_splits > 1:
+        first, whole_first, whole_end, end = part_of(tl.program_id(2), first, whole_first, whole_end, end, p)
     if not p.has_left_edge:
         whole_first = first
     acc = tl.full((BQ, BH), 0.0, tl.float32)
@@ -161,8 +164,9 @@ def attention_queries(
     acc = add_keys(acc, q_tile, dout_tile, top, shift, k, v, x, at, head, query, whole_first, whole_end, p, False)
     if p.has_right_edge:
         acc = add_keys(acc, q_tile, dout_tile, top, shift, k, v, x, at, head, query, whole_end, end, p, True)
+    part = tl.program_id(2).to(tl.int64) * tl.num_programs(1) * p.num_queries
     store_rows(
-        dq + row * p.head_dim,
+        dq + (part + row) * p.head_dim,
         query,
         acc * p.scale,
         Q_STRIDE,

@@ -17,6 +17,7 @@ from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.triton import chips
 
 __all__ = [
+    "MEMORY_SHARE",
     "Tile",
     "bytes_of",
     "combine_seconds",
@@ -24,6 +25,7 @@ __all__ = [
     "is_filled",
     "measured_tile",
     "packed_heads",
+    "resident",
     "seconds",
     "share_of_pairs",
     "splits",
@@ -32,6 +34,8 @@ __all__ = [
 
 #: Registers of a thread for accumulators, logits and operands, on Hopper and on others. With more, ptxas spills.
 _MOST_REGISTERS = 215, 170
+#: What is left of them for a kernel whose steps have results of their own.
+_SHARE_WITH_RESULTS = 0.69
 #: What masks of columns take of them.
 _REGISTERS_OF_COLUMNS = 10
 _REGISTERS_OF_SM = 65536
@@ -40,11 +44,12 @@ _LOGITS_OF_TERM = 0.5
 #: Shared memory that a program takes beside its tiles, and that the driver takes of each.
 _OTHER_SMEM = 1024
 _LAUNCH_SECONDS = 3e-6
-#: Combining the parts of a split: a launch of XLA's.
-_COMBINE_SECONDS = 4e-6
+#: Combining the parts of a split: a second kernel.
+_COMBINE_SECONDS = 1.5e-6
 #: The share of the memory's rate that one SM can have: more than its part of the chip.
 _SM_BYTES_SHARE = 1.5
-_MEMORY_SHARE = 0.85
+#: The share of the memory's rate that kernels reach.
+MEMORY_SHARE = 0.85
 #: What a step takes of a program that waits for its products: with tiles below 64 rows, and others. Fitted to 21 times
 #: of one to five queries, and to 6 others, on an H200. It hardly depends on the keys of a step or on the stages: each
 #: key counts a little, so that few keys get a small tile.
@@ -77,6 +82,7 @@ class Work:
       rows: which block stays: "q" or "kv".
       logits: tiles of logits in registers.
       exchanged: tiles of logits that pass through shared memory, on Hopper.
+      made: columns of float32 results of a step, for each row of the tile that streams.
     """
 
     held: int
@@ -86,6 +92,7 @@ class Work:
     rows: str = "q"
     logits: float = 1
     exchanged: int = 0
+    made: int = 0
 
 
 def padded(size: int) -> int:
@@ -94,7 +101,7 @@ def padded(size: int) -> int:
 
 
 def work_of(kernel: str, spec: AttentionSpec) -> Work:
-    """The work of a kernel: "forward", "tangent", "dkv", "dq" or "dbias"."""
+    """The work of a kernel: "forward", "tangent", "dkv", "dq", "dbias" or "few_queries"."""
     h, d = padded(spec.q.shape[3]), padded(spec.v.shape[3])
     logits, logits_of_bias = (2.5, 3.5) if spec.target.is_hopper else (2.0, 10.0)
     return {
@@ -104,6 +111,9 @@ def work_of(kernel: str, spec: AttentionSpec) -> Work:
         ),
         "dkv": Work(held=h + d, kept=h + d, streamed=h + d, products=2 * (h + d), rows="kv", logits=logits),
         "dq": Work(held=h, kept=h + d, streamed=h + d, products=2 * h + d, logits=logits),
+        "few_queries": Work(
+            held=h, kept=h + d, streamed=h + d, products=3 * h + 2 * d, logits=logits, exchanged=2, made=h + d
+        ),
         "dbias": Work(held=0, kept=h + d, streamed=h + d, products=h + d, logits=logits_of_bias),
     }[kernel]
 
@@ -113,6 +123,8 @@ def shared_bytes(spec: AttentionSpec, work: Work, tile: Tile) -> int:
     rows, step = (tile.block_q, tile.block_kv) if work.rows == "q" else (tile.block_kv, tile.block_q)
     kept, streamed, logits = rows * work.kept, step * work.streamed, tile.block_q * tile.block_kv
     if _multiplies_from_shared(spec.target):
+        if work.made and rows >= 64 > step:
+            kept *= 2  # mma.sync multiplies the smaller tiles. It reads operands in another layout than wgmma.
         # Of float32, tensor cores read rows only: a transposed operand is copied.
         elements = kept + (tile.num_stages + (spec.q.dtype.itemsize > 2)) * streamed + work.exchanged * logits
     else:
@@ -135,7 +147,7 @@ def registers(spec: AttentionSpec, work: Work, tile: Tile) -> float:
     rows, step = (tile.block_q, tile.block_kv) if work.rows == "q" else (tile.block_kv, tile.block_q)
     size, pairs = spec.q.dtype.itemsize, tile.block_q * tile.block_kv
     given = (spec.bias is not None) + (spec.mask is not None)
-    count = rows * work.held + (work.logits + (size > 2) + _LOGITS_OF_TERM * given) * pairs
+    count = rows * work.held + step * work.made + (work.logits + (size > 2) + _LOGITS_OF_TERM * given) * pairs
     if not spec.target.is_hopper or size > 2:
         count += rows * work.kept * size / 8
     if size > 2:
@@ -156,6 +168,8 @@ def fits(spec: AttentionSpec, kernel: str, tile: Tile) -> bool:
     rows = tile.block_q if work.rows == "q" else tile.block_kv
     if 16 < rows < 16 * min(tile.num_warps, 4):
         return False
+    if kernel == "few_queries" and rows >= 64 and max(work.held, work.made // 2) > 128:
+        return False  # ptxas spills.
     if _multiplies_from_shared(spec.target) and kernel != "forward":
         # ptxas spills where wgmma shares 64 rows among 8 warps, or gets transposed copies of float32. Smaller tiles are
         # multiplied by mma.sync.
@@ -163,7 +177,7 @@ def fits(spec: AttentionSpec, kernel: str, tile: Tile) -> bool:
             return False
         if spec.q.dtype.itemsize > 2 and rows >= 64:
             return False
-    most = _MOST_REGISTERS[0 if spec.target.is_hopper else 1]
+    most = _MOST_REGISTERS[0 if spec.target.is_hopper else 1] * (_SHARE_WITH_RESULTS if work.made else 1.0)
     return shared_bytes(spec, work, tile) <= chips.smem_bytes(spec.target) and registers(spec, work, tile) <= most
 
 
@@ -192,9 +206,12 @@ def is_filled(rows: int, block: int) -> bool:
     return block <= max(16, 2 * rows - 1)
 
 
-def packed_heads(spec: AttentionSpec) -> int:
-    """How many query heads of a key head may share a tile: the largest power of two that divides their number."""
-    return spec.group_size & -spec.group_size
+def packed_heads(spec: AttentionSpec, tile: Tile) -> int:
+    """How many query heads of a key head may share a tile: all of them. With segments, tiles have whole queries: then
+    the largest power of two that divides their number and the rows of a tile.
+    """
+    heads = spec.group_size
+    return min(heads & -heads, tile.block_q) if spec.segments else heads
 
 
 def splits(spec: AttentionSpec, programs: int, num_blocks: int) -> Iterator[int]:
@@ -240,18 +257,18 @@ def seconds(
     rows = tile.block_q if work.rows == "q" else tile.block_kv
     step_bytes = (pairs // rows) * work.streamed * spec.q.dtype.itemsize
     # The elementwise part overlaps with products of other programs of the SM, not with its own.
-    per_sm = max(1, min(_fitting(spec, work, tile), -(-programs // num_sms)))
+    per_sm = max(1, min(resident(spec, work, tile), -(-programs // num_sms)))
     elementwise = (pairs / sm.exps) * (2.0 if per_sm * tile.num_warps < 8 else 1.2)
     step = step_flops / (flops * _share(chip, rows, pairs)) + elementwise + 0.15e-6 / per_sm
     step = max(step, step_bytes / (sm.memory_bytes * _SM_BYTES_SHARE)) * (1.3 if tile.num_stages == 1 else 1.0)
     busiest = max(longest, steps * hardware.waves(programs, num_sms * per_sm) * per_sm)
     total_bytes = extra_bytes + programs * steps * step_bytes / 8  # Most of what programs share comes from L2.
     waiting = longest * (_STEP_SECONDS[rows >= 64] + tile.block_kv * _KEY_SECONDS)
-    return _LAUNCH_SECONDS + max(busiest * step, waiting, total_bytes / (num_sms * sm.memory_bytes * _MEMORY_SHARE))
+    return _LAUNCH_SECONDS + max(busiest * step, waiting, total_bytes / (num_sms * sm.memory_bytes * MEMORY_SHARE))
 
 
 def combine_seconds(spec: AttentionSpec, num_splits: int) -> float:
-    """What XLA takes to combine the results of parts of the keys."""
+    """What the second kernel takes to combine the results of parts of the keys."""
     if num_splits == 1:
         return 0.0
     batch, num_queries, num_heads, _ = spec.q.shape
@@ -268,7 +285,7 @@ def _share(chip: Chip, rows: int, pairs: int) -> float:
     return share * min(1.0, rows / 16)
 
 
-def _fitting(spec: AttentionSpec, work: Work, tile: Tile) -> int:
+def resident(spec: AttentionSpec, work: Work, tile: Tile) -> int:
     """Programs that an SM holds at once."""
     by_smem = chips.programs_per_sm(spec.target, shared_bytes(spec, work, tile))
     threads = 32 * tile.num_warps

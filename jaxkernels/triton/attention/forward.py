@@ -4,7 +4,7 @@ A program has a tile of rows and runs through the blocks of keys that its rows s
 of the weights and the weighted sum of the values. Blocks inside of all masks are visited by a loop without masks.
 
 Where there are few queries (decoding), the query heads of a key head share a tile, and the keys are divided among
-several programs. XLA then combines their results.
+several programs. A second kernel combines their results.
 
 Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691); Flash-Decoding (Dao et al. 2023).
 """
@@ -16,21 +16,18 @@ import itertools
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkernels.core.arguments import check_fields
 from jaxkernels.core.types import ArrayType
-from jaxkernels.ops.attention.blind import mean_of_values
-from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
-from jaxkernels.ops.attention.visibility import may_see_nothing, queries_inside
+from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.triton import calls
 from jaxkernels.triton.attention import costs
 from jaxkernels.triton.attention.problem import Problem, check_tiles, optional, ranges_of_keys, unsupported
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
-VERSION = 2
+VERSION = 3
 
 _LABEL = "attention_forward[triton]"
 
@@ -59,11 +56,13 @@ class Config:
         check_fields(_LABEL, self)
         check_tiles(_LABEL, block_q=self.block_q, block_kv=self.block_kv)
         calls.check_schedule(_LABEL, self.num_warps, self.num_stages)
-        if self.pack < 1 or self.block_q % self.pack:
-            raise ValueError(f"{_LABEL}: pack must divide block_q={self.block_q}; got {self.pack}.")
-        if self.num_splits < 1:
-            raise ValueError(f"{_LABEL}: num_splits must be positive; got {self.num_splits}.")
+        for name in ("pack", "num_splits"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{_LABEL}: {name} must be positive; got {getattr(self, name)}.")
 
+
+#: Parts times columns that one warp combines.
+_ELEMENTS_OF_WARP = 2048
 
 #: (block_q, block_kv, num_warps, num_stages). Of equals, the first is taken.
 _TILES = (
@@ -96,7 +95,7 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
     for tile in itertools.starmap(Config, _TILES):
         if not costs.fits(spec, "forward", tile):
             continue
-        for pack in sorted({1, min(costs.packed_heads(spec), tile.block_q)}):
+        for pack in sorted({1, costs.packed_heads(spec, tile)}):
             if costs.is_filled(spec.q.shape[1] * pack, tile.block_q):
                 packed = dataclasses.replace(tile, pack=pack)
                 for num_splits in costs.splits(spec, _programs(spec, packed), -(-spec.k.shape[1] // tile.block_kv)):
@@ -114,7 +113,7 @@ def shortlist(spec: AttentionSpec) -> Iterator[Config]:
 
 def _programs(spec: AttentionSpec, config: Config) -> int:
     batch, num_queries, num_heads, _ = spec.q.shape
-    return -(-num_queries * config.pack // config.block_q) * batch * num_heads // config.pack * config.num_splits
+    return -(-num_queries * config.pack // config.block_q) * batch * (num_heads // config.pack) * config.num_splits
 
 
 def estimate(spec: AttentionSpec, config: Config) -> float:
@@ -137,6 +136,8 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
         raise ValueError(
             f"{_LABEL}: pack must divide the {spec.group_size} query heads of a key head; got {config.pack}."
         )
+    if spec.segments and config.block_q % config.pack:
+        raise ValueError(f"{_LABEL}: with segments, pack must divide block_q={config.block_q}; got {config.pack}.")
     named = spec.named("attention_forward", operands)
     p = Problem.of(spec, config.block_q, config.block_kv, pack=config.pack, num_splits=config.num_splits)
     batch, _, num_heads, _ = spec.q.shape
@@ -144,9 +145,10 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
     if config.num_splits > 1:
         out = ArrayType((config.num_splits, *out.shape), np.dtype(np.float32))
         lse = ArrayType((config.num_splits, *lse.shape), lse.dtype)
+    extras = optional(spec, named)
     results = calls.call_kernel(
         forward_kernel.attention_forward,
-        [named["q"], named["k"], named["v"], *optional(spec, named), ranges_of_keys(spec, p, named)],
+        [named["q"], named["k"], named["v"], *extras, ranges_of_keys(spec, p, named)],
         [out, lse],
         target=spec.target,
         grid=(p.num_blocks, batch * num_heads // config.pack, config.num_splits),
@@ -154,25 +156,15 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
         num_stages=config.num_stages,
         constants=dict(p=p),
     )
-    return list(results) if config.num_splits == 1 else _combined(spec, named, *results)
-
-
-def _combined(spec: AttentionSpec, named: dict[str, jax.Array], outs: jax.Array, lses: jax.Array) -> list[jax.Array]:
-    """Combines the results of parts of the keys.
-
-    Args:
-      outs: (parts, B, T, N, D) float32.
-      lses: (parts, B, N, T), minus infinity where a query sees no key of the part.
-    """
-    top = lses.max(axis=0)
-    weights = jnp.where(lses == -jnp.inf, 0, jnp.exp(lses - jnp.where(top == -jnp.inf, 0, top)))
-    total = weights.sum(axis=0)
-    lse = jnp.where(total > 0, top + jnp.log(total), MASKED_LOGIT)
-    shares = weights / jnp.where(total > 0, total, 1)
-    out = (outs * jnp.swapaxes(shares, 2, 3)[..., None]).sum(axis=0)
-    if spec.query_lengths or may_see_nothing(spec) or spec.bias is not None:
-        mean = mean_of_values(spec, named["v"], named)
-        out = jnp.where(jnp.swapaxes(total > 0, 1, 2)[..., None], out, mean)
-    if spec.query_lengths:
-        out = jnp.where(queries_inside(spec, named)[:, :, None, None], out, 0)
-    return [out.astype(spec.v.dtype), lse]
+    if config.num_splits > 1:
+        results = calls.call_kernel(
+            forward_kernel.combine_parts,
+            [*results, named["v"], *extras],
+            spec.results("attention_forward"),
+            target=spec.target,
+            grid=(spec.q.shape[1] * num_heads, batch, 1),
+            num_warps=1 if p.block_splits * p.block_d <= _ELEMENTS_OF_WARP else 4,
+            num_stages=1,
+            constants=dict(p=p),
+        )
+    return list(results)

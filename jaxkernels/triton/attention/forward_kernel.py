@@ -16,6 +16,7 @@ from jaxkernels.triton.attention.tile_kernel import (
     load_operand,
     load_rows,
     operand,
+    part_of,
     place_of,
     store_rows,
     visible,
@@ -63,11 +64,7 @@ def attention_forward(
 
     first, whole_first, whole_end, end = visited(ranges, batch, block, at, p, False)
     if p.num_splits > 1:
-        share = (end - first + p.num_splits - 1) // p.num_splits
-        first += split * share
-        end = tl.minimum(end, first + share)
-        whole_first = tl.minimum(tl.maximum(whole_first, first), end)
-        whole_end = tl.minimum(tl.maximum(whole_end, whole_first), end)
+        first, whole_first, whole_end, end = part_of(split, first, whole_first, whole_end, end, p)
 
     top = tl.full((BQ,), float("-inf"), tl.float32)
     total = tl.full((BQ,), 0.0, tl.float32)
@@ -87,7 +84,7 @@ def attention_forward(
 
     saw = is_live
     if p.may_be_blind or not ALL_LIVE:
-        saw = saw & (total > 0)
+        saw = saw & (total != 0)  # A sum that is no number was seen.
         total = tl.where(saw, total, 1.0)
     acc = acc * (1.0 / total)[:, None]
     logsumexp = (top + tl.log2(total)) * LN2
@@ -152,6 +149,53 @@ def attend(
         acc = tl.dot(operand(weights, v_tile, p), v_tile, acc, input_precision=p.precision)
         top = new_top
     return acc, total, top
+
+
+@triton.jit
+def combine_parts(
+    outs, lses, v, bias, mask, query_lengths, key_lengths, query_segments, key_segments, query_offset, out, lse,
+    p: tl.constexpr,
+):  # fmt: skip
+    """One program: a query of a head. The softmax over the logsumexps of the parts of the keys weighs their outputs.
+
+    Args:
+      outs: (parts, B, T, N, D) float32.
+      lses: (parts, B, N, T), minus infinity where a query sees no key of the part.
+    """
+    x = Extras(bias, mask, query_lengths, key_lengths, query_segments, key_segments, query_offset)
+    D: tl.constexpr = p.value_dim
+    BD: tl.constexpr = p.block_d
+    PARTS: tl.constexpr = p.block_splits
+    row = tl.program_id(0)  # query * num_heads + head
+    query = row // p.num_heads
+    head = row % p.num_heads
+    batch = tl.program_id(1).to(tl.int64)
+    at = place_of(batch, x, p)
+    is_live = query + at.offset < at.query_end
+
+    split = tl.arange(0, PARTS)
+    part = split * tl.num_programs(1).to(tl.int64) + batch
+    lse_rows = (part * p.num_heads + head) * p.num_queries + query
+    logsumexps = tl.load(lses + lse_rows, mask=split < p.num_splits, other=float("-inf"))
+    top = tl.max(logsumexps, axis=0)
+    weights = tl.exp(logsumexps - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weights, axis=0)
+    columns = tl.arange(0, BD)
+    places = (part * (p.num_queries * p.num_heads) + row)[:, None] * D + columns[None, :]
+    is_inside = (split < p.num_splits)[:, None] & (columns < D)[None, :]
+    values = tl.load(outs + places, mask=is_inside, other=0.0)
+    combined = tl.sum(values * weights[:, None], axis=0)
+    divisor = tl.where(total == 0, 1.0, total)
+    logsumexp = top + tl.log(divisor)
+    combined = combined / divisor
+    if total == 0:
+        logsumexp = BLIND
+        combined = tl.zeros((BD,), tl.float32)
+        if is_live:
+            combined = mean_of_values(v, at, head // p.group, p)
+    out_row = batch * (p.num_queries * p.num_heads) + row
+    tl.store(out + out_row * D + columns, combined.to(out.dtype.element_ty), mask=columns < D)
+    tl.store(lse + (batch * p.num_heads + head) * p.num_queries + query, logsumexp)
 
 
 @triton.jit

@@ -66,7 +66,7 @@ class Problem:
       num_queries, num_keys, num_heads, num_kv_heads, head_dim, value_dim: sizes.
       block_q, block_kv: rows of a tile of logits, and its columns. A row is a query of one head.
       block_h, block_d: head dimensions, rounded up to powers of two.
-      pack: how many heads share a tile, a divisor of block_q: row r is query r // pack of the tile's head r % pack.
+      pack: how many heads share a tile: row r of a set of heads is query r // pack of its head r % pack.
       unit: factor that takes what `logits` returns to logits in base 2. It is positive.
       factor: what a product q k^T is multiplied by before that.
       scale: factor of the logits.
@@ -78,7 +78,8 @@ class Problem:
       ranges_per_batch: whether each batch element has ranges of its own.
       has_left_edge, has_right_edge: whether blocks before, and behind, those that need no mask are visited. They are
         blocks of keys, or with `over_queries` blocks of queries.
-      may_be_blind: whether queries may see no key; or only logits that are minus infinity.
+      may_be_blind: whether queries may see no key, or none in a part of the keys; or only logits that are minus
+        infinity.
       num_splits: parts of the keys, each a result by itself.
       precision: how tl.dot multiplies float32; with "tf32", operands are rounded first.
     """
@@ -165,7 +166,7 @@ class Problem:
             ranges_per_batch=at_run_time,
             has_left_edge=before is not None or spec.segments,
             has_right_edge=behind is not None or is_last_ragged or at_run_time,
-            may_be_blind=band.left is not None or at_run_time or spec.bias is not None or spec.mask is not None,
+            may_be_blind=bool(band.left is not None or at_run_time or spec.bias or spec.mask or num_splits > 1),
             num_splits=num_splits,
             precision="ieee" if num_queries * num_keys <= _PAIRS_IN_FLOAT32 else FLOAT32_PRECISION,
         )
@@ -174,6 +175,11 @@ class Problem:
     def num_blocks(self) -> int:
         """Tiles along the rows of a set of heads."""
         return -(-self.num_queries * self.pack // self.block_q)
+
+    @property
+    def block_splits(self) -> int:
+        """Parts of the keys, rounded up to a power of two."""
+        return 1 << (self.num_splits - 1).bit_length()
 
     @property
     def group(self) -> int:

@@ -88,6 +88,17 @@ def visited(ranges, batch, block, at, p: tl.constexpr, over_queries: tl.constexp
 
 
 @triton.jit
+def part_of(split, first, whole_first, whole_end, end, p: tl.constexpr):
+    """The part of the blocks from `visited` that is a program's, of p.num_splits."""
+    share = (end - first + p.num_splits - 1) // p.num_splits
+    first = first + split * share
+    end = tl.minimum(end, first + share)
+    whole_first = tl.minimum(tl.maximum(whole_first, first), end)
+    whole_end = tl.minimum(tl.maximum(whole_end, whole_first), end)
+    return first, whole_first, whole_end, end
+
+
+@triton.jit
 def _blocks_in_band(
     start, stop, before: tl.constexpr, behind: tl.constexpr, size: tl.constexpr, block: tl.constexpr
 ):  # fmt: skip
