@@ -424,12 +424,36 @@ def test_planted_mistake_is_noticed(module, name, right, wrong, kernel, options,
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong"), [("first += split * share", "first += 0"), ("+ p.num_splits - 1) //", ") //")]
+    ("module", "name", "right", "wrong"),
+    [
+        (tile_kernel, "part_of", "first + split * share", "first + 0"),
+        (tile_kernel, "part_of", "+ p.num_splits - 1) //", ") //"),
+        (forward_kernel, "combine_parts", "logsumexps - tl.where", "0 * logsumexps - tl.where"),
+        (forward_kernel, "combine_parts", "* p.num_queries + query, logsumexp", "* p.num_queries + query, top"),
+    ],
 )  # fmt: skip
-def test_mistake_in_parts_of_the_keys_is_noticed(right, wrong, tmp_path):
+def test_mistake_in_parts_of_the_keys_is_noticed(module, name, right, wrong, tmp_path):
     spec, config = make_spec(), dataclasses.replace(FORWARD, num_splits=2)
-    with tritons.planted(forward_kernel, "attention_forward", right, wrong, tmp_path), pytest.raises(AssertionError):
+    with tritons.planted(module, name, right, wrong, tmp_path), pytest.raises(AssertionError):
         assert_right("attention_forward", spec, config)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "options"),
+    [
+        ("- tl.load(dlse", "+ tl.load(dlse", {}),
+        ("+ dmean[None, :]", "", CASES["key-lengths"]),
+        ("is_query & (logsumexp > BLIND)", "is_query", CASES["key-lengths"]),
+        ("rows % p.pack", "rows // p.num_queries", {}),
+        ("(split + 1) * SHARE", "(split + 2) * SHARE", {}),
+        ("dk_tile * p.scale", "dk_tile", {}),
+    ],
+)  # fmt: skip
+def test_mistake_in_few_queries_is_noticed(right, wrong, options, tmp_path):
+    spec, config = make_spec(**options), few_queries.Config(64, 16, 4, 2, num_splits=2)
+    planted = tritons.planted(few_queries_kernel, "attention_few_queries", right, wrong, tmp_path)
+    with planted, pytest.raises(AssertionError):
+        assert_right("attention_backward", spec, config)
 
 
 # Limits and errors.
@@ -456,7 +480,9 @@ class EveryOther(MaskTerm):
         (dict(queries=2**20, heads=64, head_dim=64), "counts the elements of a batch element in 32 bits"),
     ],
 )
-@pytest.mark.parametrize("design", [forward, backward, tangent], ids=lambda design: dispatch.name_of(design))
+@pytest.mark.parametrize(
+    "design", [forward, backward, few_queries, tangent], ids=lambda design: dispatch.name_of(design)
+)
 def test_limits_are_stated(design, options, reason):
     assert reason in design.unsupported(make_spec(**options))
 

@@ -44,16 +44,18 @@ _LOGITS_OF_TERM = 0.5
 #: Shared memory that a program takes beside its tiles, and that the driver takes of each.
 _OTHER_SMEM = 1024
 _LAUNCH_SECONDS = 3e-6
+#: What a program of eight warps takes longer to begin and to end. Measured on an H200.
+_EIGHT_WARPS_SECONDS = 1e-6
 #: Combining the parts of a split: a second kernel.
 _COMBINE_SECONDS = 1.5e-6
 #: The share of the memory's rate that one SM can have: more than its part of the chip.
 _SM_BYTES_SHARE = 1.5
 #: The share of the memory's rate that kernels reach.
 MEMORY_SHARE = 0.85
-#: What a step takes of a program that waits for its products: with tiles below 64 rows, and others. Fitted to 21 times
-#: of one to five queries, and to 6 others, on an H200. It hardly depends on the keys of a step or on the stages: each
-#: key counts a little, so that few keys get a small tile.
-_STEP_SECONDS = 1.35e-6, 0.9e-6
+#: What a step takes of a program that waits for its products: with tiles below 64 rows, below 128, and others. Fitted
+#: to 21 times of one to five queries, and to 6 others, on an H200. It hardly depends on the keys of a step or on the
+#: stages: each key counts a little, so that few keys get a small tile.
+_STEP_SECONDS = 1.35e-6, 0.9e-6, 1.2e-6
 _KEY_SECONDS = 1e-9
 
 
@@ -263,8 +265,9 @@ def seconds(
     step = max(step, step_bytes / (sm.memory_bytes * _SM_BYTES_SHARE)) * (1.3 if tile.num_stages == 1 else 1.0)
     busiest = max(longest, steps * hardware.waves(programs, num_sms * per_sm) * per_sm)
     total_bytes = extra_bytes + programs * steps * step_bytes / 8  # Most of what programs share comes from L2.
-    waiting = longest * (_STEP_SECONDS[rows >= 64] + tile.block_kv * _KEY_SECONDS)
-    return _LAUNCH_SECONDS + max(busiest * step, waiting, total_bytes / (num_sms * sm.memory_bytes * MEMORY_SHARE))
+    waiting = longest * (_STEP_SECONDS[(rows >= 64) + (rows >= 128)] + tile.block_kv * _KEY_SECONDS)
+    launch = _LAUNCH_SECONDS + (_EIGHT_WARPS_SECONDS if tile.num_warps > 4 else 0)
+    return launch + max(busiest * step, waiting, total_bytes / (num_sms * sm.memory_bytes * MEMORY_SHARE))
 
 
 def combine_seconds(spec: AttentionSpec, num_splits: int) -> float:

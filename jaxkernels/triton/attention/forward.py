@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 
 import jax
@@ -95,7 +96,8 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
     for tile in itertools.starmap(Config, _TILES):
         if not costs.fits(spec, "forward", tile):
             continue
-        for pack in sorted({1, costs.packed_heads(spec, tile)}):
+        packs = {1, costs.packed_heads(spec, tile)}
+        for pack in sorted(packs, reverse=spec.q.shape[1] < tile.block_q):
             if costs.is_filled(spec.q.shape[1] * pack, tile.block_q):
                 packed = dataclasses.replace(tile, pack=pack)
                 for num_splits in costs.splits(spec, _programs(spec, packed), -(-spec.k.shape[1] // tile.block_kv)):
@@ -103,11 +105,13 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
 
 
 def shortlist(spec: AttentionSpec) -> Iterator[Config]:
-    """Where there are enough queries for a measured tile, that tile; else the search space."""
+    """Where there are enough queries and keys for a measured tile, that tile; else the search space."""
     tile = costs.measured_tile(spec, "forward")
+    if tile is not None and (spec.q.shape[1] < tile[0] or spec.k.shape[1] < tile[1]):
+        tile = None
     for config in search_space(spec):
         is_measured = tile == (config.block_q, config.block_kv, config.num_warps, config.num_stages)
-        if tile is None or spec.q.shape[1] < tile[0] or (is_measured and config.pack == 1):
+        if tile is None or (is_measured and config.pack == 1):
             yield config
 
 
@@ -119,8 +123,9 @@ def _programs(spec: AttentionSpec, config: Config) -> int:
 def estimate(spec: AttentionSpec, config: Config) -> float:
     """Seconds, by the cost model of `jaxkernels.triton.attention.costs`."""
     num_blocks = -(-spec.k.shape[1] // config.block_kv)
-    longest = max(1.0, num_blocks * min(1.0, 2 * costs.share_of_pairs(spec))) / config.num_splits
-    steps = max(1.0, num_blocks * costs.share_of_pairs(spec) / config.num_splits)
+    share = costs.share_of_pairs(spec)
+    longest = max(1.0, math.ceil(num_blocks * min(1.0, 2 * share) / config.num_splits))
+    steps = max(1.0, num_blocks * share / config.num_splits)
     num_bytes = costs.bytes_of(spec.q, spec.k, spec.v, *spec.results("attention_forward"))
     kernel = costs.seconds(
         spec, "forward", config, programs=_programs(spec, config), steps=steps, longest=longest, extra_bytes=num_bytes
