@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from ahead_of_time import h200, needs_aot
 from attentions import extra_types
+from jax.sharding import AxisType
 from products import shipped_winners, types_of
 
 import jaxkernels as jk
@@ -30,31 +30,14 @@ from jaxkernels.pallas.attention import backward_fused
 from jaxkernels.pallas.attention import forward as attention_forward
 from jaxkernels.pallas.matmul import gemm as matmul
 
-_NEEDED = ("jax_plugins.xla_cuda13", "nvidia.cu13")
-
-
-def _missing() -> list[str]:
-    def found(name: str) -> bool:
-        try:
-            return importlib.util.find_spec(name) is not None
-        except ModuleNotFoundError:
-            return False
-
-    return [name for name in _NEEDED if not found(name)]
-
-
-pytestmark = pytest.mark.skipif(bool(_missing()), reason=f'needs the extra "aot"; missing: {", ".join(_missing())}')
+pytestmark = needs_aot
 
 _H200 = hardware.lookup("NVIDIA H200")
 
 
 @functools.cache
 def _sharding() -> jax.sharding.NamedSharding:
-    from jax.experimental import topologies
-
-    config = (Path(__file__).parent / "h200_target_config.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
-    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,), devices=[h200()])
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 

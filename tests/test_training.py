@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from ahead_of_time import h200, needs_aot
 from flax import nnx
 from numerics import assert_close, assert_same_bits, compile_quickly
 from PIL import Image
@@ -811,6 +812,26 @@ def test_config_that_was_edited_is_refused(finished):
     )
     path.write_text(json.dumps(values, indent=7))  # The same values.
     assert Run.open(finished.folder) == finished
+
+
+# The program of a GPU.
+
+
+@needs_aot
+def test_scan_runs_no_kernel_twice(monkeypatch):
+    """XLA may copy kernels into other computations: the jaxpr does not tell how often one runs."""
+    monkeypatch.setattr(memory, "device_bytes", lambda device: None)
+    kernel = 'custom_call_target="mosaic_gpu_v2"'
+
+    def num_kernels(**layers: Any) -> int:
+        sizes = dict(embed_dim=256, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=512, dtype="bfloat16")
+        model = dataclasses.replace(MODEL, backend="pallas", **sizes, **layers)
+        config = dataclasses.replace(CONFIG, model=model, sequence_length=256, deterministic=False)
+        return Trainer(config, [h200()]).step.as_text().count(kernel)
+
+    # A loop's body is compiled once.
+    unrolled = num_kernels(num_layers=1)
+    assert num_kernels(num_layers=4, scan=True, remat="dots_and_attention") == unrolled > 16
 
 
 # Memory.
