@@ -11,10 +11,12 @@ import pathlib
 import re
 from collections.abc import Callable, Iterable
 
+from jaxkernels.bench import sgemm
 from jaxkernels.ffi.sgemm import RUNGS, Rung, lookup
 
 DOCS = pathlib.Path(__file__).parent
 PAGE = DOCS / "sgemm.md"
+PROFILE = DOCS / "benchmarks" / "sgemm-profile.json"
 
 #: Rung -> the rung that its code is compared with. Others are compared with the one before; None: shown whole.
 _BASES = {1: None, 8: 6, 9: 6, 10: 6, 11: 10, 12: 10, 13: None, 15: 13, 16: 15}
@@ -33,14 +35,29 @@ _SIGNATURE = re.compile(r"__global__.*?\) \{", re.DOTALL)
 
 def sections() -> str:
     """A section for each rung."""
-    return "\n".join(_section(rung) for rung in RUNGS)
+    outcomes = _outcomes()
+    return "\n".join(_section(rung, outcomes.get(rung.number)) for rung in RUNGS)
 
 
-def _section(rung: Rung) -> str:
+def _outcomes() -> dict[int, str]:
+    """Rung -> its speed and what limits it, by the profile."""
+    points, _, profiles = sgemm.load(PROFILE)
+    found = {profile.rung: profile for profile in profiles}
+    return {
+        point.rung: f"{point.flops_per_s / 1e12:.3g} TFLOP/s at 4096³, {point.share_of_baseline:.0%} of cuBLAS. "
+        f"{found[point.rung].bank_conflicts:,.0f} bank conflicts, occupancy {found[point.rung].occupancy:.0%}, "
+        f"limited by {found[point.rung].limit}."
+        for point in points
+        if point.rung in found
+    }
+
+
+def _section(rung: Rung, outcome: str | None) -> str:
     base = _BASES.get(rung.number, rung.number - 1)
     parts = [
         f"### {rung.number}. {rung.name}\n",
         f"{rung.idea} Prediction: {rung.prediction[0].lower()}{rung.prediction[1:]}\n",
+        *([f"Outcome: {outcome}\n"] if outcome else []),
         f"[The file](../ffi/sgemm/{rung.path.name}); default tiles: {rung.config}.\n",
     ]
     if picture := _PICTURES.get(rung.number):

@@ -255,9 +255,8 @@ def _profile_table(profiles: Sequence[Profile]) -> str:
     head = ["rung", "size", "bank conflicts", "occupancy", "limiter"]
     lines = [head, ["---"] * len(head)]
     for p in profiles:
-        limiter = p.limiter if p.utilisation is None else f"{p.limiter}, {p.utilisation:.0%} of its peak"
-        size = _short(p.size)
-        lines.append([f"{p.rung} {p.name}", size, f"{p.bank_conflicts:.3g}", f"{p.occupancy:.0%}", limiter])
+        conflicts, occupancy = f"{p.bank_conflicts:.3g}", f"{p.occupancy:.0%}"
+        lines.append([f"{p.rung} {p.name}", _short(p.size), conflicts, occupancy, p.limit])
     return "\nBy Nsight Compute:\n\n" + "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 

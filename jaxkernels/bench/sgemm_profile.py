@@ -67,6 +67,11 @@ class Profile:
     limiter: str
     utilisation: float | None
 
+    @property
+    def limit(self) -> str:
+        """The limiter, with its utilisation."""
+        return self.limiter if self.utilisation is None else f"{self.limiter}, {self.utilisation:.0%} of its peak"
+
 
 def profile(size: Size, rungs: Sequence[int]) -> list[Profile]:
     """Profiles rungs at one size.
