@@ -20,6 +20,7 @@ if (_root / "pyproject.toml").exists() and (_root / "pallas" / "__init__.py").ex
 
 from jaxkernels import checkpoint_policies
 from jaxkernels.core.explain import explain
+from jaxkernels.core.kernel_op import each_kernel_once
 from jaxkernels.core.versions import installed_version as _installed_version
 from jaxkernels.ops.attention.api import dot_product_attention
 from jaxkernels.ops.linear_cross_entropy.api import linear_cross_entropy
@@ -28,8 +29,8 @@ from jaxkernels.ops.norm.api import layer_norm, rms_norm
 from jaxkernels.tuning.autotune import autotune, tuning
 
 __all__ = [
-    "__version__", "autotune", "checkpoint_policies", "dot_general", "dot_product_attention", "explain", "ffi",
-    "layer_norm", "linear_cross_entropy", "matmul", "models", "rms_norm", "tuning",
+    "__version__", "autotune", "checkpoint_policies", "dot_general", "dot_product_attention", "each_kernel_once",
+    "explain", "ffi", "layer_norm", "linear_cross_entropy", "matmul", "models", "rms_norm", "tuning",
 ]  # fmt: skip
 
 #: The installed version; "0+unknown" in a checkout that is not installed.

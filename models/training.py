@@ -28,6 +28,7 @@ from rich.console import Console
 
 from jaxkernels.core import hardware
 from jaxkernels.core.errors import InputError
+from jaxkernels.core.kernel_op import each_kernel_once
 from jaxkernels.models import data as data_lib
 from jaxkernels.models import memory
 from jaxkernels.models.checkpoints import Checkpoints
@@ -165,8 +166,9 @@ class Trainer:
         shape = (config.batch_size, config.sequence_length + 1)
         batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._split)
         on_gpu = self.devices[0].platform in ("gpu", "cuda")
-        options = _gpu_options(config) if on_gpu else None
-        step = jax.jit(self._step, donate_argnums=0, out_shardings=self.replicated).lower(state, batch)
+        options = {"xla_gpu_deterministic_ops": True} if on_gpu and config.deterministic else None
+        with each_kernel_once() if config.model.scan else contextlib.nullcontext():
+            step = jax.jit(self._step, donate_argnums=0, out_shardings=self.replicated).lower(state, batch)
         #: (state, batch) -> (next state, metrics); the state's buffers are donated.
         self.step: Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]] = step.compile(options)
         memory.check_compiled(config, self.devices, self.step)  # type: ignore[arg-type]
@@ -214,16 +216,6 @@ class Trainer:
             loss=loss, grad_norm=optax.tree.norm(grads), learning_rate=learning_rate(self.config)(state.step)
         )
         return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1), metrics
-
-
-def _gpu_options(config: TrainingConfig) -> dict[str, bool]:
-    """XLA's options for a program that trains on a GPU."""
-    options = {"xla_gpu_deterministic_ops": True} if config.deterministic else {}
-    if jax.__version_info__ < (0, 12):
-        # A scan stacks what the backward pass reads. XLA of JAX 0.11 lets a kernel write its result into the stack. If
-        # the loop's body reads the result too, XLA runs the kernel twice (https://github.com/openxla/xla/pull/45799).
-        options["xla_gpu_enable_dynamic_slice_fusion"] = False
-    return options
 
 
 def train(

@@ -54,6 +54,7 @@ __all__ = [
     "register_bilinear_taylor",
     "register_nan_check",
     "register_taylor",
+    "runs_kernels_of_loops_twice",
     "taylor",
     "with_unknown_devices",
 ]
@@ -257,6 +258,11 @@ def has_triton_calls() -> bool:
     except ImportError:
         return False
     return hasattr(gpu_triton, "TritonKernelCall")
+
+
+def runs_kernels_of_loops_twice() -> bool:
+    """Whether XLA runs a kernel again whose result is stacked and read: up to JAX 0.11 (openxla/xla#45799)."""
+    return jax.__version_info__ < (0, 12)
 
 
 def cudnn_version() -> int | None:

@@ -30,6 +30,7 @@ __all__ = ["dot_general_op", "matmul_op"]
 class _MatmulOp(KernelOp):
     """An operand of the plain product may be a Python scalar: JAX passes literals of a program to the rules as such."""
 
+    is_stacked = True
     keeps_weak_types = True
 
     def local(self, spec: MatmulSpec, assignment: Assignment, **params: Any) -> Callable[..., list[jax.Array]]:
