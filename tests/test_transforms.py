@@ -537,6 +537,31 @@ def test_checkpoint_policies_know_our_products(ours, policy, remat):
     assert_close(*compile_quickly(lambda: (ours(*xs), reference(*xs)))())
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_checkpoint_keeps_the_preactivation_alone(gated):
+    """The backward pass computes the activation and the multiplication again, but no product."""
+    a, b, multiplier = PROGRAMS["silu, multiplier"].operands()
+    c = random_array(np.random.default_rng(7), (b.shape[1], 4), "float32")
+
+    def f(a, b, c, multiplier):
+        h = jk.matmul(a, b, activation="silu", multiplier=multiplier if gated else None)
+        return jnp.sum(jnp.sin(jk.matmul(h, c)))
+
+    xs = a, b, c, multiplier
+    saving = jax.checkpoint(f, policy=jk.checkpoint_policies.dots_saveable)
+    results = [multiplier.shape, (a.shape[0], c.shape[1])]  # The pre-activation, and the second product.
+    assert kept(saving, *xs) == sorted([a.shape, b.shape, c.shape, *[multiplier.shape] * gated, *results])
+    gradient = lambda f: jax.grad(f, (0, 1, 2, 3))
+    assert count(gradient(saving), *xs, names=("jk_dot_general", "jk_matmul")) == 6
+    assert count(gradient(saving), *xs, names=("activate",)) == 1
+    everything = jax.checkpoint(f, policy=jax.checkpoint_policies.everything_saveable)
+    assert count(gradient(everything), *xs, names=("activate",)) == 0
+    for derivative in (gradient, jax.hessian):
+        results = compile_quickly(lambda of=derivative: [of(g)(*xs) for g in (f, saving, everything)])()
+        assert_close(results[1], results[0])
+        assert_close(results[2], results[0])
+
+
 def test_policies_tell_products_with_batch_dimensions():
     a, b = PROGRAMS["batch of products"].operands()
     f = lambda product: lambda a, b: jnp.sum(jnp.sin(product(jnp.sin(product(a, b)), jnp.swapaxes(b, 1, 2))))

@@ -248,6 +248,27 @@ def has_plugin(platform: str) -> bool:
     return platform in _xla_client._custom_callback_handler
 
 
+def register_recomputation(primitive: Any, again: Any) -> None:
+    """Sets how the backward pass of `jax.checkpoint` computes a result again (`partial_eval_jaxpr_custom_rules`).
+
+    If the forward pass keeps the first operand, the backward pass runs `again` on the other operands. The first one is
+    then not kept for this result. Otherwise it runs `primitive`. If the policy keeps the result, it runs neither.
+    """
+
+    def rule(saveable: Any, unknown: Sequence[bool], computed: Sequence[bool], eqn: Any) -> Any:
+        kept = [x for x, is_computed in zip(eqn.invars, computed) if isinstance(x, _core.Var) and not is_computed]
+        if any(unknown):
+            return None, eqn, [True], [True], kept
+        if computed[0]:
+            return eqn, eqn, [False], [True], kept
+        case = _pe.ensure_enum(saveable(primitive, *(x.aval for x in eqn.invars), **eqn.params))
+        if isinstance(case, _pe.SaveableType):
+            return eqn, None, [False], [False], []
+        return eqn, eqn.replace(primitive=again, invars=eqn.invars[1:]), [False], [True], kept[1:]
+
+    _pe.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
 _WIDE_DTYPES = ("int64", "uint64", "float64", "complex128")
 
 

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad
+from jax.interpreters import ad, mlir
 
 from jaxkernels.core import _jax
 from jaxkernels.core.kernel_op import KernelOp, usual_promotion
@@ -177,6 +178,10 @@ def _fused_jvp(primals: Any, tangents: Any, *, static: MatmulSpec, **params: Any
     saving = dataclasses.replace(static, save_preactivation=static.save_preactivation or needs_preactivation)
     outs = matmul_op.bind(saving, operands, **params)
     out, preactivation = outs[0], outs[-1]
+    rest = dataclasses.replace(static, bias=None, residual=None, save_preactivation=False)
+    if static.activation is not None and static.residual is None:
+        multiplier = [operands["multiplier"]] if "multiplier" in operands else []
+        out = _activated_p.bind(*_jax.match_varying_axes(out, preactivation, *multiplier), static=rest.untyped())
 
     terms = [
         dot_general_op.bind(static.product, operands | {name: moving[name]}, **params)
@@ -191,7 +196,6 @@ def _fused_jvp(primals: Any, tangents: Any, *, static: MatmulSpec, **params: Any
     varying = {} if dpre is None else {"preactivation": dpre}
     if "multiplier" in moving:
         varying["multiplier"] = moving["multiplier"]
-    rest = dataclasses.replace(static, bias=None, residual=None, save_preactivation=False)
 
     def activate_and_multiply(arrays: dict[str, jax.Array]) -> jax.Array:
         named = given | arrays
@@ -211,6 +215,52 @@ def _fused_jvp(primals: Any, tangents: Any, *, static: MatmulSpec, **params: Any
     if static.save_preactivation:
         return [out, preactivation], [tangent(dout), tangent(dpre)]
     return [out], [tangent(dout)]
+
+
+def _activated(out: jax.Array, *_: jax.Array, static: MatmulSpec) -> jax.Array:
+    return out
+
+
+def _activate(preactivation: jax.Array, *multiplier: jax.Array, static: MatmulSpec) -> jax.Array:
+    with usual_promotion():
+        return apply_epilogue(static, preactivation, dict(zip(["multiplier"], multiplier)))[0]
+
+
+def _elementwise_primitive(name: str, function: Callable[..., jax.Array]) -> Any:
+    """A primitive of arrays of one shape, with the rules of a function that is elementwise."""
+    primitive = jax.extend.core.Primitive(name)
+    _jax.evaluate_eagerly(primitive)
+    primitive.def_abstract_eval(lambda x, *_, static: x)
+
+    def lower(ctx: mlir.LoweringRuleContext, *values: Any, static: MatmulSpec) -> Any:
+        run = functools.partial(function, static=static)
+        return _jax.lower_traced(ctx, run, values, multiple_results=False)
+
+    def jvp(primals: Any, tangents: Any, *, static: MatmulSpec) -> Any:
+        tangents = [ad.instantiate_zeros(t) for t in tangents]
+        return jax.jvp(functools.partial(function, static=static), tuple(primals), tuple(tangents))
+
+    def batch(args: Sequence[Any], dims: Sequence[int | None], *, static: MatmulSpec) -> tuple[list, list]:
+        num = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
+        spread = lambda x, d: jnp.broadcast_to(x, (num, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        return [primitive.bind(*map(spread, args, dims), static=static)], [0]
+
+    def taylor(primals: Any, series: Any, *, static: MatmulSpec) -> Any:
+        (out,), (terms,) = _jax.taylor(lambda *xs: [function(*xs, static=static)], primals, series)
+        return out, terms
+
+    mlir.register_lowering(primitive, lower)
+    ad.primitive_jvps[primitive] = jvp
+    _jax.register_batcher(primitive, batch)
+    _jax.register_taylor(primitive, taylor)
+    return primitive
+
+
+#: (out, preactivation[, multiplier]) -> out. It computes nothing. A checkpoint that keeps the pre-activation does not
+#: keep `out`, too: the backward pass computes it from the other operands by `_activate_p`.
+_activated_p = _elementwise_primitive("activated", _activated)
+_activate_p = _elementwise_primitive("activate", _activate)
+_jax.register_recomputation(_activated_p, _activate_p)
 
 
 def _fused_taylor(primals: Any, series: Any, *, static: MatmulSpec, backend: str | None, config: Any) -> Any:
