@@ -8,7 +8,7 @@ import math
 import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -170,7 +170,13 @@ def test_measured_choice_holds_if_an_unpreferred_backend_is_new(install, monkeyp
 def estimated(install, monkeypatch) -> Callable[..., None]:
     """Registers backends whose estimates have a correction, the last one first."""
     corrections: dict[str, float | None] = {}
-    monkeypatch.setattr(times, "correction_of", lambda op, backend, design, spec: corrections.get(backend))
+
+    def corrections_of(op: str, spec: Any, estimates: Sequence[times.Estimate]) -> dict[str, float]:
+        found = {x.backend: corrections.get(x.backend) for x in estimates}
+        return {backend: correction for backend, correction in found.items() if correction is not None}
+
+    monkeypatch.setattr(times, "covers", lambda op, spec: True)
+    monkeypatch.setattr(times, "corrections_of", corrections_of)
 
     def estimated(name: str, seconds: float, *, correction: float | None = 0.0, **fields: Any):
         install(name, **fields)
@@ -214,6 +220,17 @@ def test_corrections_change_estimates(estimated):
     backend, passed_over, estimates = chosen()
     assert (backend, passed_over) == ("first", ())
     assert dict(estimates) == pytest.approx(dict(first=1.0e-5, second=3.0e-5))
+
+
+@pytest.mark.parametrize(("seconds", "taken"), [(0.99e-5, "xla"), (0.94e-5, "first")])
+def test_xla_is_taken_unless_another_backend_is_faster_by_a_margin(estimated, registry, seconds, taken):
+    del registry["matmul", "xla"]
+    estimated("xla", 1.0e-5)
+    estimated("first", seconds)
+    name, passed_over, _ = chosen()
+    assert name == taken
+    if taken == "xla":
+        assert passed_over[-1] == ("first", "estimated at 9.9 us, xla at 10 us: less than 5% apart")
 
 
 def test_order_decides_between_equal_estimates(estimated):

@@ -67,7 +67,7 @@ def _cases(table: tuple[Any, ...]) -> list[Any]:
 @pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("case", _cases(MATMUL_CASES))
 def test_matmul_cases_lower(case: MatmulCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(times, "correction_of", lambda *args: None)  # The order decides.
+    monkeypatch.setattr(times, "covers", lambda *args: False)  # The order decides.
     # The CUDA kernels are asked first; Triton may be installed.
     without = {key: entry for key, entry in dispatch.REGISTRY.items() if key[1] not in ("cuda", "triton")}
     monkeypatch.setattr(dispatch, "REGISTRY", without)
@@ -84,7 +84,7 @@ def test_matmul_cases_lower(case: MatmulCase, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("case", _cases(ATTENTION_CASES))
 def test_attention_cases_lower(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(times, "correction_of", lambda *args: None)  # The order decides.
+    monkeypatch.setattr(times, "covers", lambda *args: False)  # The order decides.
     # Triton may be installed.
     without = {key: entry for key, entry in dispatch.REGISTRY.items() if key[1] not in ("triton", "cudnn")}
     monkeypatch.setattr(dispatch, "REGISTRY", without)

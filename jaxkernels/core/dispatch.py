@@ -35,10 +35,10 @@ It may have one more:
 `REGISTRY` lists backends in order of preference. A call that names a backend gets that backend or an error. A call that
 names none gets the fastest backend, if that was measured (`jaxkernels.tuning`). Otherwise it gets the first backend
 that supports its spec on the platform being lowered; in a program for `jax.export`, the first that `jax.export` takes
-unasked. It gets an unpreferred backend only if all that support its spec are unpreferred. Another backend takes the
-place of that one, unpreferred or not, if it is estimated to be faster, and both estimates are corrected by measured
-times of similar problems (`jaxkernels.core.times`). The configuration is the caller's, else the measured winner, else
-the one that the cost models find fastest among all designs of the backend.
+unasked. It gets an unpreferred backend only if all that support its spec are unpreferred. Estimates that measured times
+of similar problems correct (`jaxkernels.core.times`) put another backend in its place, unpreferred or not: that with
+the least estimate, or XLA if no other one is faster by more than `times.MARGIN`. The configuration is the caller's,
+else the measured winner, else the one that the cost models find fastest among all designs of the backend.
 """
 
 from __future__ import annotations
@@ -377,9 +377,10 @@ def choose(
     estimates: dict[str, float] = {}
     if backend is None and fastest is None:
         estimates = _estimates(op, spec, [other for other in _backends_of(op) if refusal(other) is None])
-        sooner = min(estimates, key=lambda other: estimates[other], default=name)
-        if name in estimates and estimates[sooner] < estimates[name]:
+        if name in estimates and (sooner := times.least(estimates)) != name:
             slower = f"estimated at {_microseconds(estimates[name])}, {sooner} at {_microseconds(estimates[sooner])}"
+            if estimates[sooner] >= estimates[name]:
+                slower += f": less than {times.MARGIN:.0%} apart"
             name, passed_over = sooner, (*passed_over, (name, slower))
     chosen, source = config, "given"
     if config is None:
@@ -428,14 +429,16 @@ def _first(
 
 def _estimates(op: str, spec: Spec, names: list[str]) -> dict[str, float]:
     """The seconds of the backends' default configurations, of those that were measured on similar problems."""
-    found = {}
+    if not times.covers(op, spec):
+        return {}
+    found = []
     for name in names:
         backend, config = load(op, name), default_config(op, name, spec)
-        correction = times.correction_of(op, name, name_of(backend.design_of(config)), spec)
-        estimate = None if correction is None else backend.estimate(spec, config)
-        if correction is not None and estimate is not None and 0 < estimate < math.inf:
-            found[name] = estimate * math.exp(correction)
-    return found
+        seconds = backend.estimate(spec, config)
+        if seconds is not None and 0 < seconds < math.inf:
+            found.append(times.Estimate(name, name_of(backend.design_of(config)), config, seconds))
+    corrections = times.corrections_of(op, spec, found)
+    return {x.backend: x.seconds * math.exp(corrections[x.backend]) for x in found if x.backend in corrections}
 
 
 # Configurations: a backend's own, and those that were measured.

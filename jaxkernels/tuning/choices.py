@@ -66,12 +66,13 @@ def validate(op: str, problems: Sequence[times.Problem], chip: Chip) -> Validati
                 for key, (point, _) in errors.items()
                 if (regression := regressions[key]) is not None
             }
-            corrected.append(problem.fastest / seconds[_least(predicted or estimates)])
-            estimated.append(problem.fastest / seconds[_least(estimates)])
+            corrected.append(problem.fastest / seconds[_chosen(predicted or estimates)])
+            estimated.append(problem.fastest / seconds[min(estimates, key=lambda key: estimates[key])])
             best.append(problem.fastest / min(seconds.values()))
     mean = lambda ratios: math.exp(float(np.mean(np.log(ratios))))
     return Validation(op, len(measured), mean(corrected), mean(estimated), mean(best))
 
 
-def _least(seconds: Mapping[tuple[str, str], float]) -> tuple[str, str]:
-    return min(seconds, key=lambda key: seconds[key])
+def _chosen(seconds: Mapping[tuple[str, str], float]) -> tuple[str, str]:
+    by_backend = {key[0]: key for key in seconds}
+    return by_backend[times.least({key[0]: value for key, value in seconds.items()})]

@@ -55,8 +55,9 @@ def probe(chip: Chip) -> AttentionSpec:
     return AttentionSpec(heads, heads, heads, scale=1.0, target=chip, causal=True)
 
 
-def features(kernel: str, spec: AttentionSpec) -> tuple[float, ...] | None:
-    """Where an attention lies among others (`jaxkernels.core.times`); None for kinds that were not measured.
+def features(kernel: str, spec: AttentionSpec, config: Any) -> tuple[float, ...] | None:
+    """Where an attention lies among others (`jaxkernels.core.times`); None for kinds that were not measured. Features
+    of configurations did not help.
 
     Sizes count by their logarithms to base 2: twice as many queries are at distance 1. What changes the kernels of a
     backend is at a distance of 3 or more: masks, biases, head dimensions.
@@ -75,6 +76,7 @@ def features(kernel: str, spec: AttentionSpec) -> tuple[float, ...] | None:
         6.0 * (spec.v.shape[3] != head_dim),
         4.0 * (head_dim % 64 != 0),
         4.0 * spec.causal,
+        4.0 * (spec.causal and num_queries != num_keys),
         4.0 * (spec.window is not None),
         6.0 * spec.key_lengths,
         3.0 * spec.query_lengths,

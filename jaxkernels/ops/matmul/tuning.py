@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 
 from jaxkernels.core.hardware import Chip
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.matmul import tensor_cores
+from jaxkernels.ops.matmul.epilogue import ACTIVATIONS
 from jaxkernels.ops.matmul.spec import MatmulSpec
 
 __all__ = ["features", "probe"]
 
 #: Round rates of the chips that products are measured on. They only say from where on products are more than bytes.
 _FLOPS, _BYTES = 8e14, 4e12
-#: A tile, and the SMs of these chips.
-_TILE, _NUM_SMS = 128, 132
 
 
 def probe(chip: Chip) -> MatmulSpec:
@@ -25,11 +25,12 @@ def probe(chip: Chip) -> MatmulSpec:
     return MatmulSpec(square, square, (((1,), (0,)), ((), ())), jnp.dtype(jnp.bfloat16), chip)
 
 
-def features(kernel: str, spec: MatmulSpec) -> tuple[float, ...] | None:
-    """Where a product lies among others (`jaxkernels.core.times`); None for kinds that were not measured.
+def features(kernel: str, spec: MatmulSpec, config: Any) -> tuple[float, ...] | None:
+    """Where a product and a configuration lie among others (`jaxkernels.core.times`); None for kinds of products that
+    were not measured.
 
     Sizes count by their logarithms to base 2: twice as many rows are at distance 1. What changes the kernels of a
-    backend is at a distance of 3 or more: layouts, alignment, each part of an epilogue.
+    backend counts more: alignment, each part of an epilogue, the tile.
     """
     g, batch = spec.gemm, spec.gemm.batch or 1
     if spec.lhs.dtype != spec.rhs.dtype or spec.lhs.dtype not in tensor_cores.INPUTS or g.lhs_perm or g.rhs_perm:
@@ -37,19 +38,19 @@ def features(kernel: str, spec: MatmulSpec) -> tuple[float, ...] | None:
     if not tensor_cores.is_default(spec.precision):
         return None
     sizes = dict(m=g.m, n=g.n, k=g.k)
-    rows = (sizes[g.lhs_layout[1]], sizes[g.rhs_layout[1]], g.n)
-    tiles = batch * -(-g.m // _TILE) * -(-g.n // _TILE)
-    seconds = 2 * batch * g.m * g.n * g.k / _FLOPS + 2 * batch * ((g.m + g.n) * g.k + g.m * g.n) / _BYTES
+    rows = (sizes[g.lhs_layout[1]], sizes[g.rhs_layout[1]], g.n, g.k)
+    compute, memory = g.m * g.n * g.k / _FLOPS, ((g.m + g.n) * g.k + g.m * g.n) / _BYTES
+    tile = [(getattr(config, knob, None) or 1) for knob in ("block_m", "block_n", "split_k")]
     return (
         *(math.log2(size) for size in (g.m, g.n, g.k, batch)),
-        *(0.0 if row % 8 == 0 else 4.0 if row % 2 == 0 else 6.0 for row in rows),
-        3.0 * (g.lhs_layout == "km"),
-        3.0 * (g.rhs_layout == "nk"),
-        3.0 * (spec.bias is not None),
-        3.0 * (spec.activation is not None),
+        *(0.0 if row % 8 == 0 else 3.0 if row % 2 == 0 else 4.5 for row in rows),
+        1.0 * (g.lhs_layout == "km"),
+        1.0 * (g.rhs_layout == "nk"),
+        2.0 * (spec.bias is not None),
+        *(4.0 * (spec.activation == name) for name in ACTIVATIONS),
         3.0 * (spec.elementwise is not None),
         3.0 * spec.save_preactivation,
         3.0 * (spec.out_dtype not in tensor_cores.INPUTS),
-        4.0 * math.log2(1 + tiles / _NUM_SMS),
-        2.0 * math.log2(1e-6 + seconds),
+        2.0 * math.log2(compute / memory),
+        *(2.0 * math.log2(knob) for knob in tile),
     )
