@@ -66,8 +66,8 @@ SUITES = {
     "products of Llama 3": ("gemm-llm", "cuda"),
     "products with rows that are not a multiple of 16 bytes": ("gemm-odd", "cuda"),
     "products with a fused epilogue": ("gemm-epilogue", "cuda"),
-    "attention with a dense bias": ("attention-bias", "triton"),
     "attention of one query on a cache of keys": ("attention-decode", "triton"),
+    "attention with a dense bias": ("attention-bias", "triton"),
     "products with few rows (decoding)": ("gemm-decode", "cuda"),
 }
 
@@ -89,7 +89,7 @@ def test_training_speeds_are_those_of_the_results():
     results = (pathlib.Path(jk.__file__).parent.parent / "docs" / "benchmarks.md").read_text()
     measured = re.findall(
         r"^\| (\w+) \d+x\d+ \| bfloat16 \|.*?\| [\d.]+ ms, ([\d,]+) tokens/s[^|]*\| "
-        r"[\d.]+ ms, ([\d,]+) tokens/s, MFU [\d.]+% \(([\d.]+) x\) \|",
+        r"[\d.]+ ms, ([\d,]+) tokens/s[^|]*\(([\d.]+) x\) \|",
         results,
         re.MULTILINE,
     )

@@ -111,7 +111,7 @@ def render(text: str, library: Library, *, where: str) -> str:
         if len(rest) > 1 or regime not in REGIMES:
             raise InputError(f"report: {where}: a table is `SUITE` or `SUITE REGIME`; got {match['name']!r}.")
         found = library[suite]
-        if not rest and all(x.row.tokens is not None for x in found):
+        if not rest and any(x.row.tokens is not None and x.row.regime == "sustained" for x in found):
             regime = "sustained"  # The steps of a training follow each other.
         rows = [x for x in found if x.row.regime == regime]
         if not rows:
@@ -240,7 +240,7 @@ def _mean(ratios: Iterable[float | None]) -> str:
 
 
 def _sources(found: Sequence[Found], *, is_training: bool) -> str:
-    content = "Step time and speed" if is_training else f"TFLOP/s, {found[0].row.regime}"
+    content = f"{'Step time and speed' if is_training else 'TFLOP/s'}, {found[0].row.regime}"
     runs = collections.Counter(x.path for x in found)
     texts = [_run(next(x for x in found if x.path == path)) for path in runs]
     if len(runs) > 1:

@@ -320,13 +320,26 @@ def test_tensor_cores_and_asynchronous_copies_are_used(chip, wanted):
 @pytest.mark.parametrize("head_dim", [64, 96])
 @pytest.mark.parametrize("kernel", ["attention_forward", "attention_backward"])
 @pytest.mark.parametrize("term", ["mask", "bias"])
-def test_masks_and_biases_fit_shared_memory_without_spills(term, kernel, head_dim, keys):
+@pytest.mark.parametrize("rows", [1, 512])
+def test_masks_and_biases_fit_shared_memory_without_spills(rows, term, kernel, head_dim, keys):
     """Also if their rows are no whole 16 bytes: Triton would load them value by value and spill 500 bytes."""
-    spec = make_spec(2, 512, keys, 8, 2, head_dim, dtype="bfloat16", **{term: (1, 1, 512, keys)})
+    spec = make_spec(2, 512, keys, 8, 2, head_dim, dtype="bfloat16", **{term: (1, 1, rows, keys)})
     for one in compile_default(kernel, spec):
         assert one.shared <= spec.target.smem_bytes, one
         assert one.spilled == 0, one
-        assert not re.search(r"ld\.global\S*\.[bu]8\b", one.ptx), one.name
+        assert rows == 1 or not re.search(r"ld\.global\S*\.[bu]8\b", one.ptx), one.name
+
+
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize("head_dim", [64, 112, 128, 256])
+@pytest.mark.parametrize(("queries", "group"), [(1, 5), (4, 8)])
+def test_decoding_compiles_without_spills(queries, group, head_dim):
+    spec = make_spec(2, queries, 8000, 2 * group, 2, head_dim, dtype="bfloat16", key_lengths=True)
+    names = []
+    for one in compile_default("attention_forward", spec):
+        names.append(one.name)
+        assert one.spilled == 0, one
+    assert names == ["attention_forward", "combine_parts"]
 
 
 @pytest.mark.sampled(one_in=6)

@@ -94,7 +94,7 @@ def attention_forward(
         else:
             logsumexp = tl.where(saw, logsumexp, BLIND)
             if tl.max((is_live & ~saw).to(tl.int32), axis=0) > 0:
-                mean = mean_of_values(v, at, kv_head, p)
+                mean = mean_of_values(v, at, kv_head, p, p.block_kv)
                 acc = tl.where(saw[:, None], acc, mean[None, :])
     if not ALL_LIVE:
         acc = tl.where(is_live[:, None], acc, 0.0)
@@ -192,18 +192,17 @@ def combine_parts(
         logsumexp = BLIND
         combined = tl.zeros((BD,), tl.float32)
         if is_live:
-            combined = mean_of_values(v, at, head // p.group, p)
+            combined = mean_of_values(v, at, head // p.group, p, 16)  # A larger block spills registers.
     out_row = batch * (p.num_queries * p.num_heads) + row
     tl.store(out + out_row * D + columns, combined.to(out.dtype.element_ty), mask=columns < D)
     tl.store(lse + (batch * p.num_heads + head) * p.num_queries + query, logsumexp)
 
 
 @triton.jit
-def mean_of_values(v, at, kv_head, p: tl.constexpr):
-    """The mean of all values of a head. Padding counts, but for what is not finite."""
+def mean_of_values(v, at, kv_head, p: tl.constexpr, BK: tl.constexpr):
+    """The mean of all values of a head, by blocks of BK. Padding counts, but for what is not finite."""
     D: tl.constexpr = p.value_dim
     BD: tl.constexpr = p.block_d
-    BK: tl.constexpr = p.block_kv
     V_STRIDE: tl.constexpr = p.num_kv_heads * p.value_dim
     v_base = v + (at.batch.to(tl.int64) * p.num_keys * p.num_kv_heads + kv_head) * p.value_dim
     total = tl.full((BD,), 0.0, tl.float32)

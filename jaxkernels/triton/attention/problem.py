@@ -43,8 +43,8 @@ LOG2E = math.log2(math.e)
 
 #: A load of a thread.
 _ALIGNED_BYTES = 16
-#: Up to here a bias or a mask is one tile for each head.
-_FEW_PAIRS = 64 * 64
+#: Keys of a small tile.
+_FEW_KEYS = 32
 
 #: Float32 is multiplied in TF32, as XLA does by default. Exactly, if there are at most so many pairs of a query and a
 #: key: there XLA, too, is exact.
@@ -227,11 +227,11 @@ def with_aligned_rows(x: jax.Array) -> jax.Array:
 
 def _aligned(x: jax.Array | ArrayType) -> tuple[int, int, int, int]:
     """The shape with whole 16 bytes in each row. From other rows Triton loads value by value, with an address each:
-    ptxas then spills 500 bytes of registers, and the forward pass took ten times as long. Padding is a launch of
-    XLA's: it does not pay for one row, and for a few.
+    ptxas then spills 500 bytes of registers, and the forward pass took ten times as long. A few keys stay as they are:
+    padding is a launch of XLA's, and their tiles are small.
     """
     batch, heads, queries, keys = x.shape
-    if queries == 1 or keys == 1 or queries * keys <= _FEW_PAIRS:
+    if keys <= _FEW_KEYS:
         return batch, heads, queries, keys
     unit = _ALIGNED_BYTES // x.dtype.itemsize
     return batch, heads, queries, keys + -keys % unit
