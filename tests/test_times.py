@@ -153,15 +153,12 @@ def test_an_h100_takes_the_times_of_an_h200(table):
     assert dispatch.choose("matmul", product(1000, 1000, 1000, target=h100_pcie), None).estimates == ()
 
 
-def test_times_of_an_h200_are_compared_with_estimates_for_an_h200():
-    """Those for an H100 are longer where memory is the limit, and an H100 gets the same corrections."""
-
-    def corrections(chip: hardware.Chip) -> dict[str, float]:
-        spec = product(64, 28672, 4096, target=chip)
-        return times.corrections_of("matmul", spec, [estimate_of(spec, name) for name in ("pallas", "cuda", "xla")])
-
-    assert len(corrections(H200)) == 3
-    assert corrections(H100) == corrections(H200)
+def test_an_h100_counts_as_an_h200():
+    """Also its memory: some cost models know that it is slower, and others do not."""
+    spec = product(64, 28672, 4096)
+    choice = dispatch.choose("matmul", spec, None)
+    assert len(choice.estimates) >= 3
+    assert dispatch.choose("matmul", dataclasses.replace(spec, target=H100), None).estimates == choice.estimates
 
 
 def test_kinds_without_features_are_left_to_the_order(table):

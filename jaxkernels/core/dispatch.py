@@ -431,13 +431,13 @@ def _estimates(op: str, spec: Spec, names: list[str]) -> dict[str, float]:
     """The seconds of the backends' default configurations, of those that were measured on similar problems."""
     if not times.covers(op, spec):
         return {}
-    found = []
+    found, measured = [], times.as_measured(spec)
     for name in names:
         backend, config = load(op, name), default_config(op, name, spec)
-        seconds = backend.estimate(spec, config)
+        seconds = backend.estimate(measured, config)
         if seconds is not None and 0 < seconds < math.inf:
             found.append(times.Estimate(name, name_of(backend.design_of(config)), config, seconds))
-    corrections = times.corrections_of(op, spec, found)
+    corrections = times.corrections_of(op, measured, found)
     return {x.backend: x.seconds * math.exp(corrections[x.backend]) for x in found if x.backend in corrections}
 
 

@@ -41,8 +41,8 @@ from jaxkernels.core import hardware, plain, winners
 from jaxkernels.core.hardware import Chip
 
 __all__ = [
-    "ENOUGH", "MARGIN", "Errors", "Estimate", "Problem", "Regression", "corrections_of", "covers", "errors_of",
-    "least", "measured_backends", "read", "regression_of", "table_of", "write",
+    "ENOUGH", "MARGIN", "Errors", "Estimate", "Problem", "Regression", "as_measured", "corrections_of", "covers",
+    "errors_of", "least", "measured_backends", "read", "regression_of", "table_of", "write",
 ]  # fmt: skip
 
 #: Problems that a regression needs.
@@ -74,7 +74,7 @@ Errors = dict[tuple[str, str], tuple[tuple[float, ...], float]]
 
 _TABLES = pathlib.Path(__file__).parent / "tables" / "times"
 
-#: Chip -> the chip whose times correct its estimates: the same SMs with other memory. The cost models know the memory.
+#: Chip -> the chip that it counts as, estimates too: the same SMs. Its memory is slower, as some cost models know.
 _STAND_INS = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}
 
 
@@ -158,6 +158,11 @@ def least(seconds: Mapping[str, float]) -> str:
     return min(seconds, key=lambda backend: seconds[backend] * (1 if backend == "xla" else 1 + MARGIN))
 
 
+def as_measured(spec: Any) -> Any:
+    """The spec on the chip whose times correct its estimates."""
+    return dataclasses.replace(spec, target=_measured_on(spec.target))
+
+
 def covers(op: str, spec: Any) -> bool:
     """Whether estimates of a problem can be corrected: its sizes are known, and its kind has features."""
     return plain.describe(spec) is not None and _features(op, spec, None) is not None
@@ -166,14 +171,9 @@ def covers(op: str, spec: Any) -> bool:
 def corrections_of(op: str, spec: Any, estimates: Sequence[Estimate]) -> dict[str, float]:
     """Backend -> the logarithm of time / estimate that is expected, for one estimate of each backend.
 
-    A backend is missing without enough times of problems on the spec's chip. `covers` must hold.
+    A backend is missing without enough times of problems on the spec's chip. `covers` must hold, and the estimates must
+    be of the spec that `as_measured` returns.
     """
-    if (chip := _measured_on(spec.target)) != spec.target:
-        from jaxkernels.core import dispatch
-
-        spec = dataclasses.replace(spec, target=chip)
-        seconds = [dispatch.load(op, x.backend).estimate(spec, x.config) for x in estimates]
-        estimates = [dataclasses.replace(x, seconds=t) for x, t in zip(estimates, seconds)]
     regressions = {
         x.backend: _regression(op, x.backend, x.design, spec.target) or _regression(op, x.backend, _ALL, spec.target)
         for x in estimates
