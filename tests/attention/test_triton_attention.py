@@ -469,6 +469,36 @@ def test_mistake_in_few_queries_is_noticed(right, wrong, options, tmp_path):
         assert_right("attention_backward", spec, config)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [((8192, 49, 49, 12, 12, 32), {}), ((70000, 1, 300, 8, 2, 64), dict(key_lengths=True)),
+     ((8192, 80, 80, 10, 10, 64), dict(bias=(8192, 10, 80, 80)))],
+)  # fmt: skip
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_grid_takes_any_number_of_heads(kernel, sizes, options, monkeypatch):
+    """Only its first axis takes more than 65,535 programs: windows of images are many short sequences."""
+    grids = []
+
+    def call_kernel(
+        kernel: Any, operands: Any, results: Any, *, grid: tuple[int, ...], **options: Any
+    ) -> list[jax.Array]:
+        grids.append(grid)
+        return [jnp.zeros(result.shape, result.dtype) for result in results]
+
+    monkeypatch.setattr(calls, "call_kernel", call_kernel)
+    spec = make_spec(*sizes, dtype="bfloat16", **options)
+    spec = dataclasses.replace(spec, bias_gradient=kernel == "attention_backward" and spec.bias is not None)
+    config = dispatch.default_config(kernel, "triton", spec)
+    types = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for x in spec.pack(kernel, {name: x.type for name, x in spec.arrays().items()})
+    ]
+    jax.eval_shape(functools.partial(dispatch.load(kernel, "triton").run, spec, config), *types)
+    assert grids
+    for grid in grids:
+        assert max(grid[1:], default=1) <= 65535 < grid[0]
+
+
 # Limits and errors.
 
 

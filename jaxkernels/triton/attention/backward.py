@@ -213,7 +213,7 @@ def _keys_and_values(
         [*_common(spec, named), ranges_of_queries(spec, p, named), named["dout"], lse, delta],
         [apart(spec.k), apart(spec.v)],
         target=spec.target,
-        grid=(-(-spec.k.shape[1] // tile.block_kv), spec.k.shape[0] * spec.k.shape[2] * parts),
+        grid=(-(-spec.k.shape[1] // tile.block_kv) * spec.k.shape[0] * spec.k.shape[2] * parts,),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         constants=dict(p=p, parts=parts),
@@ -236,7 +236,7 @@ def _queries(
         [*_common(spec, named), ranges_of_keys(spec, p, named), named["dout"], lse, delta],
         [spec.q if splits == 1 else ArrayType((splits, *spec.q.shape), _FLOAT32)],
         target=spec.target,
-        grid=(p.num_blocks, spec.q.shape[0] * spec.q.shape[2], splits),
+        grid=(p.num_blocks * spec.q.shape[0] * spec.q.shape[2], splits),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         constants=dict(p=p),
@@ -259,16 +259,13 @@ def _bias(spec: AttentionSpec, named: Mapping[str, jax.Array], lse: jax.Array, d
         shape, dtype = (batch, num_heads, *shape[2:]), _FLOAT32
     tile = next((tile for tile in _BIAS_TILES if costs.fits(spec, "dbias", tile)), _BIAS_TILES[-1])
     p = Problem.of(spec, tile.block_q, tile.block_kv)
+    tiles_q, tiles_kv = p.num_blocks if shape[2] > 1 else 1, -(-num_keys // tile.block_kv) if shape[3] > 1 else 1
     (dbias,) = calls.call_kernel(
         backward_kernel.attention_biases,
         [*_common(spec, named), ranges_of_keys(spec, p, named), named["dout"], lse, delta],
         [ArrayType(shape, dtype)],
         target=spec.target,
-        grid=(
-            p.num_blocks if shape[2] > 1 else 1,
-            -(-num_keys // tile.block_kv) if shape[3] > 1 else 1,
-            shape[0] * shape[1],
-        ),
+        grid=(tiles_q * tiles_kv * shape[0] * shape[1],),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         constants=dict(p=p, batches=batch, shape=shape),

@@ -15,6 +15,7 @@ import triton.language as tl
 from jaxkernels.triton.attention.problem import LOG2E as _LOG2E
 from jaxkernels.triton.attention.tile_kernel import (
     Extras,
+    block_and_rest,
     change,
     load_operand,
     operand,
@@ -46,9 +47,9 @@ def attention_keys_and_values(
     V_STRIDE: tl.constexpr = p.num_kv_heads * p.value_dim
     DK_STRIDE: tl.constexpr = p.num_kv_heads * parts * p.head_dim
     DV_STRIDE: tl.constexpr = p.num_kv_heads * parts * p.value_dim
-    block = tl.program_id(0)
-    batch = tl.program_id(1) // (p.num_kv_heads * parts)
-    kv_part = tl.program_id(1) % (p.num_kv_heads * parts)
+    block, rest = block_and_rest((p.num_keys + p.block_kv - 1) // p.block_kv)
+    batch = rest // (p.num_kv_heads * parts)
+    kv_part = rest % (p.num_kv_heads * parts)
     kv_head = kv_part // parts
     first_head = kv_head * p.group + (kv_part % parts) * HEADS
     at = place_of(batch, x, p)
@@ -138,11 +139,11 @@ def attention_queries(
     BQ: tl.constexpr = p.block_q
     Q_STRIDE: tl.constexpr = p.num_heads * p.head_dim
     O_STRIDE: tl.constexpr = p.num_heads * p.value_dim
-    block = tl.program_id(0)
+    block, rest = block_and_rest(NUM_BLOCKS)
     if p.right is not None:
         block = NUM_BLOCKS - 1 - block  # The longest first.
-    batch = tl.program_id(1) // p.num_heads
-    head = tl.program_id(1) % p.num_heads
+    batch = rest // p.num_heads
+    head = rest % p.num_heads
     at = place_of(batch, x, p)
     query = block * BQ + tl.arange(0, BQ)
     is_query = (query < p.num_queries) & (query + at.offset < at.query_end)
@@ -155,7 +156,7 @@ def attention_queries(
 
     first, whole_first, whole_end, end = visited(ranges, batch, block, at, p, False)
     if p.num_splits > 1:
-        first, whole_first, whole_end, end = part_of(tl.program_id(2), first, whole_first, whole_end, end, p)
+        first, whole_first, whole_end, end = part_of(tl.program_id(1), first, whole_first, whole_end, end, p)
     if not p.has_left_edge:
         whole_first = first
     acc = tl.full((BQ, BH), 0.0, tl.float32)
@@ -164,7 +165,7 @@ def attention_queries(
     acc = add_keys(acc, q_tile, dout_tile, top, shift, k, v, x, at, head, query, whole_first, whole_end, p, False)
     if p.has_right_edge:
         acc = add_keys(acc, q_tile, dout_tile, top, shift, k, v, x, at, head, query, whole_end, end, p, True)
-    part = tl.program_id(2).to(tl.int64) * tl.num_programs(1) * p.num_queries
+    part = tl.program_id(1).to(tl.int64) * (tl.num_programs(0) // NUM_BLOCKS) * p.num_queries
     store_rows(
         dq + (part + row) * p.head_dim,
         query,
@@ -232,10 +233,13 @@ def attention_biases(
     BK: tl.constexpr = p.block_kv
     NUM_Q: tl.constexpr = p.num_blocks
     NUM_KV: tl.constexpr = (p.num_keys + p.block_kv - 1) // p.block_kv
-    first_batch, num_batches = tl.program_id(2) // shape[1], 1
-    first_head, num_heads = tl.program_id(2) % shape[1], 1
-    first_q, num_q = tl.program_id(0), 1
-    first_kv, num_kv = tl.program_id(1), 1
+    TILES_Q: tl.constexpr = NUM_Q if shape[2] > 1 else 1
+    TILES_KV: tl.constexpr = NUM_KV if shape[3] > 1 else 1
+    first_q, rest = block_and_rest(TILES_Q)
+    first_kv, index = rest % TILES_KV, rest // TILES_KV
+    first_batch, num_batches = index // shape[1], 1
+    first_head, num_heads = index % shape[1], 1
+    num_q, num_kv = 1, 1
     if shape[0] == 1:
         num_batches = batches
     if shape[1] == 1:

@@ -43,9 +43,9 @@ def attention_few_queries(
     SHARE: tl.constexpr = (BLOCKS + p.num_splits - 1) // p.num_splits
     K_STRIDE: tl.constexpr = p.num_kv_heads * p.head_dim
     V_STRIDE: tl.constexpr = p.num_kv_heads * p.value_dim
-    split = tl.program_id(0)
-    batch = tl.program_id(1) // p.num_kv_heads
-    kv_head = tl.program_id(1) % p.num_kv_heads
+    split = tl.program_id(1)
+    batch = tl.program_id(0) // p.num_kv_heads
+    kv_head = tl.program_id(0) % p.num_kv_heads
     at = place_of(batch, x, p)
     rows = tl.arange(0, p.block_q)
     query = rows // p.pack
@@ -90,5 +90,5 @@ def attention_few_queries(
         dv_tile = tl.where(is_key[:, None], dv_tile, 0.0) + dmean[None, :]
         store_rows(dk + k_row * H, key, dk_tile, K_STRIDE, H, BH, key < p.num_keys, True)
         store_rows(dv + k_row * D, key, dv_tile, V_STRIDE, D, BD, key < p.num_keys, True)
-    part = split.to(tl.int64) * (tl.num_programs(1) // p.num_kv_heads) * (p.num_queries * p.num_heads) + first_row
+    part = split.to(tl.int64) * (tl.num_programs(0) // p.num_kv_heads) * (p.num_queries * p.num_heads) + first_row
     store_rows(dq + part * H, array_rows, dq_acc * p.scale, H, H, BH, is_inside, True)

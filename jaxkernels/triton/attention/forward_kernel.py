@@ -12,6 +12,7 @@ import triton.language as tl
 from jaxkernels.ops.attention.spec import MASKED_LOGIT
 from jaxkernels.triton.attention.tile_kernel import (
     Extras,
+    block_and_rest,
     change,
     load_operand,
     load_rows,
@@ -42,12 +43,12 @@ def attention_forward(
     D: tl.constexpr = p.value_dim
     BH: tl.constexpr = p.block_h
     BD: tl.constexpr = p.block_d
-    block = tl.program_id(0)
+    block, head_set = block_and_rest(NUM_BLOCKS)
     if p.right is not None:
         block = NUM_BLOCKS - 1 - block  # The longest first.
-    batch = tl.program_id(1) // NUM_SETS
-    first_head = (tl.program_id(1) % NUM_SETS) * p.pack
-    split = tl.program_id(2)
+    batch = head_set // NUM_SETS
+    first_head = (head_set % NUM_SETS) * p.pack
+    split = tl.program_id(1)
     at = place_of(batch, x, p)
     rows = block * BQ + tl.arange(0, BQ)
     query = rows // p.pack
@@ -98,7 +99,7 @@ def attention_forward(
                 acc = tl.where(saw[:, None], acc, mean[None, :])
     if not ALL_LIVE:
         acc = tl.where(is_live[:, None], acc, 0.0)
-    part = split.to(tl.int64) * (tl.num_programs(1) // NUM_SETS) + batch
+    part = split.to(tl.int64) * (tl.num_programs(0) // (NUM_BLOCKS * NUM_SETS)) + batch
     out_base = out + part * (p.num_queries * p.num_heads * p.value_dim)
     store_rows(out_base, array_rows, acc, D, D, BD, is_query, not ALL_ROWS)
     lse_place = lse + (part * p.num_heads + head) * p.num_queries + query
@@ -166,22 +167,22 @@ def combine_parts(
     D: tl.constexpr = p.value_dim
     BD: tl.constexpr = p.block_d
     PARTS: tl.constexpr = p.block_splits
-    row = tl.program_id(0)  # query * num_heads + head
+    ROWS: tl.constexpr = p.num_queries * p.num_heads
+    row, batch = block_and_rest(ROWS)  # Row (query, head) is query * num_heads + head.
     query = row // p.num_heads
     head = row % p.num_heads
-    batch = tl.program_id(1).to(tl.int64)
     at = place_of(batch, x, p)
     is_live = query + at.offset < at.query_end
 
     split = tl.arange(0, PARTS)
-    part = split * tl.num_programs(1).to(tl.int64) + batch
+    part = split.to(tl.int64) * (tl.num_programs(0) // ROWS) + batch
     lse_rows = (part * p.num_heads + head) * p.num_queries + query
     logsumexps = tl.load(lses + lse_rows, mask=split < p.num_splits, other=float("-inf"))
     top = tl.max(logsumexps, axis=0)
     weights = tl.exp(logsumexps - tl.where(top == float("-inf"), 0.0, top))
     total = tl.sum(weights, axis=0)
     columns = tl.arange(0, BD)
-    places = (part * (p.num_queries * p.num_heads) + row)[:, None] * D + columns[None, :]
+    places = (part * ROWS + row)[:, None] * D + columns[None, :]
     is_inside = (split < p.num_splits)[:, None] & (columns < D)[None, :]
     values = tl.load(outs + places, mask=is_inside, other=0.0)
     combined = tl.sum(values * weights[:, None], axis=0)
@@ -193,9 +194,9 @@ def combine_parts(
         combined = tl.zeros((BD,), tl.float32)
         if is_live:
             combined = mean_of_values(v, at, head // p.group, p, 16)  # A larger block spills registers.
-    out_row = batch * (p.num_queries * p.num_heads) + row
-    tl.store(out + out_row * D + columns, combined.to(out.dtype.element_ty), mask=columns < D)
-    tl.store(lse + (batch * p.num_heads + head) * p.num_queries + query, logsumexp)
+    first_row = batch.to(tl.int64) * ROWS
+    tl.store(out + (first_row + row) * D + columns, combined.to(out.dtype.element_ty), mask=columns < D)
+    tl.store(lse + first_row + head * p.num_queries + query, logsumexp)
 
 
 @triton.jit

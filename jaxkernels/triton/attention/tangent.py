@@ -112,7 +112,7 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
         [named["q"], named["k"], named["v"], *optional(spec, named), ranges_of_keys(spec, p, named), lse, *tangents],
         [ArrayType(out.shape, np.dtype(np.float32)), dlse],
         target=spec.target,
-        grid=(p.num_blocks, spec.q.shape[0] * spec.q.shape[2]),
+        grid=(p.num_blocks * spec.q.shape[0] * spec.q.shape[2],),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         constants=dict(p=p),

@@ -11,6 +11,7 @@ import triton.language as tl
 from jaxkernels.triton.attention.problem import LOG2E as _LOG2E
 from jaxkernels.triton.attention.tile_kernel import (
     Extras,
+    block_and_rest,
     change,
     load_operand,
     load_pairs,
@@ -40,11 +41,11 @@ def attention_tangent(
     BQ: tl.constexpr = p.block_q
     Q_STRIDE: tl.constexpr = p.num_heads * p.head_dim
     O_STRIDE: tl.constexpr = p.num_heads * p.value_dim
-    block = tl.program_id(0)
+    block, rest = block_and_rest(NUM_BLOCKS)
     if p.right is not None:
         block = NUM_BLOCKS - 1 - block  # The longest first.
-    batch = tl.program_id(1) // p.num_heads
-    head = tl.program_id(1) % p.num_heads
+    batch = rest // p.num_heads
+    head = rest % p.num_heads
     at = place_of(batch, x, p)
     query = block * BQ + tl.arange(0, BQ)
     is_query = (query < p.num_queries) & (query + at.offset < at.query_end)

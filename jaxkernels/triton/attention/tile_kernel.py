@@ -61,6 +61,15 @@ def place_of(batch, extras, p: tl.constexpr):
 
 
 @triton.jit
+def block_and_rest(num_blocks: tl.constexpr):
+    """Which of `num_blocks` blocks a program has, and the index of the heads that it belongs to. Both are in the first
+    axis of the grid: the others have at most 65,535 programs.
+    """
+    program = tl.program_id(0)
+    return program % num_blocks, program // num_blocks
+
+
+@triton.jit
 def visited(ranges, batch, block, at, p: tl.constexpr, over_queries: tl.constexpr):
     """The first block that is visited, the first and the end of those that need no mask, and the end.
 
