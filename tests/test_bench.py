@@ -41,6 +41,7 @@ from jaxkernels.core.measure import Samples, Visit
 from jaxkernels.core.problems import Baseline, Contender, Problem
 from jaxkernels.models.config import PRESETS
 from jaxkernels.ops.attention import baselines as attention_baselines
+from jaxkernels.ops.attention import reference_backward
 from jaxkernels.ops.attention.cases import AttentionCase
 from jaxkernels.ops.matmul import baselines as matmul_baselines
 from jaxkernels.ops.matmul import reference as xla_matmul
@@ -319,6 +320,25 @@ def test_a_wrong_kernel_gets_no_number(wrong_backend):
     assert reason.startswith("wrong: ")
     assert reason.endswith(" times as far from the reference as plain JAX")
     assert float(reason.split()[1]) > 100
+
+
+@pytest.mark.parametrize(("error", "is_right"), [(1e-8, True), (1e-3, False)])
+def test_zeros_may_have_rounding_errors(error, is_right, registry, monkeypatch):
+    """With one key, the gradients of queries and keys are sums that cancel; plain JAX finds exact zeros."""
+
+    def run(spec: Any, config: Any, *xs: jax.Array) -> list[jax.Array]:
+        dq, *others = reference_backward.run(spec, config, *xs)
+        return [dq + error, *others]
+
+    module = types.ModuleType("backend_noisy")
+    vars(module).update({name: value for name, value in vars(reference_backward).items() if not name.startswith("__")})
+    module.run = run
+    monkeypatch.setitem(sys.modules, "backend_noisy", module)
+    registry["attention_forward", "noisy"] = registry["attention_forward", "xla"]
+    registry["attention_backward", "noisy"] = dispatch.Entry(("backend_noisy",))
+    problem = Problem(AttentionCase(1, 8, 1, 2, 1, 16, dtype="float32"), "backward")
+    (row,) = rows(problem, backends=("noisy", "xla"))
+    assert [side.name for side in row.ours] == (["noisy", "xla"] if is_right else ["xla"])
 
 
 def test_nan_is_wrong(monkeypatch):

@@ -38,7 +38,7 @@ def error_ratio(distance: float, plain_distance: float, largest: float, dtype: A
     Args:
       distance: max|x - reference|; NaN if x has a NaN or an infinity that the reference lacks.
       plain_distance: max|plain - reference|.
-      largest: max|reference|.
+      largest: max|reference|; of a reference of zeros, the maximum of all results.
       dtype: the dtype of the result.
     """
     unit = plain_distance + max(float(jnp.finfo(dtype).eps) / 4, 2.0**-20) * largest / ALLOWED

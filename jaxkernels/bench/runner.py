@@ -558,14 +558,17 @@ class _Judge:
         part = self._part.case.with_masks(part)
         with jax.enable_x64(True):
             references, plain = jax.block_until_ready(self._referring.result()(part))
+        largest_of_all = max(float(largest) for _, largest in plain.values())
 
         def error_ratio(results: _Arrays) -> float:
             with jax.enable_x64(True):
                 distances = {name: x.result()(results[name], references[name]) for name, x in self._comparing.items()}
             ratios = []
             for name, distance in distances.items():
-                (plain_distance, largest), distance, dtype = plain[name], float(distance), self._types[name].dtype
-                ratios.append(accuracy.error_ratio(distance, float(plain_distance), float(largest), dtype))
+                (plain_distance, largest), dtype = plain[name], self._types[name].dtype
+                # Zeros have no size of their own: with one key, gradients of queries are sums that cancel.
+                size = float(largest) or largest_of_all
+                ratios.append(accuracy.error_ratio(float(distance), float(plain_distance), size, dtype))
             return math.nan if any(map(math.isnan, ratios)) else max(ratios)
 
         return error_ratio
