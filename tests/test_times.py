@@ -174,6 +174,7 @@ def test_sizes_that_are_not_known_yet_are_left_to_the_order(monkeypatch):
     exported(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
 
 
+@pytest.mark.usefixtures("as_if_triton_was_installed")
 def test_estimates_are_the_same_without_triton():
     spec = product(1000, 3000, 500)
     estimates = [estimate_of(spec, name) for name in ("cuda", "pallas", "triton", "xla")]

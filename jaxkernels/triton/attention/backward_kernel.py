@@ -6,6 +6,7 @@ that see no key. Their weights are then zero.
 
 # pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false, reportReturnType=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
