@@ -8,8 +8,8 @@
 
 `nnx.remat(policy=...)` and Linen's `nn.remat(policy=...)` take them too. They have the names and the meaning of the
 policies in `jax.checkpoint_policies`: they save `jk.matmul` and `jk.dot_general` as JAX's policies save
-`jax.lax.dot_general`. `knowing_products` converts any other policy. Of a product with an activation they save the
-pre-activation. The backward pass computes the result from it again. If a residual was added, they save the result, too.
+`jax.lax.dot_general`. `knowing_products` converts any other policy. They save the pre-activation of a product with an
+activation. The backward pass computes the result from it again. They also save the result if a residual was added.
 
 Attention is not a dot. `save_attention` saves its output and its logsumexp, so that the backward pass does not run the
 forward kernel again. `save_products_and_attention` saves them and all products. Both also save the attention of

@@ -599,7 +599,7 @@ def test_config_names_what_a_field_takes():
 
 @pytest.mark.parametrize("runs_twice", [True, False])
 def test_each_kernel_once_puts_a_barrier_behind_results(monkeypatch, runs_twice):
-    """Of the kernels whose results a scan may stack; JAX 0.12 needs none."""
+    """The barriers stand behind kernels whose results a scan may stack. JAX 0.12 needs none."""
     monkeypatch.setattr(_jax, "runs_kernels_of_loops_twice", lambda: runs_twice)
     x = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
     heads = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)

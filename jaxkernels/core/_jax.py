@@ -53,6 +53,7 @@ __all__ = [
     "register_batcher",
     "register_bilinear_taylor",
     "register_nan_check",
+    "register_recomputation",
     "register_taylor",
     "runs_kernels_of_loops_twice",
     "taylor",

@@ -33,6 +33,7 @@ from jaxkernels.triton import calls, chips
 from jaxkernels.triton.attention import costs
 from jaxkernels.triton.attention.problem import (
     Problem,
+    check_counts,
     check_tiles,
     optional,
     ranges_of_keys,
@@ -83,9 +84,7 @@ class Config:
         check_tiles(_LABEL, dq_block_q=self.dq_block_q, dq_block_kv=self.dq_block_kv)
         calls.check_schedule(_LABEL, self.num_warps, self.num_stages)
         calls.check_schedule(_LABEL, self.dq_num_warps, self.dq_num_stages)
-        for name in ("group_parts", "dq_splits"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{_LABEL}: {name} must be positive; got {getattr(self, name)}.")
+        check_counts(_LABEL, group_parts=self.group_parts, dq_splits=self.dq_splits)
 
     @property
     def keys_tile(self) -> _Tile:

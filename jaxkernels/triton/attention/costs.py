@@ -34,7 +34,7 @@ __all__ = [
 
 #: Registers of a thread for accumulators, logits and operands, on Hopper and on others. With more, ptxas spills.
 _MOST_REGISTERS = 215, 170
-#: What is left of them for a kernel whose steps have results of their own.
+#: The share of these registers that a kernel may use if its steps have results of their own.
 _SHARE_WITH_RESULTS = 0.69
 #: What masks of columns take of them.
 _REGISTERS_OF_COLUMNS = 10
@@ -216,13 +216,13 @@ def packed_heads(spec: AttentionSpec, tile: Tile) -> int:
     return min(heads & -heads, tile.block_q) if spec.segments else heads
 
 
-def splits(spec: AttentionSpec, programs: int, num_blocks: int) -> Iterator[int]:
-    """Numbers of parts of the keys that are worth trying."""
+def splits(spec: AttentionSpec, programs: int, num_blocks: int, *, per_sm: int) -> Iterator[int]:
+    """Numbers of parts of the keys that are worth trying: powers of two that leave each part a block, and give an SM up
+    to `per_sm` programs.
+    """
     yield 1
-    if spec.q.shape[1] > 64:
-        return  # The parts' results would be as large as the keys.
     parts = 2
-    while parts <= num_blocks and programs * parts <= 8 * chips.num_sms(spec.target):
+    while parts <= num_blocks and programs * parts <= per_sm * chips.num_sms(spec.target):
         yield parts
         parts *= 2
 

@@ -11,7 +11,6 @@ the three of `jaxkernels.triton.attention.backward`, and many keys are read once
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator
 
@@ -23,7 +22,7 @@ from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.triton import calls, chips
 from jaxkernels.triton.attention import costs, problem
-from jaxkernels.triton.attention.problem import Problem, check_tiles, optional
+from jaxkernels.triton.attention.problem import Problem, check_counts, check_tiles, optional
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "unsupported"]
 
@@ -56,8 +55,7 @@ class Config:
         check_fields(_LABEL, self)
         check_tiles(_LABEL, block_q=self.block_q, block_kv=self.block_kv)
         calls.check_schedule(_LABEL, self.num_warps, self.num_stages)
-        if self.num_splits < 1:
-            raise ValueError(f"{_LABEL}: num_splits must be positive; got {self.num_splits}.")
+        check_counts(_LABEL, num_splits=self.num_splits)
 
 
 #: (block_kv, num_warps, num_stages). Of equals, the first is taken.
@@ -101,17 +99,9 @@ def _fitting(spec: AttentionSpec) -> list[Config]:
 def search_space(spec: AttentionSpec) -> Iterator[Config]:
     """Tiles that fit; parts of the keys where there are few programs."""
     for tile in _fitting(spec):
-        for num_splits in _splits(spec, tile):
+        num_blocks, programs = -(-spec.k.shape[1] // tile.block_kv), spec.k.shape[0] * spec.k.shape[2]
+        for num_splits in costs.splits(spec, programs, num_blocks, per_sm=4):
             yield dataclasses.replace(tile, num_splits=num_splits)
-
-
-def _splits(spec: AttentionSpec, tile: Config) -> Iterator[int]:
-    """Powers of two that leave each part a block and give an SM up to four programs."""
-    num_blocks, programs = -(-spec.k.shape[1] // tile.block_kv), spec.k.shape[0] * spec.k.shape[2]
-    for parts in (1 << i for i in itertools.count()):
-        if parts > 1 and (parts > num_blocks or programs * parts > 4 * chips.num_sms(spec.target)):
-            return
-        yield parts
 
 
 def estimate(spec: AttentionSpec, config: Config) -> float:

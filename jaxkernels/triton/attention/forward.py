@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax
 import numpy as np
@@ -24,7 +24,14 @@ from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.triton import calls
 from jaxkernels.triton.attention import costs
-from jaxkernels.triton.attention.problem import Problem, check_tiles, optional, ranges_of_keys, unsupported
+from jaxkernels.triton.attention.problem import (
+    Problem,
+    check_counts,
+    check_tiles,
+    optional,
+    ranges_of_keys,
+    unsupported,
+)
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
@@ -57,9 +64,7 @@ class Config:
         check_fields(_LABEL, self)
         check_tiles(_LABEL, block_q=self.block_q, block_kv=self.block_kv)
         calls.check_schedule(_LABEL, self.num_warps, self.num_stages)
-        for name in ("pack", "num_splits"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{_LABEL}: {name} must be positive; got {getattr(self, name)}.")
+        check_counts(_LABEL, pack=self.pack, num_splits=self.num_splits)
 
 
 #: Parts times columns that one warp combines.
@@ -100,8 +105,14 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
         for pack in sorted(packs, reverse=spec.q.shape[1] < tile.block_q):
             if costs.is_filled(spec.q.shape[1] * pack, tile.block_q):
                 packed = dataclasses.replace(tile, pack=pack)
-                for num_splits in costs.splits(spec, _programs(spec, packed), -(-spec.k.shape[1] // tile.block_kv)):
+                for num_splits in _splits(spec, packed):
                     yield dataclasses.replace(packed, num_splits=num_splits)
+
+
+def _splits(spec: AttentionSpec, config: Config) -> Iterable[int]:
+    if spec.q.shape[1] > 64:
+        return (1,)  # The parts' results would be as large as the keys.
+    return costs.splits(spec, _programs(spec, config), -(-spec.k.shape[1] // config.block_kv), per_sm=8)
 
 
 def shortlist(spec: AttentionSpec) -> Iterator[Config]:

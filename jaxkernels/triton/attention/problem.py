@@ -29,6 +29,7 @@ from jaxkernels.triton import calls
 __all__ = [
     "LOG2E",
     "Problem",
+    "check_counts",
     "check_tiles",
     "key_ranges",
     "optional",
@@ -317,6 +318,13 @@ def _ranges(
     whole_end = jnp.clip(whole_end, whole_first, end)
     ranges = jnp.stack(jnp.broadcast_arrays(first, whole_first, whole_end, end), axis=-1).astype(jnp.int32)
     return jnp.broadcast_to(ranges, (ranges.shape[0], num_rows, 4))
+
+
+def check_counts(label: str, **counts: int) -> None:
+    """Raises ValueError unless each count is positive."""
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{label}: {name} must be positive; got {count}.")
 
 
 def check_tiles(label: str, **sizes: int) -> None:
