@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ class Cache:
 
 
 class Projection(nnx.Module):
-    """A linear layer without bias: y = activation(x kernel) * multiplier + residual, in one jaxkernels matmul."""
+    """A linear layer without bias: y = x kernel + residual, in one jaxkernels matmul."""
 
     def __init__(self, in_features: int, out_features: int, config: ModelConfig, *, rngs: nnx.Rngs, gain: float = 1.0):
         init = nnx.initializers.normal(gain / math.sqrt(in_features))
@@ -72,31 +72,32 @@ class Projection(nnx.Module):
         self,
         x: Float[Array, "B T In"],
         *,
-        activation: Literal["silu"] | None = None,
-        multiplier: Float[Array, "B T Out"] | None = None,
         residual: Float[Array, "B T Out"] | None = None,
     ) -> Float[Array, "B T Out"]:
-        kernel = self.kernel[...].astype(self.config.dtype)
-        return jk.matmul(
-            x,
-            kernel,
-            activation=activation,
-            multiplier=multiplier,
-            residual=residual,
-            backend=self.config.backend,
-        )
+        return jk.matmul(x, self.weight, residual=residual, backend=self.config.backend)
+
+    @property
+    def weight(self) -> Float[Array, "In Out"]:
+        """The kernel in the dtype that the model computes in."""
+        return self.kernel[...].astype(self.config.dtype)
 
 
 class Norm(nnx.Module):
-    """RMS norm with a scale. A residual is no operand: the products before have added it to the stream."""
+    """RMS norm with a scale. A residual is no operand: the products before have added it to the stream.
+
+    It returns the stream, too: the norm's backward kernel then adds the gradient of what follows.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.scale = nnx.Param(nnx.initializers.ones(rngs.params(), (config.embed_dim,), jnp.float32))
         self.config = config
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        backend = "xla" if self.config.backend == "xla" else None  # Not all backends have norms.
-        return jk.rms_norm(x, self.scale[...], eps=self.config.norm_epsilon, backend=backend)
+    def __call__(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+        if self.config.backend == "xla":  # XLA fuses the sum of gradients best if it sees all of it.
+            return jk.rms_norm(x, self.scale[...], eps=self.config.norm_epsilon, backend="xla"), x
+        return jk.rms_norm(
+            x, self.scale[...], return_x=True, eps=self.config.norm_epsilon
+        )  # Not all backends have norms.
 
 
 class Attention(nnx.Module):
@@ -147,13 +148,14 @@ class FeedForward(nnx.Module):
     """SwiGLU: (silu(x gate) * (x up)) down (Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        c = config
+        c = self.config = config
         self.gate = Projection(c.embed_dim, c.mlp_dim, c, rngs=rngs)
         self.up = Projection(c.embed_dim, c.mlp_dim, c, rngs=rngs)
         self.down = Projection(c.mlp_dim, c.embed_dim, c, rngs=rngs, gain=_residual_gain(c))
 
     def __call__(self, x: Float[Array, "B T D"], residual: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.down(self.gate(x, activation="silu", multiplier=self.up(x)), residual=residual)
+        weights = self.gate.weight, self.up.weight, self.down.weight
+        return jk.gated_mlp(x, *weights, activation="silu", residual=residual, backend=self.config.backend)
 
 
 class Block(nnx.Module):
@@ -172,8 +174,9 @@ class Block(nnx.Module):
         cache: LayerCache | None,
         length: jax.Array,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
-        x, cache = self.attention(_normalise(self.attention_norm, x), x, rotation, cache, length)
-        return self.mlp(_normalise(self.mlp_norm, x), x), cache
+        normalised, x = _normalise(self.attention_norm, x)
+        x, cache = self.attention(normalised, x, rotation, cache, length)
+        return self.mlp(*_normalise(self.mlp_norm, x)), cache
 
 
 class Transformer(nnx.Module):
@@ -237,7 +240,8 @@ class Transformer(nnx.Module):
         rotation = rotation_at(length + jnp.arange(tokens.shape[1]), c)
         x = jnp.take(self.embedding[...], tokens, axis=0).astype(c.dtype)
         x, layers = self._run_layers(x, rotation, None if cache is None else cache.layers, length)
-        return _normalise(self.norm, x), None if cache is None else Cache(layers, length + tokens.shape[1])
+        x, _ = _normalise(self.norm, x)
+        return x, None if cache is None else Cache(layers, length + tokens.shape[1])
 
     def _run_layers(self, x: jax.Array, rotation: tuple[jax.Array, jax.Array], caches: Any, length: jax.Array) -> Any:
         """Returns the stream after the last layer, and the updated caches (None without caches)."""
@@ -316,8 +320,8 @@ def abstract_params(
 
 
 @functools.partial(nnx.remat, prevent_cse=False)
-def _normalise(norm: Norm, x: jax.Array) -> jax.Array:
-    """Applies a norm. The backward pass computes it again.
+def _normalise(norm: Norm, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Applies a norm, and returns the stream, too. The backward pass computes it again.
 
     A scan keeps what the gradient reads of each layer, and that would be several float32 arrays of the stream's size.
     In unrolled layers XLA decides what is computed again: without barriers it merges the two computations.

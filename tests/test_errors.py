@@ -166,6 +166,47 @@ MATMULS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     ),
 }
 
+X, UP, DOWN = array(2, 5, 7), array(7, 3), array(3, 4)
+GATED_MLPS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "unknown backend": (
+        (X, UP, UP, DOWN),
+        dict(backend="cublas"),
+        f"gated_mlp: unknown backend='cublas'; use one of {KNOWN}, or None to let the op choose.",
+    ),
+    "integers": (
+        (array(5, 7, dtype=np.int32), UP, UP, DOWN),
+        {},
+        "gated_mlp[auto]: x must have a floating dtype; got int32. Cast it with .astype.",
+    ),
+    "scalar": ((array(), UP, UP, DOWN), {}, "gated_mlp[auto]: x must have at least one dimension; got a scalar."),
+    "weights in a batch": (
+        (X, UP[None], UP, DOWN),
+        {},
+        "gated_mlp[auto]: w_gate must be a matrix; got shape (1, 7, 3).",
+    ),
+    "unlike weights": (
+        (X, UP, DOWN, DOWN),
+        {},
+        "gated_mlp[auto]: w_up must have shape (d, f) = (7, 3), as w_gate (d, f) = (7, 3) says; got (3, 4).",
+    ),
+    "x of another width": (
+        (array(5, 6), UP, UP, DOWN),
+        {},
+        "gated_mlp[auto]: x must have shape (..., d) = (5, 7), as w_gate (d, f) = (7, 3) says; got (5, 6).",
+    ),
+    "residual of another shape": (
+        (X, UP, UP, DOWN),
+        dict(residual=array(5, 4)),
+        "gated_mlp[auto]: residual must have shape (..., e) = (2, 5, 4), as w_gate (d, f) = (7, 3) and w_down (f, e) = "
+        "(3, 4) say; got (5, 4).",
+    ),
+    "unknown activation": (
+        (X, UP, UP, DOWN),
+        dict(activation="swish"),
+        "gated_mlp[auto]: unknown activation='swish'; use one of 'relu', 'silu', 'gelu', 'gelu_erf', or None.",
+    ),
+}
+
 DOT_GENERALS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "unknown backend": (
         (A, B, (((1,), (0,)), ((), ()))),
@@ -446,9 +487,16 @@ ATTENTIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     ),
 }
 
+_TABLES = (
+    (jk.matmul, MATMULS),
+    (jk.gated_mlp, GATED_MLPS),
+    (jk.dot_general, DOT_GENERALS),
+    (jk.dot_product_attention, ATTENTIONS),
+)
+
 CALLS: list[Any] = [
     pytest.param(f, args, options, message, id=f"{f.__name__}-{name}")
-    for f, table in ((jk.matmul, MATMULS), (jk.dot_general, DOT_GENERALS), (jk.dot_product_attention, ATTENTIONS))
+    for f, table in _TABLES
     for name, (args, options, message) in table.items()
 ]
 

@@ -138,6 +138,27 @@ def test_product_with_epilogue(opaque, meshes, kind, name):
         assert specs_of([out, *grads]) == [out_spec, *specs]
 
 
+@pytest.mark.sampled(one_in=2)
+@every_kind
+@pytest.mark.parametrize(
+    "specs",
+    [
+        (P("x", None), P(None, None), P(None, None), P(None, None)),
+        (P("x", None), P(None, "y"), P(None, "y"), P("y", None)),
+        (P("x", None), P("x", None), P("x", None), P(None, "x")),
+    ],
+    ids=["rows", "hidden", "fsdp"],
+)
+def test_gated_mlp(opaque, meshes, kind, specs):
+    ours = functools.partial(jk.gated_mlp, backend=opaque)
+    reference = lambda x, gate, up, down: (jax.nn.silu(x @ gate) * (x @ up)) @ down
+    x, *weights = arrays((16, 32), (32, 24), (32, 24), (24, 8))
+    xs = x, *(weight / 8 for weight in weights)
+    _, grads = assert_no_worse(ours, reference, getattr(meshes, kind), xs, specs)
+    if kind == "explicit":
+        assert specs_of(grads) == list(specs)
+
+
 @every_kind
 def test_xla_backend(meshes, kind):
     a_spec, b_spec, _ = PRODUCTS["rows and contracted"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -98,6 +98,29 @@ PROGRAMS = {
         lambda a, b, multiplier: jax.nn.silu(a @ b) * multiplier,
         shapes=((5, 7), (7, 3), (5, 3)),
     ),
+    "gated mlp": Program(
+        jk.gated_mlp,
+        lambda x, gate, up, down: (jax.nn.silu(x @ gate) * (x @ up)) @ down,
+        shapes=((2, 5, 7), (7, 3), (7, 3), (3, 4)),
+    ),
+    "gated mlp, biases, residual": Program(
+        lambda x, gate, up, down, b_gate, b_up, b_down, residual, backend: jk.gated_mlp(
+            x,
+            gate,
+            up,
+            down,
+            activation="gelu",
+            b_gate=b_gate,
+            b_up=b_up,
+            b_down=b_down,
+            residual=residual,
+            backend=backend,
+        ),
+        lambda x, gate, up, down, b_gate, b_up, b_down, residual: (
+            (jax.nn.gelu(x @ gate + b_gate) * (x @ up + b_up)) @ down + b_down + residual
+        ),
+        shapes=((5, 7), (7, 3), (7, 3), (3, 4), (3,), (3,), (4,), (5, 4)),
+    ),
     "bias, residual": _fused(None, lambda x: x),
     "bias, gelu, residual": _fused("gelu", jax.nn.gelu),
     "alpha, bias, gelu, residual": _fused("gelu", jax.nn.gelu, alpha=0.3),
@@ -122,6 +145,11 @@ PROGRAMS = {
     ),
     "rms norm": Program(
         functools.partial(jk.rms_norm, eps=0.1, scale_offset=0.5), _plain_norm, shapes=((2, 5, 7), (7,))
+    ),
+    "rms norm, stream": Program(
+        functools.partial(jk.rms_norm, eps=0.1, scale_offset=0.5, return_x=True),
+        lambda x, scale: (_plain_norm(x, scale), x),
+        shapes=((2, 5, 7), (7,)),
     ),
     "layer norm, residual": Program(
         lambda x, scale, bias, residual, backend: jk.layer_norm(
@@ -537,6 +565,37 @@ def test_checkpoint_policies_know_our_products(ours, policy, remat):
     assert_close(*compile_quickly(lambda: (ours(*xs), reference(*xs)))())
 
 
+def test_gated_mlp_has_epilogues_for_its_elementwise_work():
+    """The gradient has nine products. Those with an epilogue: the gate, its gradients, and the gradient of x."""
+
+    def equations(jaxpr: Any) -> Iterator[Any]:
+        for eqn in jaxpr.eqns:
+            yield eqn
+            if "jaxpr" in eqn.params:
+                yield from equations(eqn.params["jaxpr"])
+
+    gradient = jax.make_jaxpr(jax.grad(lambda *xs: jnp.sum(jk.gated_mlp(*xs)), (0, 1, 2, 3)))
+    found = equations(gradient(*PROGRAMS["gated mlp"].operands()))
+    statics = [eqn.params["static"] for eqn in found if eqn.primitive.name in ("jk_dot_general", "jk_matmul")]
+    assert len(statics) == 9
+    assert [(x.activation, x.is_gradient, x.residual is not None) for x in statics if x.fused] == [
+        ("silu", False, False),
+        ("silu", True, False),
+        (None, False, True),
+    ]
+
+
+@pytest.mark.parametrize(("moving", "most"), [((0,), 6), ((1,), 5), ((2,), 5), ((3,), 4), ((0, 3), 7), ((1, 2), 6)])
+def test_gated_mlp_multiplies_no_zeros(moving, most):
+    """Three products of the forward pass, and those that the wanted gradients need."""
+    program = PROGRAMS["gated mlp"]
+    xs = program.operands()
+    gradient = lambda f: jax.grad(lambda *xs: jnp.sum(f(*xs)), moving)
+    ours, reference = gradient(jk.gated_mlp), gradient(program.reference)
+    assert_close(*compile_quickly(lambda: (ours(*xs), reference(*xs)))())
+    assert count(ours, *xs, names=("jk_dot_general", "jk_matmul")) == most
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_checkpoint_keeps_the_preactivation_alone(gated):
     """The backward pass computes the activation and the multiplication again, but no product."""
@@ -662,9 +721,9 @@ def test_eager_evaluation_equals_jit(backend, program):
 # On the kernels, which take 16 bits.
 
 _PRODUCTS = ("product", "batch of products", "alpha", "dot_general", "bias", "silu", "bias, residual")
-_PRODUCTS += ("silu, multiplier", "bias, gelu, residual")
+_PRODUCTS += ("silu, multiplier", "bias, gelu, residual", "gated mlp", "gated mlp, biases, residual")
 _ATTENTIONS = ("attention", "attention, masks", "attention, lse")
-_NORMS = ("rms norm", "layer norm, residual")
+_NORMS = ("rms norm", "rms norm, stream", "layer norm, residual")
 _ON_KERNELS = {
     "cuda": _PRODUCTS,
     "pallas": (*_PRODUCTS, *_ATTENTIONS),

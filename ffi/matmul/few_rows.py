@@ -24,6 +24,7 @@ from jaxkernels.core.arguments import check_fields, check_smem
 from jaxkernels.ffi import compiler, custom_call, handler, wgmma
 from jaxkernels.ffi.matmul.operand_blocks import ATOM, SWIZZLE_BYTES, OperandBlocks
 from jaxkernels.ops.matmul import tensor_cores
+from jaxkernels.ops.matmul.epilogue import apply_epilogue
 from jaxkernels.ops.matmul.spec import MatmulSpec
 
 __all__ = [
@@ -310,8 +311,10 @@ def not_estimated(spec: MatmulSpec, config: Config) -> str | None:
 
 
 def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
-    """Returns the product, or [out] / [out, preactivation] when the spec has an epilogue."""
+    """Returns the product, or the results as a list when the spec has an epilogue."""
     named = spec.named("matmul", arrays)
+    if spec.is_gradient:  # XLA computes the gradients from the product.
+        return apply_epilogue(spec, run(spec.product, config, named["lhs"], named["rhs"]), named)
     g, sides = spec.gemm, _Sides.of(spec)
     _check_limits(spec, config, sides)
     lhs, rhs = spec.fold(named["lhs"], named["rhs"])

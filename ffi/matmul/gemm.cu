@@ -1,5 +1,6 @@
 // out = activation(alpha * lhs * rhs + bias) + residual on Hopper tensor cores, or, with a
-// multiplier in place of the residual, times that.
+// multiplier in place of the residual, times that. Or both gradients of such a gated layer, whose
+// cotangent is the product.
 //
 // A persistent grid works on the output tiles. In each CTA one producer thread copies blocks of
 // both operands into a ring of shared memory slots by TMA. Consumer warpgroups multiply the blocks
@@ -104,6 +105,9 @@ struct Config {
   // Whether what lies in the residual's place multiplies.
   static constexpr bool kMultiplies = JK_MULTIPLIES;
   static constexpr bool kSavePreactivation = JK_SAVE_PREACTIVATION;
+  // Whether the results are the gradients of activation(preactivation) * gate. The pre-activation
+  // lies in the residual's place.
+  static constexpr bool kIsGradient = JK_IS_GRADIENT;
   // Whether the result's rows are whole 16-byte units, as TMA needs them.
   static constexpr bool kHasTmaRows = JK_HAS_TMA_ROWS;
 };
@@ -177,6 +181,8 @@ static_assert(Config::kDeferred != Deferred::kPacked ||
                   (Config::Output::kBytes == 2 && !Config::kSavePreactivation &&
                    0 < Config::kNumPacked && Config::kNumPacked <= kWgmmasM * kPieces),
               "pieces of one result of 16 bits");
+static_assert(!Config::kIsGradient || (Config::kHasResidual && !Config::kSavePreactivation),
+              "a gradient has two operands and two results");
 static_assert(!Config::kReduceAdd || (Config::kHasTmaRows && Config::Output::kBytes == 4),
               "TMA adds in float32");
 
@@ -503,8 +509,10 @@ struct MatrixType<true> {
 };
 template <bool kIsThere>
 using Matrix = typename MatrixType<kIsThere && Config::kHasTmaRows>::type;
-using Preactivation = Matrix<Config::kSavePreactivation>;
+constexpr bool kHasSecond = Config::kSavePreactivation || Config::kIsGradient;
+using Second = Matrix<kHasSecond>;
 using Residual = Matrix<Config::kHasResidual>;
+using Gate = Matrix<Config::kIsGradient>;
 
 // 16 rows of one swizzle span, which a warp stages.
 struct Piece {
@@ -545,11 +553,13 @@ __device__ __forceinline__ void prefetch(const TensorMaps& matrix) {
 }
 __device__ __forceinline__ void prefetch(const Address&) {}
 
-// Operands that Config leaves out are neither read nor written.
+// Operands that Config leaves out are neither read nor written. The second result is the saved
+// pre-activation, or the gate's gradient.
 struct Operands {
   const Matrix<true>& out;
-  const Preactivation& preactivation;
+  const Second& second;
   const Residual& residual;
+  const Gate& gate;
   const float* bias;
 };
 
@@ -570,7 +580,7 @@ class Epilogue {
         staging_(shared.staging[warp_]),
         residual_full_(shared.residual_full[warp_]) {}
 
-  // Before a tile's products: begins to fetch the first pieces of the residual.
+  // Before a tile's products: begins to fetch the first pieces of the residual and of the gate.
   __device__ __forceinline__ void begin(const Tile& tile, int first_row) {
     if constexpr (kFetchesAhead) {
       const int count = kOutSlots < kCount ? kOutSlots : kCount;
@@ -600,6 +610,10 @@ class Epilogue {
         if constexpr (Config::kSavePreactivation) {
           Buffer::write(values, staging_[kOutSlots + out_slot(p)], c);
         }
+        if constexpr (Config::kIsGradient) {
+          differentiate(values, staging, staging_[kOutSlots + out_slot(p)], c);
+          continue;
+        }
         activate(values);
         if constexpr (Config::kHasResidual) {
           float others[8];
@@ -616,8 +630,8 @@ class Epilogue {
       if (kFetchesAhead && kOutSlots > 1 && p > 0 && p - 1 + kOutSlots < kCount) {
         prefetch(tile, first_row, p - 1 + kOutSlots);
       }
-      if constexpr (Config::kSavePreactivation) {
-        send(problem_, operands_.preactivation, staging_[kOutSlots + out_slot(p)], piece);
+      if constexpr (kHasSecond) {
+        send(problem_, operands_.second, staging_[kOutSlots + out_slot(p)], piece);
       }
       send(problem_, operands_.out, staging, piece);
       if (kFetchesAhead && kOutSlots == 1 && p + 1 < kCount) prefetch(tile, first_row, p + 1);
@@ -666,9 +680,9 @@ class Epilogue {
 
  private:
   static constexpr bool kIsExact = Config::Output::kBytes == 4;
-  // The result and a saved pre-activation have half of the buffers each.
-  static constexpr int kOutSlots = kStagingSlots / (Config::kSavePreactivation ? 2 : 1);
-  static_assert(kStagingSlots % 2 == 0 || !Config::kSavePreactivation, "halves");
+  // The results have half of the buffers each. Those of a gradient hold its operands before.
+  static constexpr int kOutSlots = kStagingSlots / (kHasSecond ? 2 : 1);
+  static_assert(kStagingSlots % 2 == 0 || !kHasSecond, "halves");
   // In a cluster that splits k, each CTA finishes some pieces only. Each piece is then fetched when
   // it is due.
   static constexpr bool kFetchesAhead = Config::kHasResidual && kClusterParts == 1;
@@ -682,8 +696,12 @@ class Epilogue {
 
   __device__ __forceinline__ void prefetch(const Tile& tile, int first_row, int p) {
     __syncwarp();
-    fetch(problem_, operands_.residual, staging_[out_slot(p)], &residual_full_[out_slot(p)],
-          piece_of(tile, first_row, p));
+    const Piece piece = piece_of(tile, first_row, p);
+    u64* full = &residual_full_[out_slot(p)];
+    fetch(problem_, operands_.residual, staging_[out_slot(p)], full, piece);
+    if constexpr (Config::kIsGradient) {
+      fetch(problem_, operands_.gate, staging_[kOutSlots + out_slot(p)], full, piece);
+    }
   }
 
   // Waits until the last stores from the buffers of piece p have read them. Buffers are used in
@@ -691,7 +709,7 @@ class Epilogue {
   // start of a tile if the tile before ended out of turn, and if pieces are left out: then it waits
   // for all stores.
   __device__ __forceinline__ void wait_free(int p) {
-    constexpr int kStores = Config::kSavePreactivation ? 2 : 1;
+    constexpr int kStores = kHasSecond ? 2 : 1;
     if (threadIdx.x % kWarp == 0) {
       if ((p == 0 && kCount % kOutSlots != 0) || kClusterParts > 1) {
         cp_async_bulk_wait_group_read<0>();
@@ -718,6 +736,23 @@ class Epilogue {
   static __device__ __forceinline__ void activate(float (&values)[8]) {
 #pragma unroll
     for (float& value : values) value = Activations<kIsExact>::JK_ACTIVATION(value);
+  }
+
+  // 16 columns of the cotangent in, those of both gradients out. The buffers hold the
+  // pre-activation and the gate before, and the gradients by them after.
+  static __device__ __forceinline__ void differentiate(float (&cotangent)[8], unsigned char* first,
+                                                       unsigned char* second, int c) {
+    float preactivation[8], gate[8];
+    Buffer::read(preactivation, first, c);
+    Buffer::read(gate, second, c);
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+      const ValueAndSlope at = Activations<kIsExact>::JK_ACTIVATION_AND_SLOPE(preactivation[r]);
+      gate[r] *= cotangent[r] * at.slope;
+      cotangent[r] *= at.value;
+    }
+    Buffer::write(gate, first, c);
+    Buffer::write(cotangent, second, c);
   }
 
   __device__ __forceinline__ void add_bias(float (&values)[8], int column) const {
@@ -798,9 +833,9 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const Problem& pr
 
 __global__ __launch_bounds__(kThreads, 1) void gemm(
     const __grid_constant__ TensorMaps lhs, const __grid_constant__ TensorMap rhs,
-    const __grid_constant__ Matrix<true> out, const __grid_constant__ Preactivation preactivation,
-    const __grid_constant__ Residual residual, const float* bias, float* sums, int* has_given,
-    const __grid_constant__ Problem problem) {
+    const __grid_constant__ Matrix<true> out, const __grid_constant__ Second second,
+    const __grid_constant__ Residual residual, const __grid_constant__ Gate gate, const float* bias,
+    float* sums, int* has_given, const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(dynamic_smem);
   const u32 rank = kClusterBlocks > 1 ? cluster_ctarank() : 0;
@@ -814,7 +849,7 @@ __global__ __launch_bounds__(kThreads, 1) void gemm(
     shared.ring.init(kConsumersOfTile * kWarpgroup / kWarp);
     for (int i = 0; Config::kPingPong && i < 2; ++i) mbarrier_init(&shared.turn[i], 1);
     for (int i = 0; Config::kHasResidual && i < kConsumerWarps * kStagingSlots; ++i) {
-      mbarrier_init(&shared.residual_full[0][i], 1);
+      mbarrier_init(&shared.residual_full[0][i], Config::kIsGradient ? 2 : 1);
     }
     fence_mbarrier_init();
   }
@@ -836,7 +871,7 @@ __global__ __launch_bounds__(kThreads, 1) void gemm(
     }
   } else {
     if constexpr (Config::kConsumers > 1) setmaxnreg_inc<kConsumerRegisters>();
-    const Operands operands{out, preactivation, residual, bias};
+    const Operands operands{out, second, residual, gate, bias};
     consume(shared, problem, operands, {sums, has_given}, schedule, rank);
   }
 

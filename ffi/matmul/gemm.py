@@ -264,6 +264,7 @@ class Constants:
       cluster_seconds: waiting of a cluster's blocks for each other, for each tile.
       clear_seconds: clearing heads of rows that are read in place, for each tile.
       epilogue: factor of a store with an activation.
+      gradients: factor of storing the gradients of an activation.
       exposed: the share of a store by rows that products of the other consumer do not hide.
       exposed_half: the share of a deferred second half that the next tile's products do not hide.
       exposed_packed: the share of deferred packed pieces that the next tile's products do not hide.
@@ -286,6 +287,7 @@ class Constants:
     cluster_seconds: float
     clear_seconds: float
     epilogue: float
+    gradients: float
     exposed: float
     exposed_half: float
     exposed_packed: float
@@ -312,6 +314,7 @@ CONSTANTS = Constants(
     cluster_seconds=0.2e-6,
     clear_seconds=1.0e-6,
     epilogue=2.0,
+    gradients=8.5,
     exposed=0.8,
     exposed_half=0.4,
     exposed_packed=0.45,
@@ -374,9 +377,19 @@ def shortlist(spec: MatmulSpec) -> tuple[Config, ...]:
     if few_rows.unsupported(spec) is None:
         return ()
     fits = lambda config: dataclasses.replace(config, num_stages=_num_stages(spec, config))
-    candidates = [_trimmed(spec, fits(config)) for config in _CANDIDATES]
+    candidates = [_trimmed(spec, fits(config)) for config in _candidates(spec)]
     in_parts = [part for config in _CANDIDATES_IN_PARTS for part in _through_memory(spec, fits(config))]
+    in_parts = [] if spec.is_gradient else in_parts
     return tuple(_with_in_place(spec, candidates + in_parts))
+
+
+def _candidates(spec: MatmulSpec) -> Iterable[Config]:
+    """`_CANDIDATES`. Gradients of an activation take those with registers for the epilogue, and fetch two pieces ahead:
+    four buffers, as each piece has two."""
+    if not spec.is_gradient:
+        return _CANDIDATES
+    small = [config for config in _CANDIDATES if config.num_accumulators <= _MAX_EPILOGUE_ACCUMULATORS]
+    return dict.fromkeys(dataclasses.replace(config, num_staging=4) for config in small)
 
 
 def _with_in_place(spec: MatmulSpec, configs: Iterable[Config]) -> Iterator[Config]:
@@ -403,7 +416,8 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
       none under 128 x 192; 64 x 32 where most SMs would have nothing to do. 192 accumulators a thread leave registers
       for a bare store by TMA, and for a residual of 16 bits, only; 256 rows none for the exact gelu and stores by rows.
     - The deepest ring of up to 8 slots that fits beside two staging buffers and that there are steps for; also beside
-      four, where 3 slots stay and a tile has as many pieces or tiles are few.
+      four, where 3 slots stay and a tile has as many pieces or tiles are few. Gradients have four, two for
+      each piece.
     - Clusters of two where there are tiles to share an operand, of four where tiles make one wave: they leave SMs
       unused.
     - Split k where all parts of all tiles run at once, each of at least 4 steps.
@@ -420,7 +434,7 @@ def _schedules(spec: MatmulSpec) -> Iterator[Config]:
     many = min(g.m, g.n) > _WGMMA_M and num_tiles(128, 256) >= _MANY_WAVES * spec.target.num_sms
     few = num_tiles(64, 64) <= spec.target.num_sms // 4
     plain = _has_tma_rows(spec) and spec.bias is None and spec.activation is None and not spec.save_preactivation
-    plain &= spec.elementwise is None or spec.out_dtype.itemsize == 2
+    plain &= spec.elementwise is None or (spec.out_dtype.itemsize == 2 and not spec.is_gradient)
     for block_m, block_n, block_k, ping_pong in _TILES:
         too_large = block_m >= 2 * max(g.m, _WGMMA_M) or block_n >= 2 * max(g.n, ATOM)
         is_sliver = block_n == 32 and not few
@@ -443,7 +457,8 @@ def _schedules(spec: MatmulSpec) -> Iterator[Config]:
         if tiles > spec.target.num_sms:
             widths = {"m": _STRIPS, "n": _STRIPS[:1]}
             walks.extend((axis, strip) for axis, iters in sides for strip in widths[axis] if strip < iters)
-        for num_staging in (2, 4) if block_n > 192 or tiles < spec.target.num_sms else (2,):
+        many_buffers = block_n > 192 or tiles < spec.target.num_sms
+        for num_staging in (4,) if spec.is_gradient else (2, 4) if many_buffers else (2,):
             num_stages = _num_stages(spec, dataclasses.replace(tile, num_staging=num_staging))
             if num_stages < (2 if num_staging == 2 else 3):
                 continue
@@ -518,7 +533,10 @@ def estimate(spec: MatmulSpec, config: Config, constants: Constants = CONSTANTS)
     by_tma = _has_tma_rows(spec)
     tile = config.block_m * config.block_n / (128 * 256)
     store = tile * (constants.store_seconds if by_tma else constants.store_rows_seconds)
-    store *= constants.epilogue if spec.activation else 1.0
+    if spec.is_gradient:
+        store *= constants.gradients
+    elif spec.activation:
+        store *= constants.epilogue
     # The stores of one consumer hide behind the products of the other.
     if not config.ping_pong:
         exposed = store * _exposed(spec, config, constants)
@@ -541,9 +559,10 @@ def estimate(spec: MatmulSpec, config: Config, constants: Constants = CONSTANTS)
 
 
 def _memory(spec: MatmulSpec, config: Config, constants: Constants) -> float:
-    """Seconds to read the operands from memory and to write the result."""
+    """Seconds to read the operands from memory and to write the result: of gradients two of each more."""
     g = spec.gemm
-    num_bytes = (g.batch or 1) * (2 * (g.m + g.n) * g.k + spec.out_dtype.itemsize * g.m * g.n)
+    num_like_out = 4 if spec.is_gradient else 1
+    num_bytes = (g.batch or 1) * (2 * (g.m + g.n) * g.k + num_like_out * spec.out_dtype.itemsize * g.m * g.n)
     ctas = min(_num_blocks(spec, config), spec.target.num_sms)
     return num_bytes / (ctas * constants.memory_bytes_per_sm)
 
@@ -562,7 +581,7 @@ def not_estimated(spec: MatmulSpec, config: Config) -> str | None:
 
 
 def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
-    """Returns the product, or [out] / [out, preactivation] when the spec has an epilogue."""
+    """Returns the product, or the results as a list when the spec has an epilogue."""
     named = spec.named("matmul", arrays)
     if spec.lhs.dtype != spec.rhs.dtype:
         return tensor_cores.multiply_mixed(lambda part, a, b: run(part, config, a, b), spec, **named)
@@ -591,10 +610,10 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
     # One batch dimension, always: of one product, it is 1.
     lead = (g.batch or 1,)
     operands = [lhs.reshape(*lead, *lhs.shape[-2:]), rhs.reshape(*lead, *rhs.shape[-2:])]
-    num_results = 2 if spec.save_preactivation else 1
+    num_results = len(spec.outputs("matmul"))
     # The first result takes the place of an absent operand: the kernel does not touch it.
-    first_result = 2 + (spec.bias is not None) + (spec.elementwise is not None) + config.parts_are_tiles
-    bias = residual = first_result
+    first_result = len(spec.inputs("matmul")) + config.parts_are_tiles
+    bias = residual = gate = first_result
     if spec.bias is not None:
         bias = len(operands)
         _, n_tiles = _grid_of_tiles(spec, config)
@@ -602,8 +621,12 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
         # The columns beyond n are dropped with the tile's, but the last tiles read all of theirs.
         operands.append(jnp.pad(named["bias"].astype(jnp.float32), (0, columns - g.n)))
     if spec.elementwise is not None:
+        like_out = lambda name: named[name].astype(spec.out_dtype).reshape(*lead, g.m, g.n)
         residual = len(operands)
-        operands.append(named[spec.elementwise].astype(spec.out_dtype).reshape(*lead, g.m, g.n))
+        if spec.is_gradient:
+            operands.append(like_out("preactivation"))
+            gate = len(operands)
+        operands.append(like_out(spec.elementwise))
 
     aliases = {}
     if config.reduce_add:  # What parts are added to.
@@ -635,8 +658,9 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
             _lhs(operands[0], spec, config),
             _rhs_blocks(spec, config).tensor_map(1, operands[1]),
             matrix(first_result),
-            matrix(first_result + num_results - 1, spec.save_preactivation),
+            matrix(first_result + num_results - 1, num_results == 2),
             matrix(residual, spec.elementwise is not None),
+            matrix(gate, spec.is_gradient),
             custom_call.Pointer(bias),
             custom_call.Pointer(sums),
             custom_call.Pointer(has_given),
@@ -687,8 +711,10 @@ def compile_gemm(spec: MatmulSpec, config: Config) -> compiler.CompiledKernel:
         has_residual=spec.elementwise is not None,
         multiplies=spec.multiplier is not None,
         save_preactivation=spec.save_preactivation,
+        is_gradient=spec.is_gradient,
         has_tma_rows=_has_tma_rows(spec),
         activation=spec.activation or "none",
+        activation_and_slope=f"{spec.activation or 'none'}_and_slope",
         lhs_stacks_boxes=_lhs_blocks(spec, config).stacks_boxes,
         rhs_stacks_boxes=_rhs_blocks(spec, config).stacks_boxes,
         deferred=_deferred(spec, config),
@@ -841,11 +867,13 @@ def _not_in_place(spec: MatmulSpec) -> str | None:
         return f"rows of each of {residues} residues; got m={g.m}"
     if (g.batch or 1) > 1 and g.m * g.k % _UNIT:
         return f"matrices that are whole {_TMA_BYTES}-byte units in a batch; got m={g.m}, k={g.k}"
+    # Drivers before CUDA 12.1 take 4 KB of parameters: 31 tensor maps.
     if residues == _UNIT and spec.save_preactivation and spec.elementwise is not None:
-        # 33 tensor maps: drivers before CUDA 12.1 take 4 KB of parameters.
         return (
             f"rows of no more than 4 residues beside both a {spec.elementwise} and a saved pre-activation; got k={g.k}"
         )
+    if residues == _UNIT and spec.is_gradient:
+        return f"rows of no more than 4 residues for gradients of an activation; got k={g.k}"
     return None
 
 

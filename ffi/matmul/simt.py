@@ -115,7 +115,7 @@ def _copied_bytes(spec: MatmulSpec) -> int:
 
 
 def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
-    """Returns the product, or [out] / [out, preactivation] when the spec has an epilogue."""
+    """Returns the product, or the results as a list when the spec has an epilogue."""
     operands = spec.named("matmul", arrays)
     g = spec.gemm
     lhs, rhs = spec.fold(operands["lhs"], operands["rhs"])

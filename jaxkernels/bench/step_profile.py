@@ -235,6 +235,8 @@ def _group_of(instruction: _Instruction, inner: list[_Instruction]) -> str:
         return "collectives"
     if "attention" in scopes and "norm" not in scopes:
         return "attention"
+    if "custom-call" in opcodes and "dot" not in opcodes and "norm" in scopes:
+        return "norms"
     if opcodes & {"dot", "custom-call", "convolution"}:
         return "products"
     if all(x.opcode in _MOVES or (x.is_scalar and x.opcode in _OFFSETS) for x in inner):

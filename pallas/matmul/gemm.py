@@ -306,8 +306,10 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
 
 
 def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
-    """Returns the product, or [out] / [out, preactivation] when the spec has an epilogue."""
+    """Returns the product, or the results as a list when the spec has an epilogue."""
     operands = spec.named("matmul", arrays)
+    if spec.is_gradient:  # XLA computes the gradients from the product.
+        return apply_epilogue(spec, run(spec.product, config, operands["lhs"], operands["rhs"]), operands)
     if spec.lhs.dtype != spec.rhs.dtype:
         return tensor_cores.multiply_mixed(lambda part, a, b: run(part, config, a, b), spec, **operands)
     if config.split_k == 1:

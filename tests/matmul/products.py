@@ -41,11 +41,12 @@ def make_spec(
     multiplier: bool = False,
     residual: bool = False,
     residual_dtype: str | None = None,
+    gradients: bool = False,
     target: hardware.Chip = H200,
     **epilogue: Any,
 ) -> MatmulSpec:
     """A product of m x k and k x n. By default the result, the multiplier and the residual have the dtype of
-    the lhs."""
+    the lhs. With `gradients`, the results are those of a gated activation."""
     lhs_layout, rhs_layout = layouts.split(".")
     sizes = dict(m=m, n=n, k=k)
     lead = () if batch is None else (batch,)
@@ -59,7 +60,8 @@ def make_spec(
         out_dtype=jnp.dtype(out_dtype),
         target=target,
         bias=ArrayType((n,), jnp.dtype("bfloat16")) if bias else None,
-        multiplier=array(out_dtype, m, n) if multiplier else None,
+        multiplier=array(out_dtype, m, n) if multiplier or gradients else None,
+        preactivation=array(out_dtype, m, n) if gradients else None,
         residual=array(residual_dtype or out_dtype, m, n) if residual else None,
         **epilogue,
     )

@@ -147,6 +147,12 @@ def test_what_is_no_number_stays_in_its_row(config: Config, k: int, emulator: Em
         (Config(64, 96), (130, 201), dict(residual=True, bias=True)),
         (Config(64, 96), (130, 200), dict(multiplier=True, activation="silu", save_preactivation=True)),
         (Config(64, 64, split_k=2), (70, 131), dict(multiplier=True, bias=True, out_dtype="float32")),
+        (Config(64, 96), (130, 200), dict(gradients=True, activation="silu")),
+        (Config(64, 128, ping_pong=True, num_staging=4), (200, 264), dict(gradients=True, activation="silu")),
+        (Config(64, 64, num_staging=4), (130, 131), dict(gradients=True, activation="gelu_erf")),
+        (Config(64, 64, split_k=2), (70, 136), dict(gradients=True, activation="gelu", out_dtype="float32")),
+        (Config(128, 64, cluster_n=2), (130, 200), dict(gradients=True, activation="relu", alpha=0.3)),
+        (Config(64, 64), (130, 136), dict(gradients=True, out_dtype="float16")),
         (Config(64, 64), (130, 131), dict(residual=True, out_dtype="float32", bias=True, activation="gelu_erf")),
         (Config(64, 64, split_k=2), (70, 136), dict(residual=True, save_preactivation=True, activation="relu")),
         (Config(64, 64, cluster_n=2, num_staging=4), (130, 264), dict(residual=True, bias=True, out_dtype="float32")),
@@ -159,7 +165,9 @@ def test_what_is_no_number_stays_in_its_row(config: Config, k: int, emulator: Em
         ),
     ],
     ids=[
-        "narrow", "narrow-ping-pong-saved", "saved", "odd", "gated-saved", "gated-split-odd", "odd-float32",
+        "narrow", "narrow-ping-pong-saved", "saved", "odd", "gated-saved", "gated-split-odd", "gradients",
+        "gradients-ping-pong", "gradients-odd", "gradients-split-float32", "gradients-cluster", "gradients-none",
+        "odd-float32",
         "split-saved", "cluster", "alpha", "silu", "gelu-float16", "alpha-split-saved",
     ],
 )  # fmt: skip

@@ -416,7 +416,7 @@ def test_errors_name_the_argument(make, message):
         ("norm_forward", A100, dict(residual=True), f"was not measured on {A100.name}"),
         ("norm_backward", H200, dict(residual=True), None),
         ("norm_backward", H200, {}, "has no cotangent of a sum to add, and XLA fuses the gradient's sum"),
-        ("norm_backward", H200, dict(features=512), "was measured with 1024 to 16384 features only"),
+        ("norm_backward", H200, dict(features=512), "was measured with 768 to 16,384 features only"),
         ("norm_backward", A100, dict(residual=True), f"was not measured on {A100.name}"),
         ("norm_tangent", H200, {}, "was not measured yet"),
     ],

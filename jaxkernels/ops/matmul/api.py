@@ -19,7 +19,7 @@ from jaxkernels.ops.matmul.epilogue import ACTIVATIONS
 from jaxkernels.ops.matmul.rules import dot_general_op, matmul_op
 from jaxkernels.ops.matmul.spec import Activation, DimensionNumbers, MatmulSpec
 
-__all__ = ["dot_general", "matmul"]
+__all__ = ["check_activation", "dot_general", "matmul"]
 
 
 def matmul(
@@ -94,9 +94,7 @@ def matmul(
             f"{op}: a and b must agree in k, a's last and b's {'only' if b.ndim == 1 else 'second last'} dimension; "
             f"got a {a.shape} and b {b.shape}."
         )
-    if activation is not None and not (isinstance(activation, str) and activation in ACTIVATIONS):
-        known = ", ".join(map(repr, ACTIVATIONS))
-        raise ValueError(f"{op}: unknown activation={activation!r}; use one of {known}, or None.")
+    check_activation(op, activation)
     if a.ndim > 2 and b.ndim > 2:
         try:
             batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -146,6 +144,13 @@ def matmul(
         )
     spec = dataclasses.replace(spec, activation=activation)
     return matmul_op(spec, operands, backend=backend, config=config)[0]
+
+
+def check_activation(op: str, activation: Any) -> None:
+    """Raises ValueError unless it is None or the name of an activation."""
+    if activation is not None and not (isinstance(activation, str) and activation in ACTIVATIONS):
+        known = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"{op}: unknown activation={activation!r}; use one of {known}, or None.")
 
 
 def dot_general(

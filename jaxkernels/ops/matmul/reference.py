@@ -54,7 +54,7 @@ def search_space(spec: MatmulSpec) -> tuple[Config, ...]:
 
 
 def run(spec: MatmulSpec, config: Config, *arrays: jax.Array):
-    """Returns the product, or [out] / [out, preactivation] when the spec has an epilogue."""
+    """Returns the product, or the results as a list when the spec has an epilogue."""
     operands = spec.named("matmul", arrays)
     lhs, rhs = operands["lhs"], operands["rhs"]
     # A result narrower than the operands is computed at their width, then rounded.

@@ -1,8 +1,12 @@
-"""The two primitives of matrix products, and their derivatives.
+"""The primitives of matrix products, and their derivatives.
 
 `dot_general_op` is the product times a constant, bilinear in its operands. `matmul_op` adds the epilogue
 (bias, activation, multiplier, residual); its derivative is written with plain products, so that every order of
 derivative in both modes follows from the two rules of the bilinear primitive.
+
+`pair_op` is two products of one lhs, whose transpose adds the second product to the first one in its epilogue.
+`gated_tangent_op` is the tangent of (activation(preactivation) * multiplier) @ rhs by the pre-activation and the
+multiplier. Its transpose is one product, whose epilogue makes both gradients.
 """
 
 from __future__ import annotations
@@ -22,10 +26,10 @@ from jaxkernels.core import _jax
 from jaxkernels.core.kernel_op import KernelOp, usual_promotion
 from jaxkernels.core.sharding import Assignment
 from jaxkernels.core.types import ArrayType
-from jaxkernels.ops.matmul.epilogue import apply_epilogue
-from jaxkernels.ops.matmul.spec import DimensionNumbers, MatmulSpec, free_dims
+from jaxkernels.ops.matmul.epilogue import apply_epilogue, gated
+from jaxkernels.ops.matmul.spec import DimensionNumbers, GatedTangentSpec, MatmulSpec, PairSpec, free_dims
 
-__all__ = ["dot_general_op", "matmul_op"]
+__all__ = ["dot_general_op", "gated_tangent_op", "matmul_op", "pair_op"]
 
 
 class _MatmulOp(KernelOp):
@@ -53,7 +57,7 @@ class _MatmulOp(KernelOp):
         ndims = np.ndim(xs["lhs"]), np.ndim(xs["rhs"])
         numbers, out_dim = _batched(static.dimension_numbers, *ndims, at["lhs"], at["rhs"])
         spec = dataclasses.replace(static, dimension_numbers=numbers)
-        for name in ("multiplier", "residual"):
+        for name in ("multiplier", "residual", "preactivation"):
             if name in xs and at[name] is None:
                 x, size = jnp.expand_dims(xs[name], out_dim), xs["lhs"].shape[at["lhs"]]
                 xs[name] = jnp.broadcast_to(x, (*x.shape[:out_dim], size, *x.shape[out_dim + 1 :]))
@@ -172,6 +176,11 @@ def _unfused(
 
 
 def _fused_jvp(primals: Any, tangents: Any, *, static: MatmulSpec, **params: Any) -> tuple[list, list]:
+    if static.is_gradient:
+        outs = matmul_op.primitive.bind(*primals, static=static, **params)
+        params = dict(backend=params["backend"], config=None)
+        tangents = [ad.instantiate_zeros(t) for t in tangents]
+        return outs, jax.jvp(_unfused(static, params), tuple(primals), tuple(tangents))[1]
     operands, dots = static.named(matmul_op.name, primals), static.named(matmul_op.name, tangents)
     moving = {name: dot for name, dot in dots.items() if type(dot) is not ad.Zero}
     needs_preactivation = static.activation is not None or "multiplier" in moving
@@ -269,3 +278,113 @@ def _fused_taylor(primals: Any, series: Any, *, static: MatmulSpec, backend: str
 
 ad.primitive_jvps[matmul_op.primitive] = _fused_jvp
 _jax.register_taylor(matmul_op.primitive, _fused_taylor)
+
+
+# Linear parts of a gated layer: no kernels of their own, but transposes with fused epilogues.
+
+
+class _LinearOp(KernelOp):
+    """Plain JAX of products, linear in some operands.
+
+    Args:
+      function: operands -> results, with the primitive's parameters as keywords.
+      weights: the operands that are matrices. Others have free dimensions before the contracted one.
+    """
+
+    def __init__(self, name: str, function: Callable[..., list[jax.Array]], weights: frozenset[str]):
+        super().__init__("matmul", name, multiple_results=True)
+        self.function, self.weights = function, weights
+        ad.primitive_jvps[self.primitive] = self._jvp
+        _jax.register_taylor(self.primitive, self._taylor)
+
+    def _lower(self, ctx: mlir.LoweringRuleContext, *values: Any, platform: str, **params: Any) -> Any:
+        return _jax.lower_traced(ctx, functools.partial(self.function, **params), values, multiple_results=True)
+
+    def batch(
+        self, args: Sequence[jax.Array], dims: Sequence[int | None], *, static: Any, **params: Any
+    ) -> tuple[list[jax.Array], list[int]]:
+        """A mapped axis becomes a free dimension, if all have the same weights."""
+        at, xs = static.named(self.name, dims), static.named(self.name, args)
+        if any(at[name] is not None for name in self.weights):
+            outs = jax.vmap(functools.partial(self.function, static=static, **params), in_axes=tuple(dims))(*args)
+            return outs, [0] * len(outs)
+        num = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
+        for name in xs.keys() - self.weights:
+            x, d = xs[name], at[name]
+            xs[name] = jnp.broadcast_to(x, (num, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        ((lhs_k,), rhs_k), batch = static.dimension_numbers
+        spec = dataclasses.replace(static, dimension_numbers=(((lhs_k + 1,), rhs_k), batch))
+        outs = self.bind(spec, xs, **params)
+        return outs, [0] * len(outs)
+
+    def _jvp(self, primals: Any, tangents: Any, **params: Any) -> Any:
+        tangents = [ad.instantiate_zeros(t) for t in tangents]
+        outs = self.primitive.bind(*primals, **params)
+        return outs, jax.jvp(functools.partial(self.function, **params), tuple(primals), tuple(tangents))[1]
+
+    def _taylor(self, primals: Any, series: Any, **params: Any) -> Any:
+        return _jax.taylor(functools.partial(self.function, **params), primals, series)
+
+
+def _gated_tangent(*xs: jax.Array, static: GatedTangentSpec, **params: Any) -> list[jax.Array]:
+    named = static.named(gated_tangent_op.name, xs)
+    point = named["at_preactivation"], named["at_multiplier"]
+    with usual_promotion():
+        h_dot = jax.jvp(functools.partial(gated, static.gate), point, (named["lhs"], named["multiplier_dot"]))[1]
+    return [dot_general_op.bind(static.plain, dict(lhs=h_dot, rhs=named["rhs"]), **params)]
+
+
+def _pair(*xs: jax.Array, static: PairSpec, **params: Any) -> list[jax.Array]:
+    lhs, *weights = xs
+    return [dot_general_op.bind(static.plain, dict(lhs=lhs, rhs=rhs), **params) for rhs in weights]
+
+
+gated_tangent_op = _LinearOp("jk_gated_tangent", _gated_tangent, frozenset({"rhs"}))
+pair_op = _LinearOp("jk_pair_of_products", _pair, frozenset({"rhs", "other_rhs"}))
+
+
+def _by_transpose(ct: jax.Array) -> DimensionNumbers:
+    """The dimension numbers of a cotangent times a transposed matrix."""
+    return ((np.ndim(ct) - 1,), (1,)), ((), ())
+
+
+def _gated_tangent_transpose(
+    cts: Any, lhs: Any, rhs: jax.Array, multiplier_dot: Any, preactivation: jax.Array, multiplier: jax.Array,
+    *, static: GatedTangentSpec, backend: str | None, config: Any,
+) -> Any:  # fmt: skip
+    (ct,) = cts
+    spec = dataclasses.replace(
+        static.gate,
+        dimension_numbers=_by_transpose(ct),
+        out_dtype=preactivation.dtype,
+        preactivation=ArrayType.of(preactivation),
+    )
+    operands = dict(lhs=ct, rhs=rhs, preactivation=preactivation, multiplier=multiplier)
+    gradients = matmul_op.bind(spec, operands, backend=backend)
+    # One of the tangents may be a constant: zeros.
+    dlhs, dmultiplier = (
+        gradient.astype(x.aval.dtype) if ad.is_undefined_primal(x) else None
+        for gradient, x in zip(gradients, (lhs, multiplier_dot))
+    )
+    return dlhs, None, dmultiplier, None, None
+
+
+def _pair_transpose(
+    cts: Any, lhs: Any, *weights: jax.Array, static: PairSpec, backend: str | None, config: Any
+) -> Any:  # fmt: skip
+    assert ad.is_undefined_primal(lhs)
+    total = None
+    for ct, rhs in zip(cts, weights):
+        if type(ct) is ad.Zero:
+            continue
+        plain = dataclasses.replace(static.plain, dimension_numbers=_by_transpose(ct), out_dtype=lhs.aval.dtype)
+        if total is None:
+            total = dot_general_op.bind(plain, dict(lhs=ct, rhs=rhs), backend=backend)
+        else:
+            spec = dataclasses.replace(plain, residual=ArrayType.of(total))
+            (total,) = matmul_op.bind(spec, dict(lhs=ct, rhs=rhs, residual=total), backend=backend)
+    return total, None, None
+
+
+ad.primitive_transposes[gated_tangent_op.primitive] = _gated_tangent_transpose
+ad.primitive_transposes[pair_op.primitive] = _pair_transpose

@@ -16,7 +16,7 @@ from jaxkernels.core.hardware import Chip
 from jaxkernels.core.operands import GIVEN, Operand, Spec
 from jaxkernels.core.types import ArrayType, short_name
 
-__all__ = ["Activation", "DimensionNumbers", "Gemm", "MatmulSpec", "free_dims"]
+__all__ = ["Activation", "DimensionNumbers", "GatedTangentSpec", "Gemm", "MatmulSpec", "PairSpec", "free_dims"]
 
 #: As `jax.lax.dot_general` takes them: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
 DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
@@ -56,6 +56,10 @@ class Gemm:
 class MatmulSpec(Spec):
     """out = activation(alpha * dot_general(lhs, rhs) + bias) * multiplier + residual.
 
+    With a pre-activation as operand, the results are the gradients of activation(preactivation) * multiplier instead.
+    The product is the cotangent: out = product * multiplier * activation'(preactivation), and
+    dmultiplier = product * activation(preactivation). Bias and residual are absent then.
+
     Attributes:
       lhs, rhs: the operands.
       dimension_numbers: as in `jax.lax.dot_general`.
@@ -66,6 +70,7 @@ class MatmulSpec(Spec):
       activation: a name from `jaxkernels.ops.matmul.epilogue`, or None.
       multiplier, residual: types of arrays of the result's shape, or None.
       save_preactivation: also return alpha * dot_general(lhs, rhs) + bias, which the gradient needs.
+      preactivation: type of an array of the result's shape, or None; with a multiplier only.
       target: the chip.
     """
 
@@ -81,12 +86,15 @@ class MatmulSpec(Spec):
     multiplier: ArrayType | None = None
     residual: ArrayType | None = None
     save_preactivation: bool = False
+    preactivation: ArrayType | None = None
 
     def inputs(self, kernel: str) -> tuple[str, ...]:
-        optional = dict(bias=self.bias, multiplier=self.multiplier, residual=self.residual)
+        optional = {name: getattr(self, name) for name in ("bias", "multiplier", "residual", "preactivation")}
         return ("lhs", "rhs", *(name for name, array in optional.items() if array is not None))
 
     def outputs(self, kernel: str) -> tuple[str, ...]:
+        if self.is_gradient:
+            return ("out", "dmultiplier")
         return ("out", "preactivation") if self.save_preactivation else ("out",)
 
     def arrays(self) -> Mapping[str, Operand]:
@@ -99,13 +107,19 @@ class MatmulSpec(Spec):
                 lhs[d] = rhs[e] = f"{letter}{i}"
         axes = (*(lhs[d] for d in (*lhs_b, *self.lhs_free)), *(rhs[d] for d in self.rhs_free))
         out = Operand(ArrayType(self.out_shape, self.out_dtype), axes)
-        arrays = dict(lhs=Operand(self.lhs, tuple(lhs)), rhs=Operand(self.rhs, tuple(rhs)), out=out, preactivation=out)
+        arrays = dict(lhs=Operand(self.lhs, tuple(lhs)), rhs=Operand(self.rhs, tuple(rhs)), out=out)
+        arrays |= dict(preactivation=out, dmultiplier=out)
         if self.bias is not None:
             arrays["bias"] = Operand(self.bias, axes[-1:])
-        for name, array in (("multiplier", self.multiplier), ("residual", self.residual)):
-            if array is not None:
+        for name in ("multiplier", "residual", "preactivation"):
+            if (array := getattr(self, name)) is not None:
                 arrays[name] = Operand(array, axes)
         return arrays
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether the results are gradients of a gated activation."""
+        return self.preactivation is not None
 
     @property
     def may_scatter(self) -> bool:
@@ -115,8 +129,9 @@ class MatmulSpec(Spec):
     def product(self) -> Self:
         """The product alone, times alpha."""
         return dataclasses.replace(
-            self, bias=None, activation=None, multiplier=None, residual=None, save_preactivation=False
-        )
+            self, bias=None, activation=None, multiplier=None, residual=None, preactivation=None,
+            save_preactivation=False,
+        )  # fmt: skip
 
     @property
     def fused(self) -> bool:
@@ -206,8 +221,70 @@ class MatmulSpec(Spec):
             *([self.activation] if self.activation else []),
             *(["multiplier"] if self.multiplier else []),
             *(["residual"] if self.residual else []),
+            *(["gradients"] if self.is_gradient else []),
         ]
         return text + (" + " + ", ".join(extras) if extras else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedTangentSpec(MatmulSpec):
+    """out = h_dot @ rhs, where h_dot is the tangent of h = gate_activation(preactivation) * multiplier.
+
+    Attributes:
+      lhs: the tangent of the pre-activation.
+      multiplier_dot: the tangent of the multiplier.
+      at_preactivation, at_multiplier: the point of the derivative.
+      gate_activation: the activation of h, or None.
+    """
+
+    gate_activation: Activation | None = None
+    multiplier_dot: ArrayType = GIVEN
+    at_preactivation: ArrayType = GIVEN
+    at_multiplier: ArrayType = GIVEN
+
+    def inputs(self, kernel: str) -> tuple[str, ...]:
+        return ("lhs", "rhs", "multiplier_dot", "at_preactivation", "at_multiplier")
+
+    def arrays(self) -> Mapping[str, Operand]:
+        arrays = dict(super().arrays())
+        like_lhs = self.inputs("")[2:]
+        return arrays | {name: Operand(getattr(self, name), arrays["lhs"].axes) for name in like_lhs}
+
+    @property
+    def gate(self) -> MatmulSpec:
+        """The epilogue h, of a product that makes the pre-activation."""
+        return dataclasses.replace(self.plain, activation=self.gate_activation, multiplier=GIVEN)
+
+    @property
+    def plain(self) -> MatmulSpec:
+        """The product with rhs."""
+        return MatmulSpec(self.lhs, self.rhs, self.dimension_numbers, self.out_dtype, self.target, self.precision)
+
+
+@dataclasses.dataclass(frozen=True)
+class PairSpec(MatmulSpec):
+    """out = lhs @ rhs and other_out = lhs @ other_rhs, of two matrices of one shape.
+
+    Attributes:
+      other_rhs: the type of the second matrix.
+    """
+
+    other_rhs: ArrayType = GIVEN
+
+    def inputs(self, kernel: str) -> tuple[str, ...]:
+        return ("lhs", "rhs", "other_rhs")
+
+    def outputs(self, kernel: str) -> tuple[str, ...]:
+        return ("out", "other_out")
+
+    def arrays(self) -> Mapping[str, Operand]:
+        arrays = dict(super().arrays())
+        return arrays | dict(other_rhs=Operand(self.other_rhs, arrays["rhs"].axes), other_out=arrays["out"])
+
+    @property
+    def plain(self) -> MatmulSpec:
+        """One of the products."""
+        return MatmulSpec(self.lhs, self.rhs, self.dimension_numbers, self.out_dtype, self.target, self.precision)
 
 
 def _layout(

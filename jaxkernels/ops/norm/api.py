@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from jaxtyping import Array, ArrayLike
 
 from jaxkernels.core import dispatch, hardware
-from jaxkernels.core.arguments import as_floating, as_number
+from jaxkernels.core.arguments import as_flag, as_floating, as_number
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.norm.rules import forward_op
 from jaxkernels.ops.norm.spec import NormSpec
@@ -17,15 +17,22 @@ __all__ = ["layer_norm", "rms_norm"]
 
 @overload
 def rms_norm(
-    x: ArrayLike, scale: ArrayLike | None = None, *, residual: None = None, eps: float = 1e-6,
-    scale_offset: float = 0.0, backend: str | None = None,
+    x: ArrayLike, scale: ArrayLike | None = None, *, residual: None = None,
+    return_x: Literal[False] = False, eps: float = 1e-6, scale_offset: float = 0.0, backend: str | None = None,
 ) -> Array: ...  # fmt: skip
 
 
 @overload
 def rms_norm(
-    x: ArrayLike, scale: ArrayLike | None = None, *, residual: ArrayLike, eps: float = 1e-6,
-    scale_offset: float = 0.0, backend: str | None = None,
+    x: ArrayLike, scale: ArrayLike | None = None, *, residual: None = None,
+    return_x: Literal[True], eps: float = 1e-6, scale_offset: float = 0.0, backend: str | None = None,
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+@overload
+def rms_norm(
+    x: ArrayLike, scale: ArrayLike | None = None, *, residual: ArrayLike, return_x: bool = False,
+    eps: float = 1e-6, scale_offset: float = 0.0, backend: str | None = None,
 ) -> tuple[Array, Array]: ...  # fmt: skip
 
 
@@ -34,6 +41,7 @@ def rms_norm(
     scale: ArrayLike | None = None,
     *,
     residual: ArrayLike | None = None,
+    return_x: bool = False,
     eps: float = 1e-6,
     scale_offset: float = 0.0,
     backend: str | None = None,
@@ -47,12 +55,14 @@ def rms_norm(
       x: (..., F), F at least 1; any floating dtype of 16 bits or more.
       scale: (F,), floating; its dtype may differ from x's. None: no scale, and `scale_offset` is not used.
       residual: x's shape and dtype; added before the norm. The sum is then returned, too.
+      return_x: whether to return x, too, if there is no residual. If the program goes on with this x, the backward
+        kernel adds its gradient. Otherwise the gradient of x is the sum of two, which XLA adds in a pass of its own.
       eps: added to the mean square; not negative, known at trace time.
       scale_offset: added to the scale, known at trace time: 1 for models whose parameter is scale - 1 (Gemma).
       backend: name of the backend that must run it, or None for the fastest that can.
 
     Returns:
-      out (..., F) in x's dtype; with a residual (out, x + residual), both in x's dtype.
+      out (..., F) in x's dtype; with a residual (out, x + residual), both in x's dtype; with return_x (out, x).
 
       The result with a residual equals `s = x + residual; rms_norm(s), s`: the norm reads the rounded sum, as in
       vLLM and Liger Kernel. The parameter is multiplied in float32, as in flax; Hugging Face's Llama rounds the
@@ -71,20 +81,27 @@ def rms_norm(
 
     References: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    return _norm("rms_norm", x, scale, None, residual, eps, scale_offset, backend, centered=False)
+    return _norm("rms_norm", x, scale, None, residual, return_x, eps, scale_offset, backend, centered=False)
 
 
 @overload
 def layer_norm(
     x: ArrayLike, scale: ArrayLike | None = None, bias: ArrayLike | None = None, *, residual: None = None,
-    eps: float = 1e-6, scale_offset: float = 0.0, backend: str | None = None,
+    return_x: Literal[False] = False, eps: float = 1e-6, scale_offset: float = 0.0, backend: str | None = None,
 ) -> Array: ...  # fmt: skip
 
 
 @overload
 def layer_norm(
+    x: ArrayLike, scale: ArrayLike | None = None, bias: ArrayLike | None = None, *, residual: None = None,
+    return_x: Literal[True], eps: float = 1e-6, scale_offset: float = 0.0, backend: str | None = None,
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+@overload
+def layer_norm(
     x: ArrayLike, scale: ArrayLike | None = None, bias: ArrayLike | None = None, *, residual: ArrayLike,
-    eps: float = 1e-6, scale_offset: float = 0.0, backend: str | None = None,
+    return_x: bool = False, eps: float = 1e-6, scale_offset: float = 0.0, backend: str | None = None,
 ) -> tuple[Array, Array]: ...  # fmt: skip
 
 
@@ -94,6 +111,7 @@ def layer_norm(
     bias: ArrayLike | None = None,
     *,
     residual: ArrayLike | None = None,
+    return_x: bool = False,
     eps: float = 1e-6,
     scale_offset: float = 0.0,
     backend: str | None = None,
@@ -109,12 +127,14 @@ def layer_norm(
       scale: (F,), floating; its dtype may differ from x's. None: no scale, and `scale_offset` is not used.
       bias: (F,), floating; its dtype may differ from x's. None: no bias.
       residual: x's shape and dtype; added before the norm. The sum is then returned, too.
+      return_x: whether to return x, too, if there is no residual. If the program goes on with this x, the backward
+        kernel adds its gradient. Otherwise the gradient of x is the sum of two, which XLA adds in a pass of its own.
       eps: added to the variance; not negative, known at trace time.
       scale_offset: added to the scale, known at trace time: 1 for models whose parameter is scale - 1.
       backend: name of the backend that must run it, or None for the fastest that can.
 
     Returns:
-      out (..., F) in x's dtype; with a residual (out, x + residual), both in x's dtype.
+      out (..., F) in x's dtype; with a residual (out, x + residual), both in x's dtype; with return_x (out, x).
 
       The result with a residual equals `s = x + residual; layer_norm(s), s`: the norm reads the rounded sum. A row
       with a NaN or an infinity becomes NaN.
@@ -132,12 +152,12 @@ def layer_norm(
 
     References: Ba et al. 2016, arXiv:1607.06450.
     """
-    return _norm("layer_norm", x, scale, bias, residual, eps, scale_offset, backend, centered=True)
+    return _norm("layer_norm", x, scale, bias, residual, return_x, eps, scale_offset, backend, centered=True)
 
 
 def _norm(
-    name: str, x: Any, scale: Any, bias: Any, residual: Any, eps: Any, scale_offset: Any, backend: str | None, *,
-    centered: bool,
+    name: str, x: Any, scale: Any, bias: Any, residual: Any, return_x: Any, eps: Any, scale_offset: Any,
+    backend: str | None, *, centered: bool,
 ) -> Array | tuple[Array, Array]:  # fmt: skip
     op = f"{name}[{backend or 'auto'}]"
     dispatch.check_backend(name, backend)
@@ -160,6 +180,7 @@ def _norm(
     if eps < 0:
         raise ValueError(f"{op}: eps must not be negative; got {eps}.")
     offset = as_number(op, "scale_offset", scale_offset, "Add a traced number to the scale.")
+    returns_x = as_flag(op, "return_x", return_x, "It decides what is returned.") and residual is None
     operands = {name: value[None] for name, value in operands.items()}  # One group: vmap makes several.
     spec = NormSpec(
         x=ArrayType.of(operands["x"]),
@@ -170,6 +191,7 @@ def _norm(
         bias=ArrayType.of(operands["bias"]) if bias is not None else None,
         scale_offset=offset if scale is not None else 0.0,
         residual=residual is not None,
+        returns_x=returns_x,
     )
     out, *others = forward_op(spec, operands, backend=backend)
-    return out[0] if residual is None else (out[0], others[0][0])
+    return out[0] if residual is None and not returns_x else (out[0], others[0][0])

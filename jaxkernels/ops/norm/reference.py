@@ -41,10 +41,12 @@ def statistics(spec: NormSpec, z: jax.Array, mean: Mean = mean_of_features) -> d
 
 
 def forward(spec: NormSpec, named: Mapping[str, jax.Array], mean: Mean = mean_of_features) -> dict[str, jax.Array]:
-    """out, sum (if a residual is given), mean (of a layer norm) and rstd."""
+    """out, sum (if a residual is given or x is returned), mean (of a layer norm) and rstd."""
     z, sums = named["x"], {}
     if spec.residual:
         z = sums["sum"] = (z.astype(spec.wide) + named["residual"].astype(spec.wide)).astype(z.dtype)
+    elif spec.returns_x:
+        sums["sum"] = z
     saved = statistics(spec, z, mean)
     out = _normalized(spec, z, saved)
     if spec.scale is not None:
@@ -55,7 +57,7 @@ def forward(spec: NormSpec, named: Mapping[str, jax.Array], mean: Mean = mean_of
 
 
 def tangent(spec: NormSpec, named: Mapping[str, jax.Array], mean: Mean = mean_of_features) -> dict[str, jax.Array]:
-    """dout, and dsum if a residual is given.
+    """dout, and dsum if there is a sum.
 
     With n the normalized rows and v the tangent of z, n' = rstd (v - mean(v) - n mean(n v)); an RMS norm lacks mean(v).
     """
@@ -63,6 +65,8 @@ def tangent(spec: NormSpec, named: Mapping[str, jax.Array], mean: Mean = mean_of
     if spec.residual:
         dz = dz + named["dresidual"].astype(spec.wide)
         sums["dsum"] = dz.astype(z.dtype)
+    elif spec.returns_x:
+        sums["dsum"] = named["dx"]
     normalized = _normalized(spec, z, named)
     dout = _derivative(spec, dz, normalized, named["rstd"], mean)
     if spec.scale is not None:

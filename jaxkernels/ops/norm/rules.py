@@ -84,7 +84,7 @@ def _forward_jvp(
     moved = dict.fromkeys(static.outputs(tangent_op.name))
     if any(type(t) is not ad.Zero for t in dots.values()):
         dots = {name: ad.instantiate_zeros(t) for name, t in dots.items()}
-        saved = operands | named | dict(x=named.get("sum", operands["x"]))
+        saved = operands | named | (dict(x=named["sum"]) if static.residual else {})
         moved = dict(zip(moved, tangent_op.bind(static, saved | dots, backend=backend)))
     zero = lambda name: ad.Zero(jax.typeof(named[name]).to_tangent_aval())
     douts = [moved.get(f"d{name}") for name in named]
@@ -95,13 +95,14 @@ def _tangent_transpose(cts: Any, *args: Any, static: NormSpec, backend: str | No
     operands = static.named(tangent_op.name, args)
     named = dict(zip(static.outputs(tangent_op.name), cts))
     wanted = [name for name, x in operands.items() if ad.is_undefined_primal(x)]
-    has_dsum = static.residual and type(named["dsum"]) is not ad.Zero
+    has_dsum = "dsum" in named and type(named["dsum"]) is not ad.Zero
     if type(named["dout"]) is ad.Zero:
         grads = dict(dx=named["dsum"]) if has_dsum else {}
     else:
         spec = dataclasses.replace(
             static,
             residual=False,
+            returns_x=False,
             sum_gradient=has_dsum,
             scale_gradient="dscale" in wanted,
             bias_gradient="dbias" in wanted,

@@ -31,7 +31,8 @@ class NormSpec(Spec):
       scale: type of the scale, (1, F) or (G, F), or None.
       bias: type of the bias, (1, F) or (G, F), or None.
       scale_offset: added to the scale.
-      residual: whether a residual is given. Then z is a result of the forward pass.
+      residual: whether a residual is given. Then z is a result of the forward pass, the sum.
+      returns_x: whether x is returned as the sum, without a residual: the backward pass takes its cotangent.
       sum_gradient: whether the backward pass takes the cotangent of z.
       scale_gradient, bias_gradient: whether the backward pass returns these.
     """
@@ -46,6 +47,7 @@ class NormSpec(Spec):
     bias: ArrayType | None = None
     scale_offset: float = 0.0
     residual: bool = False
+    returns_x: bool = False
     sum_gradient: bool = False
     scale_gradient: bool = False
     bias_gradient: bool = False
@@ -83,7 +85,7 @@ class NormSpec(Spec):
         return (*saved, "dout", *(["dsum"] if self.sum_gradient else []))
 
     def outputs(self, kernel: str) -> tuple[str, ...]:
-        sums = ("sum",) if self.residual else ()
+        sums = ("sum",) if self.residual or self.returns_x else ()
         if kernel == "norm_forward":
             return ("out", *sums, *self.statistics_names)
         if kernel == "norm_tangent":

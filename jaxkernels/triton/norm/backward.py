@@ -33,7 +33,7 @@ VERSION = 2
 _LONGEST, _CHUNKS = 16384, (4096, 2048)
 
 #: The fewest features that were measured.
-_FEWEST = 1024
+_FEWEST = 768
 
 #: Rows of 16-bit numbers up to here are read once. With longer ones, registers have no room for x, dout and the share.
 _READ_ONCE = 8192
@@ -111,7 +111,7 @@ def unpreferred(spec: NormSpec) -> str | None:
     if not spec.target.is_hopper:
         return f"was not measured on {spec.target.name}"
     if not _FEWEST <= spec.num_features <= _LONGEST:
-        return f"was measured with {_FEWEST} to {_LONGEST} features only"
+        return f"was measured with {_FEWEST:,} to {_LONGEST:,} features only"
     if not spec.sum_gradient:
         return "has no cotangent of a sum to add, and XLA fuses the gradient's sum"
     return None

@@ -57,21 +57,26 @@ def shortlist(spec: NormSpec) -> tuple[Config, ...]:
 
 
 def run(spec: NormSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
-    """Returns [out, sum (if a residual is given), mean (of a layer norm), rstd]."""
+    """Returns [out, sum (if a residual is given or x is returned), mean (of a layer norm), rstd]."""
     from jaxkernels.triton.norm import forward_kernel
 
     named = spec.named("norm_forward", operands)
     p = Problem.of(spec, config)
     types = {name: operand.type for name, operand in spec.arrays().items()}
     names = ("out", "sum", "mean", "rstd")
+    outputs = spec.outputs("norm_forward")
+    written = [name for name in outputs if name != "sum" or spec.residual]
     results = calls.call_kernel(
         forward_kernel.norm_forward,
         optional(named, "x", "residual", "scale", "bias"),
-        [types[name] if name in spec.outputs("norm_forward") else ABSENT for name in names],
+        [types[name] if name in written else ABSENT for name in names],
         target=spec.target,
         grid=p.grid,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         constants=dict(p=p),
     )
-    return [result for name, result in zip(names, results) if name in spec.outputs("norm_forward")]
+    found: dict[str, jax.Array] = dict(zip(names, results))
+    if spec.returns_x:
+        found["sum"] = named["x"]
+    return [found[name] for name in outputs]

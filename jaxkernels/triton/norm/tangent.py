@@ -55,7 +55,7 @@ def run(spec: NormSpec, config: Config, *operands: jax.Array) -> list[jax.Array]
     named = spec.named("norm_tangent", operands)
     p = Problem.of(spec, config)
     types = {name: operand.type for name, operand in spec.arrays().items()}
-    results = calls.call_kernel(
+    dout, dsum = calls.call_kernel(
         tangent_kernel.norm_tangent,
         optional(named, "x", "scale", "mean", "rstd", "dx", "dresidual", "dscale", "dbias"),
         [types["dout"], types["dsum"] if spec.residual else ABSENT],
@@ -65,4 +65,6 @@ def run(spec: NormSpec, config: Config, *operands: jax.Array) -> list[jax.Array]
         num_stages=config.num_stages,
         constants=dict(p=p),
     )
-    return results[: len(spec.outputs("norm_tangent"))]
+    if spec.returns_x:
+        return [dout, named["dx"]]
+    return [dout, dsum] if spec.residual else [dout]
