@@ -164,7 +164,7 @@ _FLOPS_PER_SM = 8.3e12
 _SMEM_BYTES_PER_SM = 5.2e11
 _L2_BYTES_PER_SM = 1.07e11
 # Seconds: a launch, with the load of the first tile; the store of a tile of 128 x 256; the latency of a load; a kernel
-# that sums parts of k.
+# that sums parts of k; a copy, beside its bytes.
 _LAUNCH_SECONDS = 1.4e-6
 _STORE_SECONDS = 0.8e-6
 _LOAD_SECONDS = 1.0e-6
