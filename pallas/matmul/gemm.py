@@ -164,11 +164,12 @@ _FLOPS_PER_SM = 8.3e12
 _SMEM_BYTES_PER_SM = 5.2e11
 _L2_BYTES_PER_SM = 1.07e11
 # Seconds: a launch, with the load of the first tile; the store of a tile of 128 x 256; the latency of a load; a kernel
-# that sums parts of k.
+# that sums parts of k; a copy, beside its bytes.
 _LAUNCH_SECONDS = 1.4e-6
 _STORE_SECONDS = 0.8e-6
 _LOAD_SECONDS = 1.0e-6
 _SUM_SECONDS = 1.2e-6
+_COPY_SECONDS = 1.2e-6
 #: The time of a store with an activation, relative to one without.
 _EPILOGUE = 2.0
 #: The share of a deferred piece's store that the next tile's products hide.
@@ -302,7 +303,24 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
     if config.split_k > 1:
         sums_bytes = 8 * config.split_k * (g.batch or 1) * g.m * g.n
         seconds += _SUM_SECONDS + sums_bytes / (spec.target.memory_bytes_per_s or math.inf)
-    return _LAUNCH_SECONDS + seconds
+    return _LAUNCH_SECONDS + seconds + _padding_seconds(spec)
+
+
+def _padding_seconds(spec: MatmulSpec) -> float:
+    """What XLA takes to pad operands, and to cut the result: each is a copy. Rows at the end are cut without one."""
+    g = spec.gemm
+    sizes = dict(m=g.m, n=g.n, k=g.k)
+    arrays = [(sizes[rows], sizes[columns]) for rows, columns in (g.lhs_layout, g.rhs_layout)]
+    arrays += [(g.m, g.n)] * (spec.elementwise is not None)
+    if g.batch or _padded(g.n, rows=False) != g.n:
+        arrays.append((g.m, g.n))
+    seconds = 0.0
+    for rows, columns in arrays:
+        padded = _padded(rows, rows=True) * _padded(columns, rows=False)
+        if padded != rows * columns:
+            num_bytes = spec.lhs.dtype.itemsize * (g.batch or 1) * (padded + rows * columns)
+            seconds += _COPY_SECONDS + num_bytes / (spec.target.memory_bytes_per_s or math.inf)
+    return seconds
 
 
 def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:

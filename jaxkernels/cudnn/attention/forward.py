@@ -39,7 +39,8 @@ CONSTANTS = Constants(
 def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTANTS) -> float:
     """Seconds, by the cost model of `jaxkernels.cudnn.attention.costs`: the products q k^T and p v."""
     arrays = ("q", "k", "v", "out")
-    return costs.seconds(spec, constants, widths=spec.q.shape[3] + spec.v.shape[3], arrays=arrays)
+    widths = spec.q.shape[3] + spec.v.shape[3]
+    return costs.seconds(spec, constants, widths=widths, arrays=arrays, divides_keys=True)
 
 
 def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:

@@ -66,6 +66,9 @@ _TILES = (
 _BLOCK_K = 64
 _SPLITS = (1, 2, 3, 4, 6, 8, 16)
 
+#: Seconds for each element of a result, if XLA applies an activation in a kernel of its own. cuBLAS applies relu.
+_ACTIVATION_SECONDS = {"gelu": 1.4e-12, "gelu_erf": 3e-12, "silu": 1.3e-12}
+
 #: The times of the fit have few tiles for many steps of k only with few rows or columns.
 _FEW_ROWS, _LONG_K = 64, 8192
 
@@ -76,7 +79,8 @@ def estimate(spec: MatmulSpec, config: Any, constants: Constants = CONSTANTS) ->
     num_bytes = spec.lhs.dtype.itemsize * (g.m + g.n) * g.k + spec.out_dtype.itemsize * g.m * g.n
     # In between, tiles wait for memory now and then.
     seconds = hardware.soft_max(_tiles(spec, constants), batch * num_bytes / constants.memory_bytes)
-    return constants.launch_seconds + seconds
+    activation = _ACTIVATION_SECONDS.get(spec.activation or "", 0.0) * batch * g.m * g.n
+    return constants.launch_seconds + seconds + activation
 
 
 def _tiles(spec: MatmulSpec, constants: Constants) -> float:
