@@ -193,6 +193,8 @@ def test_every_constant_is_used(name):
         specs = [matmul_spec(*size, activation=activation) for size in sizes for activation in (None, "gelu")]
         specs += [matmul_spec(8, 8192, 8192), matmul_spec(256, 256, 16384), matmul_spec(4096, 4100, 1000)]
         specs += [matmul_spec(4096, 4096, k) for k in (16, 64, 1000, 1004)]
+        like_out = matmul_spec(4096, 4096, 1000).results("matmul")[0]
+        specs += [dataclasses.replace(specs[0], multiplier=like_out, preactivation=like_out)]
         exact = matmul_spec(16, 4096, 4096, precision=jax.lax.Precision.HIGHEST, out=jnp.float32)
         float32 = {side: dataclasses.replace(getattr(exact, side), dtype=exact.out_dtype) for side in ("lhs", "rhs")}
         specs += [dataclasses.replace(exact, **float32)] * ("triton" in name)

@@ -296,7 +296,7 @@ def estimate(spec: MatmulSpec, config: Config, constants: Constants = CONSTANTS)
     seconds = constants.launch_seconds + hardware.soft_max(of_memory, of_sm, of_cta)
     if config.split_k > 1:
         seconds += constants.gather_seconds + constants.cluster_seconds * config.split_k
-    return seconds
+    return seconds + tensor_cores.gradients_seconds(spec)
 
 
 def not_estimated(spec: MatmulSpec, config: Config) -> str | None:

@@ -303,7 +303,7 @@ def estimate(spec: MatmulSpec, config: Config) -> float:
     if config.split_k > 1:
         sums_bytes = 8 * config.split_k * (g.batch or 1) * g.m * g.n
         seconds += _SUM_SECONDS + sums_bytes / (spec.target.memory_bytes_per_s or math.inf)
-    return _LAUNCH_SECONDS + seconds + _padding_seconds(spec)
+    return _LAUNCH_SECONDS + seconds + _padding_seconds(spec) + tensor_cores.gradients_seconds(spec)
 
 
 def _padding_seconds(spec: MatmulSpec) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxkernels.core import hardware
+from jaxkernels.ops.matmul import tensor_cores
 from jaxkernels.ops.matmul.spec import MatmulSpec
 
 __all__ = ["CONSTANTS", "Constants", "estimate", "not_estimated"]
@@ -79,8 +80,11 @@ def estimate(spec: MatmulSpec, config: Any, constants: Constants = CONSTANTS) ->
     num_bytes = spec.lhs.dtype.itemsize * (g.m + g.n) * g.k + spec.out_dtype.itemsize * g.m * g.n
     # In between, tiles wait for memory now and then.
     seconds = hardware.soft_max(_tiles(spec, constants), batch * num_bytes / constants.memory_bytes)
-    activation = _ACTIVATION_SECONDS.get(spec.activation or "", 0.0) * batch * g.m * g.n
-    return constants.launch_seconds + seconds + activation
+    if spec.is_gradient:
+        epilogue = tensor_cores.gradients_seconds(spec)
+    else:
+        epilogue = _ACTIVATION_SECONDS.get(spec.activation or "", 0.0) * batch * g.m * g.n
+    return constants.launch_seconds + seconds + epilogue
 
 
 def _tiles(spec: MatmulSpec, constants: Constants) -> float:

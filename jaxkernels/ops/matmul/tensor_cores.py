@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,9 +18,17 @@ from jax import lax
 from jaxkernels.ops.matmul.spec import MatmulSpec
 
 __all__ = [
-    "INPUTS", "OUTPUTS", "fills_parts", "is_default", "multiply_mixed", "unsupported", "unsupported_16_bit_precision",
-    "unsupported_dtypes", "unsupported_sizes",
-]  # fmt: skip
+    "INPUTS",
+    "OUTPUTS",
+    "fills_parts",
+    "gradients_seconds",
+    "is_default",
+    "multiply_mixed",
+    "unsupported",
+    "unsupported_16_bit_precision",
+    "unsupported_dtypes",
+    "unsupported_sizes",
+]
 
 _BFLOAT16, _FLOAT16, _FLOAT32 = (jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
 INPUTS = (_BFLOAT16, _FLOAT16)
@@ -27,6 +36,9 @@ OUTPUTS = (*INPUTS, _FLOAT32)
 
 #: So many elements of 4 bytes are more than a signed 32-bit number counts.
 _MOST = 2**29
+
+#: A kernel's launch, and the share of the memory's bandwidth that a copy reaches.
+_LAUNCH_SECONDS, _COPY_SHARE = 1.5e-6, 0.896
 
 #: What accumulates 16-bit products in float32, by any of its names.
 _PRESETS = (
@@ -90,6 +102,17 @@ def unsupported_sizes(spec: MatmulSpec) -> str | None:
     if (most := max(sizes[1:])) >= _MOST:
         return f"counts the bytes of a row in 32 bits, which {most} elements exceed"
     return None
+
+
+def gradients_seconds(spec: MatmulSpec) -> float:
+    """What a kernel takes that computes the gradients of an activation from a product; 0 for other specs.
+
+    It reads the product and two operands, and writes both gradients.
+    """
+    if not spec.is_gradient:
+        return 0.0
+    num_bytes = 5 * spec.out_dtype.itemsize * (spec.gemm.batch or 1) * spec.gemm.m * spec.gemm.n
+    return _LAUNCH_SECONDS + num_bytes / (_COPY_SHARE * (spec.target.memory_bytes_per_s or math.inf))
 
 
 def fills_parts(num_steps: int, parts: int) -> bool:

@@ -35,7 +35,7 @@ def features(kernel: str, spec: MatmulSpec, config: Any) -> tuple[float, ...] | 
     g, batch = spec.gemm, spec.gemm.batch or 1
     if spec.lhs.dtype != spec.rhs.dtype or spec.lhs.dtype not in tensor_cores.INPUTS or g.lhs_perm or g.rhs_perm:
         return None
-    if not tensor_cores.is_default(spec.precision) or spec.is_gradient:
+    if not tensor_cores.is_default(spec.precision):
         return None
     sizes = dict(m=g.m, n=g.n, k=g.k)
     rows = (sizes[g.lhs_layout[1]], sizes[g.rhs_layout[1]], g.n, g.k)
@@ -50,6 +50,7 @@ def features(kernel: str, spec: MatmulSpec, config: Any) -> tuple[float, ...] | 
         *(4.0 * (spec.activation == name) for name in ACTIVATIONS),
         3.0 * (spec.elementwise is not None),
         3.0 * spec.save_preactivation,
+        10.0 * spec.is_gradient,
         3.0 * (spec.out_dtype not in tensor_cores.INPUTS),
         2.0 * math.log2(compute / memory),
         *(2.0 * math.log2(knob) for knob in tile),
