@@ -236,6 +236,35 @@ def test_gradients_in_order_have_the_same_bits(head_dim, options):
     check_gradients(spec, gradients(*operands), operands)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        dict(query_lengths=[701, 1], key_lengths=[513, 999]),
+        dict(query_lengths=[640, 1000], key_lengths=[128, 0]),
+        dict(query_lengths=[0, 65]),
+        dict(key_lengths=[1, 1000]),
+    ],
+    ids=["cut", "at borders, none", "queries", "keys"],
+)
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(causal=True), dict(window=(100, 20)), dict(segments=True, soft_cap=20.0), dict(deterministic=True)],
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
+def test_padding_does_not_reach_gradients(head_dim, options, lengths):
+    """Padding is NaN in q, k, v and dout."""
+    spec = spec_of(head_dim, length=1000, **options, **dict.fromkeys(lengths, True))
+    operands = spec.pack("attention_backward", draw(spec, **lengths))
+    config = dispatch.default_config("attention_backward", "cuda", spec)
+    gradients = jax.jit(functools.partial(design_of("attention_backward", spec).run, spec, config))(*operands)
+    check_gradients(spec, gradients, operands)
+    for x, name in zip(gradients, ("query_lengths", "key_lengths")):  # Of q and of k.
+        for row, length in enumerate(lengths.get(name, ())):
+            assert not np.asarray(x, np.float32)[row, length:].any()
+
+
 _SANITIZED = """
 import functools
 from test_cuda_attention import TERMS, design_of, draw, make_spec
