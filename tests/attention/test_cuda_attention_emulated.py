@@ -129,7 +129,7 @@ def test_numbers_that_are_none_stay_so(num_polynomials: int, emulator: Emulator)
         ("rows_ = Statistics();", "", "plain"),
         ("load_values(item, block);", "load_values(item, block - 1);", "plain"),
         ("    adds_ = false;\n    const u32 warp", "    const u32 warp", "plain"),
-        ("const bool is_edge = Config::kKeyLengths &&", "const bool is_edge = false &&", "key-lengths"),
+        ("0, block * kBlockKv, item.key_end, kv_head_,", "0, block * kBlockKv, 1 << 20, kv_head_,", "key-lengths"),
         ("if (id != rows[1])", "if (id != rows[0])", "segments"),
         ("Config::kQueryLengths && factor == 0.0f ?", "false ?", "query-lengths"),
         ("tanh_by_exp2(s_[i] * problem_.factor)", "tanh_by_exp2(s_[i])", "soft-cap"),
