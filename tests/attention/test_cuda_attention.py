@@ -166,6 +166,27 @@ def test_calls_lower_for_cuda():
         assert text.count(f"@{jk.ffi.TARGET}(") == count
 
 
+@pytest.mark.parametrize(
+    "lengths", [("query_lengths", "key_lengths"), ("query_lengths",), ("key_lengths",), ()], ids=str
+)
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_xla_converts_dq_only(head_dim, lengths):
+    """Lengths cost no further pass of XLA over an array of the operands' size."""
+    spec = make_spec(4, 4000, 4000, 8, 8, head_dim, dtype="bfloat16", causal=True, **dict.fromkeys(lengths, True))
+    config = dispatch.default_config("attention_backward", "cuda", spec)
+    assert config.group_parts == 1
+    types = [spec.arrays()[name].type for name in spec.inputs("attention_backward")]
+    run = functools.partial(design_of("attention_backward", spec).run, spec, config)
+    traced = jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types))
+    least = np.prod(spec.k.shape)
+    passes = [
+        str(eqn.primitive)
+        for eqn in traced.jaxpr.eqns
+        if eqn.primitive.name != "ffi_call" and any(x.aval.size >= least for x in eqn.invars)
+    ]
+    assert passes == ["mul", "convert_element_type"], traced
+
+
 def test_plan_gives_each_item_to_one_block():
     spec = dataclasses.replace(spec_of(causal=True), target=dataclasses.replace(H200, num_sms=7))
     config = forward.Config(128, 2)

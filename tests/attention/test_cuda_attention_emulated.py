@@ -259,6 +259,7 @@ AT_BORDERS = dict(query_lengths=[64, 128, 150, 64], key_lengths=[128, 64, 200, 1
 NONE_OR_ALL = dict(query_lengths=[0, 150, 0, 150], key_lengths=[200, 0, 0, 200])
 NONE_SEEN = dict(query_lengths=[70, 150, 128, 1], key_lengths=[0, 0, 0, 0])
 BEHIND_KEYS = dict(query_lengths=[150, 140, 33, 1], key_lengths=[100, 60, 1, 0])
+BEYOND = dict(query_lengths=[150, 2**31 - 1, 151, 5], key_lengths=[2**31 - 1, 200, 7, 201])
 IN_ORDER = dict(deterministic=True, window=(90, None))
 
 PADDED_CASES = {
@@ -272,6 +273,7 @@ PADDED_CASES = {
     "none-seen": (padded_spec(head_dim=36, value_dim=20), WIDE, NONE_SEEN),
     "none-seen-apart": (padded_spec(), backward.Config(64, 2, 2), NONE_SEEN),
     "none-seen-in-window": (padded_spec(window=(10, 5)), WIDE, BEHIND_KEYS),
+    "beyond-arrays": (padded_spec(causal=True), WIDE, BEYOND),
     "queries-only": (padded_spec(key_lengths=False, causal=True), WIDE, dict(query_lengths=CUT["query_lengths"])),
     "keys-only": (padded_spec(query_lengths=False, causal=True), WIDE, dict(key_lengths=CUT["key_lengths"])),
     "apart": (padded_spec(causal=True), backward.Config(64, 2, 2), CUT),
@@ -280,6 +282,7 @@ PADDED_CASES = {
     "in-order": (padded_spec(**IN_ORDER), WIDE, CUT),
     "pairs-cut": (padded_spec(head_dim=144), PAIRS, CUT),
     "pairs-at-borders": (padded_spec(head_dim=144, causal=True), PAIRS, AT_BORDERS),
+    "pairs-beyond-arrays": (padded_spec(head_dim=144), PAIRS, BEYOND),
     "pairs-none-or-all": (padded_spec(head_dim=144), PAIRS, NONE_OR_ALL),
     "pairs-none-seen": (padded_spec(head_dim=136, value_dim=200), PAIRS, NONE_SEEN),
     "pairs-in-order": (padded_spec(head_dim=144, **IN_ORDER), PAIRS, CUT),

@@ -59,18 +59,20 @@ def row_sums(
       logsumexp's cotangent; zero for these queries. Padding counts as zeros in delta. What is added to dV, or None: if
       every query sees a key, or a kernel has it.
     """
-    dout, lse = named["dout"].astype(jnp.float32), named["lse"]
+    lse, dout = named["lse"], named["dout"]
     if products is None:
-        products = jnp.swapaxes(jnp.sum(named["out"].astype(jnp.float32) * dout, axis=-1), 1, 2)
+        products = jnp.sum(named["out"].astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+        products = jnp.swapaxes(products, 1, 2)
     if spec.query_lengths:
-        is_query = queries_inside(spec, dict(named))
-        products = jnp.where(is_query[:, None], products, 0)
-        dout = jnp.where(is_query[:, :, None, None], dout, 0)
+        products = jnp.where(queries_inside(spec, dict(named))[:, None], products, 0)
     delta = products - named["dlse"]
     if not (spec.query_lengths or spec.bias is not None or may_see_nothing(spec)):
         return lse, delta, None
     is_blind = lse <= MASKED_LOGIT / 2
+    mean = None
     # Padding has no part in it: with lengths of queries alone, there is none.
-    needs_mean = not has_mean and (spec.bias is not None or may_see_nothing(spec))
-    mean = mean_gradient(spec, dout, is_blind) if needs_mean else None
+    if not has_mean and (spec.bias is not None or may_see_nothing(spec)):
+        if spec.query_lengths:
+            dout = jnp.where(queries_inside(spec, dict(named))[:, :, None, None], dout, 0)
+        mean = mean_gradient(spec, dout, is_blind)
     return jnp.where(is_blind, jnp.inf, lse), jnp.where(is_blind, 0, delta), mean
