@@ -131,7 +131,8 @@ __global__ void __launch_bounds__(kThreads)
     const size_t number =
         (static_cast<size_t>(batch) * problem.num_queries + query) * problem.num_heads + head;
     float sum = 0.0f;
-    if ((Config::kQueryLengths ? query < end : is_inside) && lane < kUnits) {
+    const bool is_read = Config::kQueryLengths ? query < end : is_inside;
+    if (is_read && lane < kUnits) {
       sum = dot(out[number * kUnits + lane], dout[number * kUnits + lane]);
     }
 #pragma unroll

@@ -376,7 +376,7 @@ def test_planted_mistake_at_padding_is_noticed(right: str, wrong: str, name: str
         ("return item.first_key / kBlockKv - first;", "return 0;", "in-order"),
         ("offset - problem_.left, 0) / kBlockKv;", "offset - problem_.left, 0) / kBlockQ;", "in-order-window"),
         ("    end_turn(arrays_.turns + pending_);\n", "", "in-order-wide"),
-        ("if (is_inside && lane < kUnits)", "if (is_inside)", "odd-columns"),
+        ("if (is_read && lane < kUnits)", "if (is_read)", "odd-columns"),
         ("problem.num_heads + head;\n    float sum", "problem.num_heads;\n    float sum", "plain"),
         ("for (int step = kLanes / 2;", "for (int step = kLanes / 4;", "plain"),
         ("= float4{0.0f", "= float4{1.0f", "plain"),
