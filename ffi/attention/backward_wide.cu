@@ -24,14 +24,16 @@
 // A slot of queries or of dO is free if four warpgroups of two CTAs have released it. A slot of dS
 // is full if the warps of this CTA have written their half, and the other CTA's half has arrived.
 //
-// The copy engine fills with zeros what lies beyond the last query: with dO and delta of zero, such
-// a query adds nothing. Padding must be zero in all operands.
+// The copy engine writes zeros for rows behind the last query or key, and for padding
+// (sequences.cuh): with dO and delta of zero, such a query adds nothing. Blocks of padding are not
+// visited.
 //
 // backward_wide.py compiles this file with the macros that `Config` reads. Source: FlashAttention-3
 // (arXiv:2407.08608); the division of 64 keys as in our Pallas kernel (docs/pallas-kernels.md).
 
 #include "gradients.cuh"
 #include "ring.cuh"
+#include "sequences.cuh"
 #include "staging.cuh"
 #include "tiles.cuh"
 
@@ -74,6 +76,11 @@ using QueryTile = OperandTile<Element, kBlockQ, Config::kHeadDim, true>;
 using QueryTileByRows = OperandTile<Element, Config::kHeadDim, kBlockQ, false>;
 using OutputTile = OperandTile<Element, kBlockQ, Config::kValueDim, true>;  // Of dO.
 using OutputTileByRows = OperandTile<Element, Config::kValueDim, kBlockQ, false>;
+using KeyLoad = SequenceLoad<KeyTile, Config::kKeyLengths>;
+using OtherKeyLoad = SequenceLoad<OtherKeyTile, Config::kKeyLengths>;
+using ValueLoad = SequenceLoad<ValueTile, Config::kKeyLengths>;
+using QueryLoad = SequenceLoad<QueryTile, Config::kQueryLengths, kCtas>;
+using OutputLoad = SequenceLoad<OutputTile, Config::kQueryLengths, kCtas>;
 // dS: keys in rows, queries contiguous. The left operand of dQ, transposed.
 using LogitTile = OperandTile<Element, kBlockQ, kBlockKv, false>;
 constexpr int kHalfOfLogits = LogitTile::kBytes / kCtas;  // A CTA's keys: one box, half its rows.
@@ -198,14 +205,15 @@ class QueryProducer {
                                            const Loads& loads)
       : shared_(shared), problem_(problem), loads_(loads) {}
 
-  __device__ __forceinline__ void run(Items items) {
+  __device__ __forceinline__ void run(const Schedule& schedule, Items items) {
 #pragma unroll 1
     for (; items.has_item(); items.next_of_thread()) {
       const Item& item = items.item();
+      const int query_end = schedule.query_end(item.batch);
       load_keys(item);
       Steps steps(item, problem_);
 #pragma unroll 1
-      for (int n = item.num_steps(); n > 0; --n, steps.next()) load_queries(item, steps);
+      for (int n = item.num_steps(); n > 0; --n, steps.next()) load_queries(item, steps, query_end);
     }
   }
 
@@ -213,20 +221,21 @@ class QueryProducer {
   // This CTA's keys, and its columns of the other CTA's keys.
   __device__ __forceinline__ void load_keys(const Item& item) {
     u64* full = shared_.key_ring.producer_acquire(keys_, KeyTile::kBytes + OtherKeyTile::kBytes);
-    TileLoad<KeyTile>::load(shared_.keys, &loads_.keys, full, first_key_of(item, cta_rank()), 0,
-                            item.kv_head, item.batch);
-    TileLoad<OtherKeyTile>::load(shared_.other_keys, &loads_.keys, full, cta_rank() * kQueryColumns,
-                                 first_key_of(item, 1 - cta_rank()), item.kv_head, item.batch);
+    KeyLoad::load(shared_.keys, &loads_.keys, full, 0, first_key_of(item, cta_rank()), item.key_end,
+                  item.kv_head, item.batch);
+    OtherKeyLoad::load(shared_.other_keys, &loads_.keys, full, cta_rank() * kQueryColumns,
+                       first_key_of(item, 1 - cta_rank()), item.key_end, item.kv_head, item.batch);
     keys_.next();
   }
 
   // Half of the queries, for both CTAs.
-  __device__ __forceinline__ void load_queries(const Item& item, const Steps& steps) {
+  __device__ __forceinline__ void load_queries(const Item& item, const Steps& steps,
+                                               int query_end) {
     const int slot = queries_.slot(), query = steps.block() * kBlockQ;
     u64* full =
         shared_.query_ring.producer_acquire(queries_, QueryTile::kBytes + kBlockQ * sizeof(float));
-    TileLoad<QueryTile, kCtas>::load_part(shared_.queries[slot], &loads_.queries, full, cta_rank(),
-                                          Pair::column_of(0), query, 0, steps.head(), item.batch);
+    QueryLoad::load_part(shared_.queries[slot], &loads_.queries, full, cta_rank(),
+                         Pair::column_of(0), 0, query, query_end, steps.head(), item.batch);
     cp_async_bulk_tensor_load(shared_.lse[slot], &loads_.sums, full,
                               {query, steps.head(), item.batch, 0});
     queries_.next();
@@ -246,28 +255,30 @@ class OutputProducer {
                                             const Loads& loads)
       : shared_(shared), problem_(problem), loads_(loads) {}
 
-  __device__ __forceinline__ void run(Items items) {
+  __device__ __forceinline__ void run(const Schedule& schedule, Items items) {
 #pragma unroll 1
     for (; items.has_item(); items.next_of_thread()) {
       const Item& item = items.item();
+      const int query_end = schedule.query_end(item.batch);
       u64* full = shared_.value_ring.producer_acquire(values_, ValueTile::kBytes);
-      TileLoad<ValueTile>::load(shared_.values, &loads_.values, full,
-                                first_key_of(item, cta_rank()), 0, item.kv_head, item.batch);
+      ValueLoad::load(shared_.values, &loads_.values, full, 0, first_key_of(item, cta_rank()),
+                      item.key_end, item.kv_head, item.batch);
       values_.next();
       Steps steps(item, problem_);
 #pragma unroll 1
-      for (int n = item.num_steps(); n > 0; --n, steps.next()) load_outputs(item, steps);
+      for (int n = item.num_steps(); n > 0; --n, steps.next()) load_outputs(item, steps, query_end);
     }
   }
 
  private:
   // Half of dO of the queries, for both CTAs.
-  __device__ __forceinline__ void load_outputs(const Item& item, const Steps& steps) {
+  __device__ __forceinline__ void load_outputs(const Item& item, const Steps& steps,
+                                               int query_end) {
     const int slot = outputs_.slot(), query = steps.block() * kBlockQ;
     u64* full = shared_.output_ring.producer_acquire(outputs_,
                                                      OutputTile::kBytes + kBlockQ * sizeof(float));
-    TileLoad<OutputTile, kCtas>::load_part(shared_.outputs[slot], &loads_.outputs, full, cta_rank(),
-                                           Pair::column_of(0), query, 0, steps.head(), item.batch);
+    OutputLoad::load_part(shared_.outputs[slot], &loads_.outputs, full, cta_rank(),
+                          Pair::column_of(0), 0, query, query_end, steps.head(), item.batch);
     cp_async_bulk_tensor_load(shared_.delta[slot], &loads_.sums, full,
                               {query, steps.head(), item.batch, 1});
     outputs_.next();
@@ -414,6 +425,12 @@ class WeightConsumer {
       keys_.next();
       // The weights of the last step have been read: their buffer is free.
       shared_.weight_ring.producer_wait(weight_place());
+      if (Config::kAddsMeans && may_see_nothing<Config>(item)) {
+        add_means<Config>(dv_.low, problem_, arrays_, item, 0);
+        if constexpr (decltype(dv_)::kHigh > 0) {
+          add_means<Config>(dv_.high, problem_, arrays_, item, decltype(dv_)::kLow);
+        }
+      }
       store_result(dv, problem_, item, dv_, 1.0f, shared_.weights[warp_of_group()]);
     }
   }
@@ -833,11 +850,12 @@ __global__ void __launch_bounds__(kThreads, 1) attention_backward_wide(
     const __grid_constant__ TensorMap dk, const __grid_constant__ TensorMap dv, const int* plan,
     const int* key_lengths, const int* query_segments, const int* key_segments,
     const int* segment_blocks, const int* first_kv_blocks, const int* query_offset, int* turns,
-    const __grid_constant__ Problem problem) {
+    const __grid_constant__ Problem problem, const int* query_lengths, const float* means) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(dynamic_smem);
-  const Arrays arrays{plan,           key_lengths,     query_segments, key_segments,
-                      segment_blocks, first_kv_blocks, query_offset,   turns};
+  const Arrays arrays{
+      plan,         key_lengths, query_segments, key_segments, segment_blocks, first_kv_blocks,
+      query_offset, turns,       query_lengths,  means};
   const int warpgroup = threadIdx.x / kWarpgroup;
   init_rings(shared);
 
@@ -847,8 +865,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_backward_wide(
     setmaxnreg_dec<kProducerRegisters>();
     const int warp = uniform(threadIdx.x / kWarp);
     const Loads loads{queries, keys, values, outputs, sums};
-    if (warp == 0 && elect_one()) QueryProducer(shared, problem, loads).run(items);
-    if (warp == 1 && elect_one()) OutputProducer(shared, problem, loads).run(items);
+    if (warp == 0 && elect_one()) QueryProducer(shared, problem, loads).run(schedule, items);
+    if (warp == 1 && elect_one()) OutputProducer(shared, problem, loads).run(schedule, items);
     if (warp == 2 && elect_one()) StepProducer(shared, problem).run(schedule, items);
     if (warp == 3 && elect_one()) ItemProducer(shared).run(schedule);
   } else if (warpgroup == 1) {
