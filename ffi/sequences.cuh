@@ -24,42 +24,29 @@ namespace jaxkernels {
 
 // Loads a tile of a head's rows `first`, `first` + 1, ..., from column `column` on. If `kHasEnd`,
 // rows from `end` on are zeros and the map is one of sequences; else the array's own size ends it.
-template <typename Tile, bool kHasEnd, int kSharedBy = 1>
+template <typename Tile, bool kHasEnd>
 struct SequenceLoad {
-  using Load = TileLoad<Tile, kSharedBy>;
-
   static __device__ __forceinline__ void load(unsigned char* slot, const tma::TensorMap* map,
                                               u64* full, int column, int first, int end, int head,
                                               int batch) {
-    static_assert(kSharedBy == 1, "a shared tile is loaded by parts");
-    load_part(slot, map, full, 0, 0, column, first, end, head, batch);
-  }
-
-  // The `part`-th part for the blocks in `sharers`, as TileLoad::load_part.
-  static __device__ __forceinline__ void load_part(unsigned char* slot, const tma::TensorMap* map,
-                                                   u64* full, u32 part, u16 sharers, int column,
-                                                   int first, int end, int head, int batch) {
     if constexpr (kHasEnd) {
-      constexpr int kRows = Load::kPartRows;
-      // TileLoad adds the rows of the parts before.
-      const int before = static_cast<int>(part) * (Load::kSharesBoxes ? 0 : kRows);
-      const int valid = min(end - first - before, kRows);
-      copy(slot, map, full, part, sharers, column, kRows - valid - before, head, batch,
-           first + before + valid);
+      const int valid = min(end - first, kRows);
+      copy(slot, map, full, column, kRows - valid, head, batch, first + valid);
     } else {
-      copy(slot, map, full, part, sharers, column, first, head, batch);
+      copy(slot, map, full, column, first, head, batch);
     }
   }
 
  private:
+  static constexpr int kRows = TileLoad<Tile>::kPartRows;
+
   template <typename... Outer>
   static __device__ __forceinline__ void copy(unsigned char* slot, const tma::TensorMap* map,
-                                              u64* full, u32 part, u16 sharers, int column, int row,
-                                              Outer... outer) {
+                                              u64* full, int column, int row, Outer... outer) {
     if constexpr (Tile::kIsKMajor) {
-      Load::load_part(slot, map, full, part, sharers, row, column, outer...);
+      TileLoad<Tile>::load(slot, map, full, row, column, outer...);
     } else {
-      Load::load_part(slot, map, full, part, sharers, column, row, outer...);
+      TileLoad<Tile>::load(slot, map, full, column, row, outer...);
     }
   }
 };

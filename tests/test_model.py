@@ -418,4 +418,5 @@ def test_training_step_of_124m_takes_fast_backends():
     assert "cuda" in chosen["matmul"], str(explanation)
     for attention in ("attention_forward", "attention_backward"):
         assert chosen[attention] <= {"cuda", "pallas"}, str(explanation)
-    assert chosen["norm_forward"] == chosen["norm_backward"] == {"xla"}, str(explanation)
+    assert chosen["norm_forward"] == {"xla"}, str(explanation)
+    assert chosen["norm_backward"] <= {"triton", "xla"}, str(explanation)  # With the extra, that of the layers.

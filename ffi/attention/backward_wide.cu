@@ -24,9 +24,9 @@
 // A slot of queries or of dO is free if four warpgroups of two CTAs have released it. A slot of dS
 // is full if the warps of this CTA have written their half, and the other CTA's half has arrived.
 //
-// The copy engine writes zeros for rows behind the last query or key, and for padding
-// (sequences.cuh): with dO and delta of zero, such a query adds nothing. Blocks of padding are not
-// visited.
+// The copy engine writes zeros for rows behind the last query or key, and for padding of keys
+// (sequences.cuh). XLA clears padding of queries and of dO: with dO and delta of zero, such a query
+// adds nothing. Blocks of padding are not visited.
 //
 // backward_wide.py compiles this file with the macros that `Config` reads. Source: FlashAttention-3
 // (arXiv:2407.08608); the division of 64 keys as in our Pallas kernel (docs/pallas-kernels.md).
@@ -79,8 +79,10 @@ using OutputTileByRows = OperandTile<Element, Config::kValueDim, kBlockQ, false>
 using KeyLoad = SequenceLoad<KeyTile, Config::kKeyLengths>;
 using OtherKeyLoad = SequenceLoad<OtherKeyTile, Config::kKeyLengths>;
 using ValueLoad = SequenceLoad<ValueTile, Config::kKeyLengths>;
-using QueryLoad = SequenceLoad<QueryTile, Config::kQueryLengths, kCtas>;
-using OutputLoad = SequenceLoad<OutputTile, Config::kQueryLengths, kCtas>;
+// XLA clears padding of queries and dO. With multicast, copies behind a sequence's end were illegal
+// accesses on an H100 (docs/cuda-attention.md).
+using QueryLoad = TileLoad<QueryTile, kCtas>;
+using OutputLoad = TileLoad<OutputTile, kCtas>;
 // dS: keys in rows, queries contiguous. The left operand of dQ, transposed.
 using LogitTile = OperandTile<Element, kBlockQ, kBlockKv, false>;
 constexpr int kHalfOfLogits = LogitTile::kBytes / kCtas;  // A CTA's keys: one box, half its rows.
@@ -205,15 +207,14 @@ class QueryProducer {
                                            const Loads& loads)
       : shared_(shared), problem_(problem), loads_(loads) {}
 
-  __device__ __forceinline__ void run(const Schedule& schedule, Items items) {
+  __device__ __forceinline__ void run(Items items) {
 #pragma unroll 1
     for (; items.has_item(); items.next_of_thread()) {
       const Item& item = items.item();
-      const int query_end = schedule.query_end(item.batch);
       load_keys(item);
       Steps steps(item, problem_);
 #pragma unroll 1
-      for (int n = item.num_steps(); n > 0; --n, steps.next()) load_queries(item, steps, query_end);
+      for (int n = item.num_steps(); n > 0; --n, steps.next()) load_queries(item, steps);
     }
   }
 
@@ -229,13 +230,12 @@ class QueryProducer {
   }
 
   // Half of the queries, for both CTAs.
-  __device__ __forceinline__ void load_queries(const Item& item, const Steps& steps,
-                                               int query_end) {
+  __device__ __forceinline__ void load_queries(const Item& item, const Steps& steps) {
     const int slot = queries_.slot(), query = steps.block() * kBlockQ;
     u64* full =
         shared_.query_ring.producer_acquire(queries_, QueryTile::kBytes + kBlockQ * sizeof(float));
     QueryLoad::load_part(shared_.queries[slot], &loads_.queries, full, cta_rank(),
-                         Pair::column_of(0), 0, query, query_end, steps.head(), item.batch);
+                         Pair::column_of(0), query, 0, steps.head(), item.batch);
     cp_async_bulk_tensor_load(shared_.lse[slot], &loads_.sums, full,
                               {query, steps.head(), item.batch, 0});
     queries_.next();
@@ -255,30 +255,28 @@ class OutputProducer {
                                             const Loads& loads)
       : shared_(shared), problem_(problem), loads_(loads) {}
 
-  __device__ __forceinline__ void run(const Schedule& schedule, Items items) {
+  __device__ __forceinline__ void run(Items items) {
 #pragma unroll 1
     for (; items.has_item(); items.next_of_thread()) {
       const Item& item = items.item();
-      const int query_end = schedule.query_end(item.batch);
       u64* full = shared_.value_ring.producer_acquire(values_, ValueTile::kBytes);
       ValueLoad::load(shared_.values, &loads_.values, full, 0, first_key_of(item, cta_rank()),
                       item.key_end, item.kv_head, item.batch);
       values_.next();
       Steps steps(item, problem_);
 #pragma unroll 1
-      for (int n = item.num_steps(); n > 0; --n, steps.next()) load_outputs(item, steps, query_end);
+      for (int n = item.num_steps(); n > 0; --n, steps.next()) load_outputs(item, steps);
     }
   }
 
  private:
   // Half of dO of the queries, for both CTAs.
-  __device__ __forceinline__ void load_outputs(const Item& item, const Steps& steps,
-                                               int query_end) {
+  __device__ __forceinline__ void load_outputs(const Item& item, const Steps& steps) {
     const int slot = outputs_.slot(), query = steps.block() * kBlockQ;
     u64* full = shared_.output_ring.producer_acquire(outputs_,
                                                      OutputTile::kBytes + kBlockQ * sizeof(float));
     OutputLoad::load_part(shared_.outputs[slot], &loads_.outputs, full, cta_rank(),
-                          Pair::column_of(0), 0, query, query_end, steps.head(), item.batch);
+                          Pair::column_of(0), query, 0, steps.head(), item.batch);
     cp_async_bulk_tensor_load(shared_.delta[slot], &loads_.sums, full,
                               {query, steps.head(), item.batch, 1});
     outputs_.next();
@@ -865,8 +863,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_backward_wide(
     setmaxnreg_dec<kProducerRegisters>();
     const int warp = uniform(threadIdx.x / kWarp);
     const Loads loads{queries, keys, values, outputs, sums};
-    if (warp == 0 && elect_one()) QueryProducer(shared, problem, loads).run(schedule, items);
-    if (warp == 1 && elect_one()) OutputProducer(shared, problem, loads).run(schedule, items);
+    if (warp == 0 && elect_one()) QueryProducer(shared, problem, loads).run(items);
+    if (warp == 1 && elect_one()) OutputProducer(shared, problem, loads).run(items);
     if (warp == 2 && elect_one()) StepProducer(shared, problem).run(schedule, items);
     if (warp == 3 && elect_one()) ItemProducer(shared).run(schedule);
   } else if (warpgroup == 1) {

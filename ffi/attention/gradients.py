@@ -1,8 +1,9 @@
 """What the designs of attention's backward pass have in common: the launch, and the work of other kernels around it.
 
 Another kernel computes the sums of out * dout first (row_sums.cu). No kernel reads padding, and its gradients are
-zeros. XLA converts dq, which the kernels sum in float32. The kernels add up dq in the order in which blocks of keys
-come: dq may differ between runs by rounding. With `deterministic` they add in their own order.
+zeros; only for CTAs that work in pairs, XLA clears padding of queries. XLA converts dq, which the kernels sum in
+float32. The kernels add up dq in the order in which blocks of keys come: dq may differ between runs by rounding. With
+`deterministic` they add in their own order.
 """
 
 from __future__ import annotations
@@ -172,6 +173,10 @@ def run(
 ) -> list[jax.Array]:
     """Launches a kernel; returns [dq, dk, dv], of the operands' shapes and dtypes."""
     named = spec.named("attention_backward", operands)
+    clears_queries = spec.query_lengths and tiling.num_ctas > 1  # See backward_wide.cu.
+    if clears_queries:
+        is_query = queries_inside(spec, dict(named))[:, :, None, None]
+        named |= {name: jnp.where(is_query, named[name], 0) for name in ("q", "dout")}
     q, k, v, out, dout = (launching.whole_units(named[name]) for name in ("q", "k", "v", "out", "dout"))
     products, zeros, *unseeing = _products(spec, named, q, out, dout)
     sums, mean = _sums(spec, named, products[..., : q.shape[1]])
@@ -205,7 +210,7 @@ def run(
     query_rows, key_rows = tiling.block_q // num_ctas, tiling.block_kv // num_ctas
     rows_of_queries, rows_of_keys = (
         launching.rows_of_a_sequence if has_lengths else rows_of_a_head
-        for has_lengths in (spec.query_lengths, spec.key_lengths)
+        for has_lengths in (spec.query_lengths and not clears_queries, spec.key_lengths)
     )
     dq, dk, dv, *_ = custom_call.launch(
         compiled.cubin,

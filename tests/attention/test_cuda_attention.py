@@ -184,7 +184,8 @@ def test_xla_converts_dq_only(head_dim, lengths):
         for eqn in traced.jaxpr.eqns
         if eqn.primitive.name != "ffi_call" and any(x.aval.size >= least for x in eqn.invars)
     ]
-    assert passes == ["mul", "convert_element_type"], traced
+    cleared = ["jit"] * 2 if head_dim == 256 and "query_lengths" in lengths else []  # jnp.where, for CTAs in pairs.
+    assert passes == [*cleared, "mul", "convert_element_type"], traced
 
 
 def test_plan_gives_each_item_to_one_block():
