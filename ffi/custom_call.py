@@ -86,8 +86,7 @@ class TensorMap:
       box: the tile that one copy moves, elements; up to 256 in each dimension.
       shape: the tensor, elements. None: the array's own.
       strides: bytes between neighbours in each dimension but the last; multiples of 16. None: dense.
-      offset: bytes from the start of the buffer to the tensor; a multiple of 16. A tensor may begin before its buffer
-        (negative): the kernel's coordinates then decide that nothing before the buffer is touched.
+      offset: bytes from the start of the buffer to the tensor; a multiple of 16.
       dtype: None: the array's own. It decides what "nan" fills in and what a reducing copy computes;
         "tfloat32" rounds float32 on the way.
       element_strides: step within the box in each dimension. None: 1.
@@ -362,7 +361,7 @@ def _parameter_attributes(
     num_bytes = math.prod(buffer.shape) * buffer.dtype.itemsize
     offset = problem.whole("offset", parameter.offset)
     problem.unless(
-        (0 if isinstance(parameter, Pointer) else -_MAX_STRIDE) <= offset <= num_bytes,
+        0 <= offset <= num_bytes,
         f"offset must lie in the buffer of {num_bytes} bytes",
         f"offset={offset}",
         "Offsets count bytes.",

@@ -27,15 +27,12 @@ struct GradientConfig {
   // A query sees keys from `left` before it to `right` behind it.
   static constexpr bool kHasLeft = JK_HAS_LEFT;
   static constexpr bool kHasRight = JK_HAS_RIGHT;
-  static constexpr bool kQueryLengths = JK_QUERY_LENGTHS;
   static constexpr bool kKeyLengths = JK_KEY_LENGTHS;
   static constexpr bool kSegments = JK_SEGMENTS;
   static constexpr bool kQueryOffset = JK_QUERY_OFFSET;
   static constexpr bool kSoftCap = JK_SOFT_CAP;
   // Whether blocks of keys add to dQ in their order: equal operands then give equal bits.
   static constexpr bool kInOrder = JK_IN_ORDER;
-  // Whether dv gets the part of queries that see no key.
-  static constexpr bool kAddsMeans = JK_ADDS_MEANS;
 };
 
 // The sizes of a launch.
@@ -66,8 +63,6 @@ struct Arrays {
   const int* first_kv_blocks;
   const int* query_offset;
   int* turns;  // (batch, head, 16 queries, CTA of a cluster): how many blocks of keys have added.
-  const int* query_lengths;
-  const float* means;  // (batch, key head, kValueDim): what queries that see no key add to each dv.
 };
 
 struct Item {
@@ -162,12 +157,6 @@ class ItemSchedule {
     return item;
   }
 
-  // Queries of the batch element from here on are padding.
-  __device__ __forceinline__ int query_end(int batch) const {
-    if constexpr (!Config::kQueryLengths) return problem_.num_queries;
-    return min(max(arrays_.query_lengths[batch] - offset(), 0), problem_.num_queries);
-  }
-
   // A step of the item, as the consumer of keys first_key to first_key + kKeys - 1 needs it.
   template <int kKeys>
   __device__ __forceinline__ Step describe(const Item& item, int first_key, int offset, int block,
@@ -194,10 +183,10 @@ class ItemSchedule {
   __device__ __forceinline__ void find_blocks(Item& item, int kv_block) const {
     const int offset = this->offset();
     const int last_key = min(item.first_key + kBlockKv, item.key_end) - 1;
-    int first = 0, end = query_end(item.batch);
+    int first = 0, end = problem_.num_queries;
     if constexpr (Config::kHasRight) first = max(item.first_key - problem_.right - offset, 0);
     if constexpr (Config::kHasLeft) {
-      end = min(max(last_key + problem_.left + 1 - offset, 0), end);
+      end = min(max(last_key + problem_.left + 1 - offset, 0), problem_.num_queries);
     }
     if (last_key < item.first_key) end = 0;
     item.first_block = first / kBlockQ;

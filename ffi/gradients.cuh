@@ -127,31 +127,6 @@ __device__ __forceinline__ void logit_gradients(const float (&dp)[kLogits], int 
   }
 }
 
-// Whether queries of the item's batch element may see none of the keys.
-template <typename Config>
-__device__ __forceinline__ bool may_see_nothing(const Item& item) {
-  return Config::kHasLeft || Config::kSegments || item.key_end == 0;
-}
-
-// Adds to dV of an item what comes from queries that see no key: their output is the mean of all
-// values, so that each value has the same gradient. `dv`: columns from `column` on.
-template <typename Config, int kCount>
-__device__ __forceinline__ void add_means(float (&dv)[kCount], const Problem& problem,
-                                          const Arrays& arrays, const Item& item, int column) {
-  const float* means = arrays.means +
-                       (item.batch * problem.num_kv_heads + item.kv_head) * Config::kValueDim +
-                       column + threadIdx.x % 4 * 2;
-#pragma unroll
-  for (int i = 0; i < kCount; i += 4) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const float mean = means[i * 2 + e];
-      dv[i + e] += mean;
-      dv[i + 2 + e] += mean;
-    }
-  }
-}
-
 // The turns of a warp that adds to dQ in the order of the keys. One thread calls its functions.
 class Turns {
  public:

@@ -20,8 +20,7 @@
 //   parameter0.value               u8[]    value: its bytes
 //
 //   parameter0.buffer              i64     pointer, tensor_map: operands, then results
-//   parameter0.byte_offset         i64     from the start of the buffer; of a tensor_map also
-//   negative
+//   parameter0.byte_offset         i64     from the start of the buffer
 //
 //   parameter0.dtype               string  tensor_map: a name of kDtypes below
 //   parameter0.sizes               i64[r]  elements, innermost dimension first, as CUDA has it
@@ -35,9 +34,7 @@
 //
 // custom_call.py explains the limits of the hardware to the user. Here, what would make the launch
 // read or write outside the memory it was given is refused, and the driver is the judge of the
-// rest. A tensor map may begin before its buffer: there the kernel's coordinates keep to the buffer
-// (sequences.cuh). Every failure is an ffi::Error. Nothing of CUDA is linked: libcuda is opened at
-// run time.
+// rest. Every failure is an ffi::Error. Nothing of CUDA is linked: libcuda is opened at run time.
 
 #include <cuda.h>
 #include <dlfcn.h>
@@ -273,8 +270,6 @@ constexpr Named<CUtensorMapFloatOOBfill> kFills[] = {
     {"nan", CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA},
 };
 constexpr size_t kMaxRank = 5;
-// A tensor begins at most so many bytes before its buffer: the limit of a stride.
-constexpr int64_t kMaxBytesBefore = int64_t{1} << 40;
 
 // A parameter passed by value.
 struct Value {
@@ -284,7 +279,7 @@ struct Value {
 // A place in one of the call's buffers, passed as a pointer.
 struct Pointer {
   int64_t buffer;
-  int64_t byte_offset;  // Negative only of a tensor map.
+  uint64_t byte_offset;
 };
 
 // A tensor map over one of the call's buffers.
@@ -300,11 +295,10 @@ struct TensorMap {
   CUtensorMapL2promotion l2_promotion;
   CUtensorMapFloatOOBfill fill;
 
-  // Whether no element lies behind a buffer of `bytes` bytes. Subtracts, so that nothing overflows:
-  // the offset is at least -kMaxBytesBefore.
+  // Whether every element lies in a buffer of `bytes` bytes. Subtracts, so that nothing overflows.
   bool fits(uint64_t bytes) const {
-    if (start.byte_offset > 0 && static_cast<uint64_t>(start.byte_offset) > bytes) return false;
-    uint64_t room = bytes - static_cast<uint64_t>(start.byte_offset);
+    if (start.byte_offset > bytes) return false;
+    uint64_t room = bytes - start.byte_offset;
     for (size_t i = 0; i < sizes.size(); ++i) {
       const uint64_t step = i == 0 ? dtype.bytes : byte_strides[i - 1];
       if (step == 0) continue;
@@ -574,18 +568,17 @@ class AttributeReader {
   ffi::Error error_;
 };
 
-Pointer read_pointer(AttributeReader& attributes, const std::string& prefix,
-                     int64_t least_offset = 0) {
+Pointer read_pointer(AttributeReader& attributes, const std::string& prefix) {
   constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
   return {attributes.number(prefix + "buffer", 0, kMax),
-          attributes.number(prefix + "byte_offset", least_offset, kMax)};
+          static_cast<uint64_t>(attributes.number(prefix + "byte_offset", 0, kMax))};
 }
 
 TensorMap read_tensor_map(AttributeReader& attributes, const std::string& prefix) {
   constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
   constexpr int64_t kMax32 = std::numeric_limits<uint32_t>::max();
   TensorMap map = {};
-  map.start = read_pointer(attributes, prefix, -kMaxBytesBefore);
+  map.start = read_pointer(attributes, prefix);
   map.dtype = attributes.choice(prefix + "dtype", kDtypes);
   const size_t rank = attributes.get<ffi::Span<const int64_t>>(prefix + "sizes").size();
   if (rank < 1 || rank > kMaxRank) {
@@ -729,8 +722,7 @@ class Arguments {
       } else if (const auto* pointer = std::get_if<Pointer>(&parameter)) {
         values_[i] = &addresses_[i];
         error = locate(i, *pointer, buffers, [&](uint64_t bytes) {
-          const bool is_inside = static_cast<uint64_t>(pointer->byte_offset) <= bytes;
-          return is_inside ? "" : concat("byte_offset=", pointer->byte_offset);
+          return pointer->byte_offset <= bytes ? "" : concat("byte_offset=", pointer->byte_offset);
         });
       } else {
         const auto& maps = std::get<TensorMaps>(parameter);

@@ -147,10 +147,6 @@ REFUSED = [
         "parameter 0: offset must lie in the buffer of 3072 bytes; got offset=3073. Offsets count bytes.",
     ),
     (
-        {"parameters": [ffi.Pointer(1, offset=-16)]},
-        "parameter 0: offset must lie in the buffer of 3072 bytes; got offset=-16. Offsets count bytes.",
-    ),
-    (
         {"operands": [jax.ShapeDtypeStruct((32,), jnp.int4)], "parameters": [ffi.Pointer(0)]},
         "parameter 0: dtypes of less than a byte are not supported: XLA packs them; got int4. Bitcast to uint8.",
     ),
@@ -200,7 +196,6 @@ TENSOR_MAPS_REFUSED = [
         "the tensor reaches outside its buffer of 3072 bytes; got shape=(24, 65), strides=(128,), offset=0 of bf",
     ),
     (dict(box=(8, 64), offset=16), "the tensor reaches outside its buffer of 3072 bytes; got shape=(24, 64),"),
-    (dict(box=(8, 64), shape=(25, 64), offset=-112), "the tensor reaches outside its buffer of 3072 bytes; got shap"),
     (dict(box=(8, 64), dtype="float32"), "the tensor reaches outside its buffer of 3072 bytes; got shape=(24, 64),"),
     (
         dict(box=(2, 8, 8), shape=(2, 8, 32), interleave="32B"),
@@ -233,7 +228,6 @@ def test_takes_what_is_just_within_the_limits(any_cubin):
             ffi.TensorMap(0, box=(2, 1, 2, 2, 8), shape=(2, 5, 3, 5, 8), swizzle="32B"),
             ffi.TensorMap(0, box=(1, 8), shape=(299, 8), strides=(16,), offset=16),
             ffi.TensorMap(0, box=(256,), shape=(2400,), dtype="uint16"),
-            ffi.TensorMap(0, box=(1, 8), shape=(301, 8), strides=(16,), offset=-16),
             ffi.Pointer(1, offset=3072),
         ],
         grid=(2**31 - 16, 65535, 65535),
@@ -384,14 +378,6 @@ def test_several_tensor_maps_are_one_parameter(stand_in, new_cubin):
     encoded = [event.split()[2:4] for event in stand_in.events() if event.startswith("encode")]
     address = x.unsafe_buffer_pointer()
     assert encoded == [[f"address={address:#x}", "sizes=64,24"], [f"address={address + 1024:#x}", "sizes=64,16"]]
-
-
-def test_a_tensor_map_may_begin_before_its_buffer(stand_in, new_cubin):
-    x = jnp.zeros((24, 64), jnp.bfloat16)
-    overlapping = ffi.TensorMap(0, box=(1, 8, 64), shape=(25, 8, 64), strides=(128, 128), offset=-8 * 128)
-    run(new_cubin, "kernel_128", x, parameters=[overlapping], grid=(1,), block=(1,))
-    (encoded,) = [event for event in stand_in.events() if event.startswith("encode")]
-    assert f"address={x.unsafe_buffer_pointer() - 1024:#x} sizes=64,8,25 strides=128,128" in encoded
 
 
 def test_results_are_buffers_after_the_operands(stand_in, new_cubin):
@@ -623,8 +609,6 @@ WRONG_ATTRIBUTES = [
     ({"parameter0.l2_promotion": "1B"}, "attribute parameter0.l2_promotion must be one of (none, 64B, 128B, 256B)"),
     ({"parameter0.fill": "ones"}, 'attribute parameter0.fill must be one of (zeros, nan); got "ones".'),
     ({"parameter1.byte_offset": None}, "attribute parameter1.byte_offset is missing or of another type"),
-    ({"parameter1.byte_offset": np.int64(-16)}, "attribute parameter1.byte_offset must be from 0 to "),
-    ({"parameter0.byte_offset": np.int64(-(2**40) - 16)}, "attribute parameter0.byte_offset must be from -10995116277"),
     ({"parameter2.value": np.zeros(0, np.uint8)}, "attribute parameter2.value must have bytes; got none."),
     ({"parameter2.value": np.array([7])}, "attribute parameter2.value is missing or of another type"),
 ]  # fmt: skip
@@ -639,8 +623,6 @@ OUTSIDE_THE_BUFFERS = [
      "parameter 0 reaches outside buffer 0 of 3072 bytes; got sizes=(65, 24) byte_strides=(128) box=(64, 8) "),
     ({"parameter0.byte_offset": np.int64(16)}, "parameter 0 reaches outside buffer 0 of 3072 bytes"),
     ({"parameter0.byte_offset": np.int64(4096)}, "parameter 0 reaches outside buffer 0 of 3072 bytes"),
-    ({"parameter0.byte_offset": np.int64(-112), "parameter0.sizes": np.array([64, 25])},
-     "parameter 0 reaches outside buffer 0 of 3072 bytes"),
     ({"parameter0.dtype": "float32"}, "parameter 0 reaches outside buffer 0 of 3072 bytes"),
     ({"parameter0.sizes": np.array([2**63 - 1, 2**63 - 1]), "parameter0.byte_strides": np.array([2**63 - 1])},
      "parameter 0 reaches outside buffer 0 of 3072 bytes"),

@@ -24,9 +24,8 @@
 //
 // The two consumers and the warpgroup of dQ are not in step: the gaps of one are filled by others.
 //
-// The copy engine writes zeros for rows behind the last query or key, and for padding
-// (sequences.cuh): with dO and delta of zero, such a query adds nothing. Blocks of padding are not
-// visited.
+// The copy engine fills with zeros what lies beyond the last query: with dO and delta of zero, such
+// a query adds nothing. Padding must be zero in all operands.
 //
 // backward.py compiles this file with the macros that `Config` reads. Source: FlashAttention-3
 // (arXiv:2407.08608); a warpgroup of its own for dQ as in our Pallas kernel
@@ -34,7 +33,6 @@
 
 #include "gradients.cuh"
 #include "ring.cuh"
-#include "sequences.cuh"
 #include "staging.cuh"
 #include "tiles.cuh"
 
@@ -68,10 +66,6 @@ using QueryTile = OperandTile<Element, kBlockQ, Config::kHeadDim, true>;
 using QueryTileByRows = OperandTile<Element, Config::kHeadDim, kBlockQ, false>;
 using OutputTile = OperandTile<Element, kBlockQ, Config::kValueDim, true>;  // Of dO.
 using OutputTileByRows = OperandTile<Element, Config::kValueDim, kBlockQ, false>;
-using KeyLoad = SequenceLoad<KeyTile, Config::kKeyLengths>;
-using ValueLoad = SequenceLoad<ValueTile, Config::kKeyLengths>;
-using QueryLoad = SequenceLoad<QueryTile, Config::kQueryLengths>;
-using OutputLoad = SequenceLoad<OutputTile, Config::kQueryLengths>;
 // dS: keys in rows, queries contiguous. The left operand of dQ, transposed.
 using LogitTile = OperandTile<Element, kBlockQ, kBlockKv, false>;
 static_assert(KeyTile::kBytes == KeyTileByRows::kBytes, "one tile, read in two ways");
@@ -142,16 +136,15 @@ class Producer {
 #pragma unroll 1
     for (; schedule.has_item(); schedule.advance()) {
       const Item item = schedule.item();
-      query_end_ = schedule.query_end(item.batch);
       u64* full = shared_.key_ring.producer_acquire(kv_, KeyTile::kBytes);
-      KeyLoad::load(shared_.keys, &loads_.keys, full, 0, item.first_key, item.key_end, item.kv_head,
-                    item.batch);
+      TileLoad<KeyTile>::load(shared_.keys, &loads_.keys, full, item.first_key, 0, item.kv_head,
+                              item.batch);
       Steps steps(item, problem_);
       const int count = item.num_steps();
       if (count > 0) load_queries(schedule, item, steps);
       full = shared_.value_ring.producer_acquire(kv_, ValueTile::kBytes);
-      ValueLoad::load(shared_.values, &loads_.values, full, 0, item.first_key, item.key_end,
-                      item.kv_head, item.batch);
+      TileLoad<ValueTile>::load(shared_.values, &loads_.values, full, item.first_key, 0,
+                                item.kv_head, item.batch);
       kv_.next();
       if (count > 0) load_outputs(item, steps);
 #pragma unroll 1
@@ -172,8 +165,8 @@ class Producer {
     // Consumers read it behind the wait for dO.
     shared_.steps[slot] =
         schedule.describe<kBlockKv>(item, item.first_key, offset_, steps.block(), steps.head());
-    QueryLoad::load(shared_.queries[slot], &loads_.queries, full, 0, query, query_end_,
-                    steps.head(), item.batch);
+    TileLoad<QueryTile>::load(shared_.queries[slot], &loads_.queries, full, query, 0, steps.head(),
+                              item.batch);
     cp_async_bulk_tensor_load(shared_.lse[slot], &loads_.sums, full,
                               {query, steps.head(), item.batch, 0});
   }
@@ -182,8 +175,8 @@ class Producer {
     const int slot = place_.slot(), query = steps.block() * kBlockQ;
     u64* full =
         shared_.output_ring.producer_acquire(place_, OutputTile::kBytes + kBlockQ * sizeof(float));
-    OutputLoad::load(shared_.outputs[slot], &loads_.outputs, full, 0, query, query_end_,
-                     steps.head(), item.batch);
+    TileLoad<OutputTile>::load(shared_.outputs[slot], &loads_.outputs, full, query, 0, steps.head(),
+                               item.batch);
     cp_async_bulk_tensor_load(shared_.delta[slot], &loads_.sums, full,
                               {query, steps.head(), item.batch, 1});
     place_.next();
@@ -194,7 +187,6 @@ class Producer {
   const Arrays& arrays_;
   const Loads& loads_;
   int offset_ = 0;
-  int query_end_ = 0;  // The item's.
   RingPlace<1> kv_;
   Place place_;
 };
@@ -222,9 +214,6 @@ class Consumer {
       kv_.next();
       // The item is read again, so that it takes no registers meanwhile.
       const Item item = schedule.item();
-      if (Config::kAddsMeans && may_see_nothing<Config>(item)) {
-        add_means<Config>(dv_, problem_, arrays_, item, 0);
-      }
       store(dv, item, dv_, 1.0f);
       store(dk, item, dk_, problem_.scale);
     }
@@ -556,12 +545,11 @@ __global__ void __launch_bounds__(kThreads, 1) attention_backward(
     const __grid_constant__ TensorMap dk, const __grid_constant__ TensorMap dv, const int* plan,
     const int* key_lengths, const int* query_segments, const int* key_segments,
     const int* segment_blocks, const int* first_kv_blocks, const int* query_offset, int* turns,
-    const __grid_constant__ Problem problem, const int* query_lengths, const float* means) {
+    const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(dynamic_smem);
-  const Arrays arrays{
-      plan,         key_lengths, query_segments, key_segments, segment_blocks, first_kv_blocks,
-      query_offset, turns,       query_lengths,  means};
+  const Arrays arrays{plan,           key_lengths,     query_segments, key_segments,
+                      segment_blocks, first_kv_blocks, query_offset,   turns};
   const int warpgroup = threadIdx.x / kWarpgroup;
 
   if (threadIdx.x == 0) {

@@ -24,16 +24,14 @@
 // A slot of queries or of dO is free if four warpgroups of two CTAs have released it. A slot of dS
 // is full if the warps of this CTA have written their half, and the other CTA's half has arrived.
 //
-// The copy engine writes zeros for rows behind the last query or key, and for padding of keys
-// (sequences.cuh). XLA clears padding of queries and of dO: with dO and delta of zero, such a query
-// adds nothing. Blocks of padding are not visited.
+// The copy engine fills with zeros what lies beyond the last query: with dO and delta of zero, such
+// a query adds nothing. Padding must be zero in all operands.
 //
 // backward_wide.py compiles this file with the macros that `Config` reads. Source: FlashAttention-3
 // (arXiv:2407.08608); the division of 64 keys as in our Pallas kernel (docs/pallas-kernels.md).
 
 #include "gradients.cuh"
 #include "ring.cuh"
-#include "sequences.cuh"
 #include "staging.cuh"
 #include "tiles.cuh"
 
@@ -76,13 +74,6 @@ using QueryTile = OperandTile<Element, kBlockQ, Config::kHeadDim, true>;
 using QueryTileByRows = OperandTile<Element, Config::kHeadDim, kBlockQ, false>;
 using OutputTile = OperandTile<Element, kBlockQ, Config::kValueDim, true>;  // Of dO.
 using OutputTileByRows = OperandTile<Element, Config::kValueDim, kBlockQ, false>;
-using KeyLoad = SequenceLoad<KeyTile, Config::kKeyLengths>;
-using OtherKeyLoad = SequenceLoad<OtherKeyTile, Config::kKeyLengths>;
-using ValueLoad = SequenceLoad<ValueTile, Config::kKeyLengths>;
-// XLA clears padding of queries and dO. With multicast, copies behind a sequence's end were illegal
-// accesses on an H100 (docs/cuda-attention.md).
-using QueryLoad = TileLoad<QueryTile, kCtas>;
-using OutputLoad = TileLoad<OutputTile, kCtas>;
 // dS: keys in rows, queries contiguous. The left operand of dQ, transposed.
 using LogitTile = OperandTile<Element, kBlockQ, kBlockKv, false>;
 constexpr int kHalfOfLogits = LogitTile::kBytes / kCtas;  // A CTA's keys: one box, half its rows.
@@ -222,10 +213,10 @@ class QueryProducer {
   // This CTA's keys, and its columns of the other CTA's keys.
   __device__ __forceinline__ void load_keys(const Item& item) {
     u64* full = shared_.key_ring.producer_acquire(keys_, KeyTile::kBytes + OtherKeyTile::kBytes);
-    KeyLoad::load(shared_.keys, &loads_.keys, full, 0, first_key_of(item, cta_rank()), item.key_end,
-                  item.kv_head, item.batch);
-    OtherKeyLoad::load(shared_.other_keys, &loads_.keys, full, cta_rank() * kQueryColumns,
-                       first_key_of(item, 1 - cta_rank()), item.key_end, item.kv_head, item.batch);
+    TileLoad<KeyTile>::load(shared_.keys, &loads_.keys, full, first_key_of(item, cta_rank()), 0,
+                            item.kv_head, item.batch);
+    TileLoad<OtherKeyTile>::load(shared_.other_keys, &loads_.keys, full, cta_rank() * kQueryColumns,
+                                 first_key_of(item, 1 - cta_rank()), item.kv_head, item.batch);
     keys_.next();
   }
 
@@ -234,8 +225,8 @@ class QueryProducer {
     const int slot = queries_.slot(), query = steps.block() * kBlockQ;
     u64* full =
         shared_.query_ring.producer_acquire(queries_, QueryTile::kBytes + kBlockQ * sizeof(float));
-    QueryLoad::load_part(shared_.queries[slot], &loads_.queries, full, cta_rank(),
-                         Pair::column_of(0), query, 0, steps.head(), item.batch);
+    TileLoad<QueryTile, kCtas>::load_part(shared_.queries[slot], &loads_.queries, full, cta_rank(),
+                                          Pair::column_of(0), query, 0, steps.head(), item.batch);
     cp_async_bulk_tensor_load(shared_.lse[slot], &loads_.sums, full,
                               {query, steps.head(), item.batch, 0});
     queries_.next();
@@ -260,8 +251,8 @@ class OutputProducer {
     for (; items.has_item(); items.next_of_thread()) {
       const Item& item = items.item();
       u64* full = shared_.value_ring.producer_acquire(values_, ValueTile::kBytes);
-      ValueLoad::load(shared_.values, &loads_.values, full, 0, first_key_of(item, cta_rank()),
-                      item.key_end, item.kv_head, item.batch);
+      TileLoad<ValueTile>::load(shared_.values, &loads_.values, full,
+                                first_key_of(item, cta_rank()), 0, item.kv_head, item.batch);
       values_.next();
       Steps steps(item, problem_);
 #pragma unroll 1
@@ -275,8 +266,8 @@ class OutputProducer {
     const int slot = outputs_.slot(), query = steps.block() * kBlockQ;
     u64* full = shared_.output_ring.producer_acquire(outputs_,
                                                      OutputTile::kBytes + kBlockQ * sizeof(float));
-    OutputLoad::load_part(shared_.outputs[slot], &loads_.outputs, full, cta_rank(),
-                          Pair::column_of(0), query, 0, steps.head(), item.batch);
+    TileLoad<OutputTile, kCtas>::load_part(shared_.outputs[slot], &loads_.outputs, full, cta_rank(),
+                                           Pair::column_of(0), query, 0, steps.head(), item.batch);
     cp_async_bulk_tensor_load(shared_.delta[slot], &loads_.sums, full,
                               {query, steps.head(), item.batch, 1});
     outputs_.next();
@@ -423,12 +414,6 @@ class WeightConsumer {
       keys_.next();
       // The weights of the last step have been read: their buffer is free.
       shared_.weight_ring.producer_wait(weight_place());
-      if (Config::kAddsMeans && may_see_nothing<Config>(item)) {
-        add_means<Config>(dv_.low, problem_, arrays_, item, 0);
-        if constexpr (decltype(dv_)::kHigh > 0) {
-          add_means<Config>(dv_.high, problem_, arrays_, item, decltype(dv_)::kLow);
-        }
-      }
       store_result(dv, problem_, item, dv_, 1.0f, shared_.weights[warp_of_group()]);
     }
   }
@@ -848,12 +833,11 @@ __global__ void __launch_bounds__(kThreads, 1) attention_backward_wide(
     const __grid_constant__ TensorMap dk, const __grid_constant__ TensorMap dv, const int* plan,
     const int* key_lengths, const int* query_segments, const int* key_segments,
     const int* segment_blocks, const int* first_kv_blocks, const int* query_offset, int* turns,
-    const __grid_constant__ Problem problem, const int* query_lengths, const float* means) {
+    const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(dynamic_smem);
-  const Arrays arrays{
-      plan,         key_lengths, query_segments, key_segments, segment_blocks, first_kv_blocks,
-      query_offset, turns,       query_lengths,  means};
+  const Arrays arrays{plan,           key_lengths,     query_segments, key_segments,
+                      segment_blocks, first_kv_blocks, query_offset,   turns};
   const int warpgroup = threadIdx.x / kWarpgroup;
   init_rings(shared);
 

@@ -29,7 +29,6 @@
 
 #include "masks.cuh"
 #include "ring.cuh"
-#include "sequences.cuh"
 #include "staging.cuh"
 #include "tiles.cuh"
 
@@ -231,9 +230,9 @@ struct Loads {
   const TensorMap& queries;
   const TensorMap& keys;
   const TensorMap& values;
-  // With lengths of keys: the same values, as a map of sequences. A weight of zero does not hide
-  // NaN in padding, so that the copy engine writes zeros there.
-  const TensorMap& padded_values;
+  // With lengths of keys: of each batch element, the values of the block in which its keys end.
+  // Padding is zero there.
+  const TensorMap& edge_values;
 };
 
 class Producer {
@@ -277,10 +276,10 @@ class Producer {
 
   __device__ __forceinline__ void load_values(const Item& item, int block) {
     u64* full = shared_.value_ring.producer_acquire(values_, ValueTile::kBytes);
-    const TensorMap& map = Config::kKeyLengths ? loads_.padded_values : loads_.values;
-    SequenceLoad<ValueTile, Config::kKeyLengths>::load(shared_.values[values_.slot()], &map, full,
-                                                       0, block * kBlockKv, item.key_end, kv_head_,
-                                                       item.batch);
+    const bool is_edge = Config::kKeyLengths && block == item.key_end / kBlockKv;
+    TileLoad<ValueTile>::load(shared_.values[values_.slot()],
+                              is_edge ? &loads_.edge_values : &loads_.values, full, 0,
+                              is_edge ? 0 : block * kBlockKv, kv_head_, item.batch);
     values_.next();
   }
 
@@ -676,7 +675,7 @@ class Consumer {
 
 __global__ void __launch_bounds__(kThreads, 1) attention_forward(
     const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
-    const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap padded_values,
+    const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap edge_values,
     const __grid_constant__ TensorMap out, float* lse, const int* plan, const int* query_lengths,
     const int* key_lengths, const int* query_segments, const int* key_segments,
     const int* segment_blocks, const int* query_offset, const __grid_constant__ Problem problem) {
@@ -705,7 +704,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_forward(
   if (warpgroup == 0) {
     setmaxnreg_dec<kProducerRegisters>();
     if (uniform(threadIdx.x / kWarp) == 0 && elect_one()) {
-      const Loads loads{queries, keys, values, padded_values};
+      const Loads loads{queries, keys, values, edge_values};
       Producer(shared, loads).run(schedule, problem);
     }
   } else {

@@ -268,6 +268,7 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
     q, k, v = (launching.whole_units(named[name]) for name in ("q", "k", "v"))
     plan = jnp.asarray(_plan(spec, config))
     arrays = launching.Arrays(q, k, v, plan, absent=3)
+    edge = arrays.add(_edge_values(spec, config, v, named["key_lengths"])) if spec.key_lengths else 2
     blocks = segment_key_blocks(spec, config.rows, config.block_kv, dict(named)) if spec.segments else None
     extras = [
         *(named.get(name) for name in ("query_lengths", "key_lengths", "query_segments", "key_segments")),
@@ -281,7 +282,6 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
         jax.ShapeDtypeStruct((batch, num_heads, num_queries), jnp.float32),
     ]
     out_buffer, lse_buffer = len(arrays.operands), len(arrays.operands) + 1
-    rows_of_padded_values = launching.rows_of_a_sequence if spec.key_lengths else launching.rows_of_a_head
     compiled = compile_forward(spec, config)
     out, lse = custom_call.launch(
         compiled.cubin,
@@ -292,7 +292,7 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
             launching.rows_of_a_head(0, q, _WGMMA_M),
             launching.rows_of_a_head(1, k, config.block_kv),
             launching.rows_of_a_head(2, v, config.block_kv),
-            rows_of_padded_values(2, v, config.block_kv),
+            launching.rows_of_a_head(edge, arrays.operands[edge], config.block_kv),
             launching.rows_of_a_head(out_buffer, results[0], 16),
             custom_call.Pointer(lse_buffer),
             custom_call.Pointer(3),
@@ -308,6 +308,16 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
     if may_see_nothing(spec):
         out = _fill_in_means(spec, named, out, lse)
     return [out[..., :value_dim], lse]
+
+
+def _edge_values(spec: AttentionSpec, config: Config, v: jax.Array, key_lengths: jax.Array) -> jax.Array:
+    """The values of the block in which the keys of each batch element end, zero from there on: padding may be NaN, and
+    a weight of zero does not hide it.
+    """
+    key_end = jnp.clip(key_lengths, 0, spec.k.shape[1])[:, None]
+    row = key_end // config.block_kv * config.block_kv + jnp.arange(config.block_kv)
+    edge = jnp.take_along_axis(v, row[:, :, None, None], axis=1, mode="clip")
+    return jnp.where((row < key_end)[:, :, None, None], edge, 0)
 
 
 def _fill_in_means(spec: AttentionSpec, named: Any, out: jax.Array, lse: jax.Array) -> jax.Array:

@@ -1,9 +1,8 @@
 """What the designs of attention's backward pass have in common: the launch, and the work of other kernels around it.
 
-Another kernel computes the sums of out * dout first (row_sums.cu). No kernel reads padding, and its gradients are
-zeros; only for CTAs that work in pairs, XLA clears padding of queries. XLA converts dq, which the kernels sum in
-float32. The kernels add up dq in the order in which blocks of keys come: dq may differ between runs by rounding. With
-`deterministic` they add in their own order.
+Another kernel computes the sums of out * dout first (row_sums.cu). XLA clears padding, and converts dq, which the
+kernels sum in float32. The kernels add up dq in the order in which blocks of keys come: dq may differ between runs by
+rounding. With `deterministic` they add in their own order.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from jaxkernels.ffi.attention import launching
 from jaxkernels.ffi.attention.launching import LOG2E, WARPGROUP, padded, rows_of_a_head
 from jaxkernels.ops.attention.blind import row_sums
 from jaxkernels.ops.attention.planning import backward_plan, backward_steps, longest_cta
-from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
+from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.ops.attention.visibility import (
     is_known_at_run_time,
+    keys_inside,
     queries_inside,
     segment_query_blocks,
     segment_query_blocks_in_order,
@@ -147,21 +147,12 @@ def choices(spec: AttentionSpec, group_parts: int) -> dict[str, Any]:
         value_dim=padded(spec.v.shape[3]),
         has_left=spec.band.left is not None,
         has_right=spec.band.right is not None,
-        query_lengths=spec.query_lengths,
         key_lengths=spec.key_lengths,
         segments=spec.segments,
         query_offset=spec.query_offset,
         soft_cap=spec.soft_cap is not None,
         in_order=spec.deterministic,
-        adds_means=_sums_unseeing(spec) and group_parts == 1,
     )
-
-
-def _sums_unseeing(spec: AttentionSpec) -> bool:
-    """Whether row_sums.cu adds up dout of queries that see no key. Without lengths of keys, XLA does, if there are
-    any.
-    """
-    return spec.key_lengths
 
 
 def run(
@@ -173,17 +164,9 @@ def run(
 ) -> list[jax.Array]:
     """Launches a kernel; returns [dq, dk, dv], of the operands' shapes and dtypes."""
     named = spec.named("attention_backward", operands)
-    clears_queries = spec.query_lengths and tiling.num_ctas > 1  # See backward_wide.cu.
-    if clears_queries:
-        is_query = queries_inside(spec, dict(named))[:, :, None, None]
-        named |= {name: jnp.where(is_query, named[name], 0) for name in ("q", "dout")}
-    q, k, v, out, dout = (launching.whole_units(named[name]) for name in ("q", "k", "v", "out", "dout"))
-    products, zeros, *unseeing = _products(spec, named, q, out, dout)
+    q, k, v, dout = (launching.whole_units(x) for x in _without_padding(spec, named))
+    products, zeros = _products(spec, q, launching.whole_units(named["out"]), dout)
     sums, mean = _sums(spec, named, products[..., : q.shape[1]])
-    means = _means(spec, unseeing[0]) if unseeing else None
-    parts, num_ctas = tiling.group_parts, tiling.num_ctas
-    if means is not None and parts > 1:  # XLA adds up the parts, and the means with them.
-        mean, means = means[:, None, :, : spec.v.shape[3]], None
     items = jnp.asarray(plan(spec, tiling))
     arrays = launching.Arrays(q, k, v, dout, sums, items, absent=5)
     blocks, first_kv_blocks = _segment_blocks(spec, tiling, dict(named))
@@ -194,8 +177,8 @@ def run(
         named["query_offset"].reshape(1) if spec.query_offset else None,
     ]
     extra_buffers = [arrays.add(x) for x in extras]
-    last_buffers = [arrays.add(named.get("query_lengths")), arrays.add(means)]
     aliases = {arrays.add(zeros): 0}
+    parts, num_ctas = tiling.group_parts, tiling.num_ctas
     output = k.dtype if parts == 1 else jnp.dtype(jnp.float32)
     apart = lambda x: jax.ShapeDtypeStruct((*x.shape[:2], x.shape[2] * parts, x.shape[3]), output)
     results = [jax.ShapeDtypeStruct(q.shape, jnp.float32), apart(k), apart(v)]
@@ -208,20 +191,16 @@ def run(
     first = len(arrays.operands)
     columns = 128 // output.itemsize
     query_rows, key_rows = tiling.block_q // num_ctas, tiling.block_kv // num_ctas
-    rows_of_queries, rows_of_keys = (
-        launching.rows_of_a_sequence if has_lengths else rows_of_a_head
-        for has_lengths in (spec.query_lengths and not clears_queries, spec.key_lengths)
-    )
     dq, dk, dv, *_ = custom_call.launch(
         compiled.cubin,
         compiled.name,
         arrays.operands,
         results,
         parameters=[
-            rows_of_queries(0, q, query_rows),
-            rows_of_keys(1, k, key_rows),
-            rows_of_keys(2, v, key_rows),
-            rows_of_queries(3, dout, query_rows),
+            rows_of_a_head(0, q, query_rows),
+            rows_of_a_head(1, k, key_rows),
+            rows_of_a_head(2, v, key_rows),
+            rows_of_a_head(3, dout, query_rows),
             custom_call.TensorMap(4, box=(1, 1, 1, tiling.block_q)),
             rows_of_a_head(first, results[0], 16, columns=32),
             rows_of_a_head(first + 1, results[1], 16, columns=columns),
@@ -230,7 +209,6 @@ def run(
             *map(custom_call.Pointer, extra_buffers),
             custom_call.Pointer(first + 3 if spec.deterministic else 5),
             _problem(spec, tiling, items.shape[1]),
-            *map(custom_call.Pointer, last_buffers),
         ],
         grid=(items.shape[0] * num_ctas,),
         block=(_WARPGROUPS * WARPGROUP,),
@@ -249,7 +227,7 @@ def _converted(
     results: Sequence[jax.Array],
     mean: jax.Array | None,
 ) -> list[jax.Array]:
-    """dq, dk and dv of the operands' shapes and dtypes: scaled, without padded columns, and parts of groups added."""
+    """dq, dk and dv of the operands' shapes and dtypes: scaled, without padding, and parts of groups added up."""
     dq, dk, dv = results
     dq = (dq * spec.scale)[..., : spec.q.shape[3]]
     dk, dv = dk[..., : spec.k.shape[3]], dv[..., : spec.v.shape[3]]
@@ -265,7 +243,7 @@ def _sums(
     spec: AttentionSpec, named: Mapping[str, jax.Array], products: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
     """The logsumexp in base 2 and delta of each query, (2, B, N, T) with T padded to whole units of 16 bytes; and what
-    queries that see no key add to dv, or None: if there are none, or a kernel computes it.
+    queries that see no key add to dv, or None.
 
     One array: XLA makes it last, by a kernel of its own. A Triton fusion right before costs 8 to 11 %
     (docs/pallas-kernels.md, "Two speeds").
@@ -273,7 +251,7 @@ def _sums(
     Args:
       products: the sums of out * dout.
     """
-    lse, delta, mean = row_sums(spec, named, products, has_mean=_sums_unseeing(spec))
+    lse, delta, mean = row_sums(spec, named, products)
     if spec.query_lengths:  # Padding has no part in gradients.
         is_query = queries_inside(spec, dict(named))[:, None]
         lse, delta = jnp.where(is_query, lse, jnp.inf), jnp.where(is_query, delta, 0)
@@ -291,66 +269,50 @@ def _segment_blocks(
     return segment_query_blocks(spec, tiling.block_q, tiling.block_kv, named), None
 
 
-def _products(
-    spec: AttentionSpec, named: Mapping[str, jax.Array], q: jax.Array, out: jax.Array, dout: jax.Array
-) -> list[jax.Array]:
-    """The sums of out * dout, (B, N, T) with T padded to whole units of 16 bytes, and zeros for dq in float32. With
-    lengths of keys also the sums of dout over queries that see no key, of each block of queries, (B, N, blocks, D) with
-    D padded as in the kernel.
+def _without_padding(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> list[jax.Array]:
+    """q, k, v and dout with zeros in place of padding, which may be NaN."""
+    q, k, v, dout = (named[name] for name in ("q", "k", "v", "dout"))
+    if spec.query_lengths:
+        is_query = queries_inside(spec, dict(named))[:, :, None, None]
+        q, dout = jnp.where(is_query, q, 0), jnp.where(is_query, dout, 0)
+    if spec.key_lengths:
+        is_key = keys_inside(spec, dict(named))[:, :, None, None]
+        k, v = jnp.where(is_key, k, 0), jnp.where(is_key, v, 0)
+    return [q, k, v, dout]
+
+
+def _products(spec: AttentionSpec, q: jax.Array, out: jax.Array, dout: jax.Array) -> list[jax.Array]:
+    """The sums of out * dout, (B, N, T) with T padded to whole units of 16 bytes, and zeros for dq in float32.
 
     XLA would take two kernels; or it would fuse the sums into the stack that reads them, where one thread computes a
     whole sum: then a pass over 16k tokens took 200 us more.
     """
     batch, num_queries, num_heads, _ = q.shape
     row_length, num_blocks = num_queries + -num_queries % 4, -(-num_queries // _ROWS_OF_SUMS)
-    mean_columns = padded(spec.v.shape[3]) if _sums_unseeing(spec) else 0
     compiled = launching.compile_kernel(
         "row_sums",
         frozenset(),
         element=launching.ELEMENTS[spec.q.dtype],
         value_dim=out.shape[3],
         head_dim=q.shape[3],
-        mean_columns=mean_columns,
-        adds_means=mean_columns > 0,
-        query_lengths=spec.query_lengths,
-        query_offset=spec.query_offset and spec.query_lengths,
-        hides_keys=spec.band.left is not None or spec.segments,
-        masked_logit=f"{MASKED_LOGIT!r}f",
     )
-    arrays = launching.Arrays(out, dout, absent=0)
-    extras = [named.get(name) for name in ("query_lengths", "key_lengths")]
-    extras.append(named["query_offset"].reshape(1) if spec.query_offset else None)
-    extras.append(named["lse"] if mean_columns else None)
-    extra_buffers = [arrays.add(x) for x in extras]
-    results = [
-        jax.ShapeDtypeStruct((batch, num_heads, row_length), jnp.float32),
-        jax.ShapeDtypeStruct(q.shape, jnp.float32),
-    ]
-    if mean_columns:
-        results.append(jax.ShapeDtypeStruct((batch, num_heads, num_blocks, mean_columns), jnp.float32))
-    first = len(arrays.operands)
     return custom_call.launch(
         compiled.cubin,
         compiled.name,
-        arrays.operands,
-        results,
+        [out, dout],
+        [
+            jax.ShapeDtypeStruct((batch, num_heads, row_length), jnp.float32),
+            jax.ShapeDtypeStruct(q.shape, jnp.float32),
+        ],
         parameters=[
-            *map(custom_call.Pointer, (0, 1, first, first + 1)),
+            *map(custom_call.Pointer, range(4)),
             launching.struct(num_queries, num_heads, row_length, num_blocks),
-            *map(custom_call.Pointer, extra_buffers),
-            custom_call.Pointer(first + len(results) - 1),
         ],
         grid=(batch * num_heads * num_blocks,),
         block=(_THREADS_OF_SUMS,),
         target=spec.target,
         label="attention_row_sums",
     )
-
-
-def _means(spec: AttentionSpec, sums: jax.Array) -> jax.Array:
-    """What queries that see no key add to dv of each key, (B, K, D), from the sums of blocks of queries."""
-    grouped = sums.reshape(sums.shape[0], spec.k.shape[2], -1, sums.shape[3])
-    return grouped.sum(axis=2) / spec.k.shape[1]
 
 
 def _whole_rows(x: jax.Array) -> jax.Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.resources
 from typing import Any
@@ -28,7 +27,6 @@ __all__ = [
     "padded",
     "reach",
     "rows_of_a_head",
-    "rows_of_a_sequence",
     "struct",
     "whole_units",
 ]
@@ -111,24 +109,6 @@ def rows_of_a_head(buffer: int, x: Any, rows: int, columns: int = ATOM) -> custo
         shape=(batch, num_heads, length, size),
         strides=(length * num_heads * row_bytes, row_bytes, num_heads * row_bytes),
         swizzle="128B",
-    )
-
-
-def rows_of_a_sequence(buffer: int, x: Any, rows: int) -> custom_call.TensorMap:
-    """`rows_of_a_head` for sequences that end where a kernel says: rows from there on are zeros (sequences.cuh).
-
-    Two dimensions have the stride of a row. The tensor begins `rows` rows before the array.
-    """
-    plain = rows_of_a_head(buffer, x, rows)
-    batch, length, num_heads, size = x.shape
-    assert plain.strides is not None
-    row_stride = plain.strides[2]
-    return dataclasses.replace(
-        plain,
-        box=(1, *plain.box),
-        shape=(length + 1, batch, num_heads, rows, size),
-        strides=(row_stride, *plain.strides),
-        offset=-rows * row_stride,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -43,10 +42,8 @@ def make_spec(
     )
 
 
-def draw(spec: AttentionSpec, seed: int = 0, **given: Sequence[int]) -> dict[str, jax.Array]:
-    """Operands of all passes. Lengths include 0 and all; segments are in order; padding is NaN. `given` lengths replace
-    those drawn.
-    """
+def draw(spec: AttentionSpec, seed: int = 0) -> dict[str, jax.Array]:
+    """Operands of all passes. Lengths include 0 and all; segments are in order; padding is NaN."""
     rng = np.random.default_rng(seed)
     batch, queries, keys = spec.q.shape[0], spec.q.shape[1], spec.k.shape[1]
     lengths = lambda longest, first: np.resize([first, longest, 0, longest // 2], batch)
@@ -58,7 +55,6 @@ def draw(spec: AttentionSpec, seed: int = 0, **given: Sequence[int]) -> dict[str
         query_offset=lambda: 7,
         mask=lambda: rng.random(spec.mask.shape) < 0.4 if spec.mask else None,
     )
-    special |= {name: lambda chosen=chosen: chosen for name, chosen in given.items()}
     values = {
         name: jnp.asarray(special.get(name, lambda shape=x.type.shape: rng.normal(size=shape))(), x.type.dtype)
         for name, x in spec.arrays().items()

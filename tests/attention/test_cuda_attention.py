@@ -166,28 +166,6 @@ def test_calls_lower_for_cuda():
         assert text.count(f"@{jk.ffi.TARGET}(") == count
 
 
-@pytest.mark.parametrize(
-    "lengths", [("query_lengths", "key_lengths"), ("query_lengths",), ("key_lengths",), ()], ids=str
-)
-@pytest.mark.parametrize("head_dim", [128, 256])
-def test_xla_converts_dq_only(head_dim, lengths):
-    """Lengths cost no further pass of XLA over an array of the operands' size."""
-    spec = make_spec(4, 4000, 4000, 8, 8, head_dim, dtype="bfloat16", causal=True, **dict.fromkeys(lengths, True))
-    config = dispatch.default_config("attention_backward", "cuda", spec)
-    assert config.group_parts == 1
-    types = [spec.arrays()[name].type for name in spec.inputs("attention_backward")]
-    run = functools.partial(design_of("attention_backward", spec).run, spec, config)
-    traced = jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types))
-    least = np.prod(spec.k.shape)
-    passes = [
-        str(eqn.primitive)
-        for eqn in traced.jaxpr.eqns
-        if eqn.primitive.name != "ffi_call" and any(x.aval.size >= least for x in eqn.invars)
-    ]
-    cleared = ["jit"] * 2 if head_dim == 256 and "query_lengths" in lengths else []  # jnp.where, for CTAs in pairs.
-    assert passes == [*cleared, "mul", "convert_element_type"], traced
-
-
 def test_plan_gives_each_item_to_one_block():
     spec = dataclasses.replace(spec_of(causal=True), target=dataclasses.replace(H200, num_sms=7))
     config = forward.Config(128, 2)
@@ -256,35 +234,6 @@ def test_gradients_in_order_have_the_same_bits(head_dim, options):
     for _ in range(20):
         assert [np.asarray(x).tobytes() for x in gradients(*operands)] == first
     check_gradients(spec, gradients(*operands), operands)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        dict(query_lengths=[701, 1], key_lengths=[513, 999]),
-        dict(query_lengths=[640, 1000], key_lengths=[128, 0]),
-        dict(query_lengths=[0, 65]),
-        dict(key_lengths=[1, 1000]),
-    ],
-    ids=["cut", "at borders, none", "queries", "keys"],
-)
-@pytest.mark.parametrize(
-    "options",
-    [{}, dict(causal=True), dict(window=(100, 20)), dict(segments=True, soft_cap=20.0), dict(deterministic=True)],
-    ids=str,
-)
-@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
-def test_padding_does_not_reach_gradients(head_dim, options, lengths):
-    """Padding is NaN in q, k, v and dout."""
-    spec = spec_of(head_dim, length=1000, **options, **dict.fromkeys(lengths, True))
-    operands = spec.pack("attention_backward", draw(spec, **lengths))
-    config = dispatch.default_config("attention_backward", "cuda", spec)
-    gradients = jax.jit(functools.partial(design_of("attention_backward", spec).run, spec, config))(*operands)
-    check_gradients(spec, gradients, operands)
-    for x, name in zip(gradients, ("query_lengths", "key_lengths")):  # Of q and of k.
-        for row, length in enumerate(lengths.get(name, ())):
-            assert not np.asarray(x, np.float32)[row, length:].any()
 
 
 _SANITIZED = """

@@ -409,6 +409,15 @@ def test_residuals_in_narrow_pieces(block_n: int, save: bool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", "gelu_erf"])
+@pytest.mark.parametrize("n", [1000, 1001])
+def test_gradients_of_a_gate(activation: str | None, n: int) -> None:
+    spec = make_spec(600, n, 200, layouts="mk.nk", gradients=True, activation=activation)
+    for config in (Config(block_n=128, ping_pong=True, num_staging=4), Config(block_n=128), Config(64, 64, split_k=2)):
+        check(spec, config, runs=2)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dtypes(dtype: str, out_dtype: str) -> None:

@@ -126,6 +126,14 @@ def test_tiles_of_the_backward_pass(tile, centered, residual):
     assert_right("norm_backward", spec, tile)
 
 
+@pytest.mark.parametrize("kernel", ["norm_forward", "norm_tangent"])
+def test_x_is_returned(kernel):
+    spec = make_spec(kernel, 1, 11, 37, returns_x=True)
+    named = spec.named(kernel, tuning.operands(kernel, spec, CPU, 0))
+    returned, given = dict(norm_forward=("sum", "x"), norm_tangent=("dsum", "dx"))[kernel]
+    np.testing.assert_array_equal(run(kernel, spec, TILES[0], named)[returned], named[given])
+
+
 @pytest.mark.sampled(one_in=5)
 @every_kernel
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 5, 1), (1, 1, 64), (1, 3, 2, 33), (1, 2, 65), (1, 40)], ids=str)

@@ -15,7 +15,6 @@ from jaxkernels.cudnn.attention.costs import Constants, not_estimated
 from jaxkernels.cudnn.attention.problem import Config, Inputs, search_space, unsupported
 from jaxkernels.ops.attention.blind import mean_of_values
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
-from jaxkernels.ops.attention.visibility import may_see_nothing
 
 __all__ = [
     "CONSTANTS", "VERSION", "Config", "Constants", "estimate", "not_estimated", "run", "search_space",
@@ -48,15 +47,12 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
     """Returns [out (B, T, N, D), lse (B, N, T) float32]."""
     named = spec.named("attention_forward", operands)
     x = Inputs.of(spec, named)
-    # Padding in q reaches the rows of padding only, which are written below: it may be NaN.
-    out, lse = calls.forward(named["q"], x.k, x.v, x.bias, x.lengths, scale=spec.scale, masks=x.masks)
+    out, lse = calls.forward(x.q, x.k, x.v, x.bias, x.lengths, scale=spec.scale, masks=x.masks)
     out = out[..., : spec.v.shape[3]]
     if x.is_blind is not None:
-        lse = jnp.where(x.is_blind, MASKED_LOGIT, lse)
-    if may_see_nothing(spec):
-        assert x.is_blind is not None
         mean = mean_of_values(spec, named["v"], named).astype(out.dtype)
         out = jnp.where(jnp.swapaxes(x.is_blind, 1, 2)[..., None], mean, out)
+        lse = jnp.where(x.is_blind, MASKED_LOGIT, lse)
     if x.is_query is not None:
         out = jnp.where(x.is_query[:, :, None, None], out, 0)
     return [out, lse]

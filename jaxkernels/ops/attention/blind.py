@@ -41,38 +41,28 @@ def mean_of_values(spec: AttentionSpec, v: jax.Array, extras: Mapping[str, jax.A
 
 
 def row_sums(
-    spec: AttentionSpec,
-    named: Mapping[str, jax.Array],
-    products: Float32[Array, "B N T"] | None = None,
-    *,
-    has_mean: bool = False,
+    spec: AttentionSpec, named: Mapping[str, jax.Array], products: Float32[Array, "B N T"] | None = None
 ) -> tuple[Float32[Array, "B N T"], Float32[Array, "B N T"], Float32[Array, "B 1 K D"] | None]:
-    """What a backward pass needs of each query, and what queries that see no key add to dV.
+    """What a backward pass needs of each query, and what queries that see no key add to dV (None if none may).
 
     Args:
       named: the operands of `attention_backward` by name.
       products: the sums of out * dout, if a kernel has computed them; those of padding may be no numbers.
-      has_mean: whether a kernel computes what queries that see no key add to dV.
 
     Returns:
       The logsumexp, infinite for queries that see no key: their weights are zero. Delta, the sum of out * dout less the
-      logsumexp's cotangent; zero for these queries. Padding counts as zeros in delta. What is added to dV, or None: if
-      every query sees a key, or a kernel has it.
+      logsumexp's cotangent; zero for these queries. Padding counts as zeros in delta.
     """
-    lse, dout = named["lse"], named["dout"]
+    dout, lse = named["dout"].astype(jnp.float32), named["lse"]
     if products is None:
-        products = jnp.sum(named["out"].astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
-        products = jnp.swapaxes(products, 1, 2)
+        products = jnp.swapaxes(jnp.sum(named["out"].astype(jnp.float32) * dout, axis=-1), 1, 2)
     if spec.query_lengths:
-        products = jnp.where(queries_inside(spec, dict(named))[:, None], products, 0)
+        is_query = queries_inside(spec, dict(named))
+        products = jnp.where(is_query[:, None], products, 0)
+        dout = jnp.where(is_query[:, :, None, None], dout, 0)
     delta = products - named["dlse"]
     if not (spec.query_lengths or spec.bias is not None or may_see_nothing(spec)):
         return lse, delta, None
     is_blind = lse <= MASKED_LOGIT / 2
-    mean = None
-    # Padding has no part in it: with lengths of queries alone, there is none.
-    if not has_mean and (spec.bias is not None or may_see_nothing(spec)):
-        if spec.query_lengths:
-            dout = jnp.where(queries_inside(spec, dict(named))[:, :, None, None], dout, 0)
-        mean = mean_gradient(spec, dout, is_blind)
+    mean = mean_gradient(spec, dout, is_blind)
     return jnp.where(is_blind, jnp.inf, lse), jnp.where(is_blind, 0, delta), mean
