@@ -430,6 +430,7 @@ def test_the_estimate_of_pallas_products_has_copies():
 SIZES_OF_COPIES = [(4096, 4096), (4096, 4088), (4089, 4096)]
 
 
+@pytest.mark.usefixtures("as_if_triton_was_installed")
 def test_the_estimate_of_triton_products_has_rows_of_odd_length():
     """They do not change the default configuration: `RANKING` leaves them out."""
     even, odd = product(2048, 4096, 4096), product(2048, 4095, 4096)
