@@ -378,8 +378,8 @@ def shortlist(spec: MatmulSpec) -> tuple[Config, ...]:
         return ()
     fits = lambda config: dataclasses.replace(config, num_stages=_num_stages(spec, config))
     candidates = [_trimmed(spec, fits(config)) for config in _candidates(spec)]
-    in_parts = [part for config in _CANDIDATES_IN_PARTS for part in _through_memory(spec, fits(config))]
-    in_parts = [] if spec.is_gradient else in_parts
+    dividing = () if spec.is_gradient else _CANDIDATES_IN_PARTS
+    in_parts = [part for config in dividing for part in _through_memory(spec, fits(config))]
     return tuple(_with_in_place(spec, candidates + in_parts))
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections.abc import Callable, Mapping
 
 import jax
 
 from jaxkernels.ops.matmul.spec import Activation, MatmulSpec
 
-__all__ = ["ACTIVATIONS", "apply_epilogue", "gate_gradients", "gated"]
+__all__ = ["ACTIVATIONS", "apply_epilogue"]
 
 #: Name -> elementwise function, as `jax.nn` defines it.
 ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
@@ -23,10 +23,13 @@ ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
 def apply_epilogue(spec: MatmulSpec, out: jax.Array, operands: Mapping[str, jax.Array]) -> list[jax.Array]:
     """Adds bias, activation, multiplier and residual, of a kernel's named operands, to a product, in its dtype.
 
-    Of a spec of gradients: those of the gated activation, whose cotangent is the product.
+    For a spec of gradients, it returns those of the gated activation. The product is their cotangent.
     """
     if spec.is_gradient:
-        return list(gate_gradients(spec, out, operands["preactivation"], operands["multiplier"]))
+        gate = dataclasses.replace(spec, preactivation=None)
+        gated = lambda preactivation, multiplier: apply_epilogue(gate, preactivation, dict(multiplier=multiplier))[0]
+        point = (operands[name].astype(out.dtype) for name in ("preactivation", "multiplier"))
+        return list(jax.vjp(gated, *point)[1](out))
     if spec.bias is not None:
         out = out + operands["bias"].astype(out.dtype)
     preactivation = out
@@ -37,18 +40,3 @@ def apply_epilogue(spec: MatmulSpec, out: jax.Array, operands: Mapping[str, jax.
     if spec.residual is not None:
         out = out + operands["residual"].astype(out.dtype)
     return [out, preactivation] if spec.save_preactivation else [out]
-
-
-def gated(spec: MatmulSpec, preactivation: jax.Array, multiplier: jax.Array) -> jax.Array:
-    """activation(preactivation) * multiplier, in the pre-activation's dtype."""
-    activated = preactivation if spec.activation is None else ACTIVATIONS[spec.activation](preactivation)
-    return activated * multiplier.astype(activated.dtype)
-
-
-def gate_gradients(
-    spec: MatmulSpec, cotangent: jax.Array, preactivation: jax.Array, multiplier: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The gradients of `gated` by its two operands, in the cotangent's dtype."""
-    dtype = cotangent.dtype
-    function = functools.partial(gated, spec)
-    return jax.vjp(function, preactivation.astype(dtype), multiplier.astype(dtype))[1](cotangent)

@@ -24,9 +24,10 @@ from jax.interpreters import ad, mlir
 
 from jaxkernels.core import _jax
 from jaxkernels.core.kernel_op import KernelOp, usual_promotion
+from jaxkernels.core.reference_rules import differentiate
 from jaxkernels.core.sharding import Assignment
 from jaxkernels.core.types import ArrayType
-from jaxkernels.ops.matmul.epilogue import apply_epilogue, gated
+from jaxkernels.ops.matmul.epilogue import apply_epilogue
 from jaxkernels.ops.matmul.spec import DimensionNumbers, GatedTangentSpec, MatmulSpec, PairSpec, free_dims
 
 __all__ = ["dot_general_op", "gated_tangent_op", "matmul_op", "pair_op"]
@@ -178,9 +179,7 @@ def _unfused(
 def _fused_jvp(primals: Any, tangents: Any, *, static: MatmulSpec, **params: Any) -> tuple[list, list]:
     if static.is_gradient:
         outs = matmul_op.primitive.bind(*primals, static=static, **params)
-        params = dict(backend=params["backend"], config=None)
-        tangents = [ad.instantiate_zeros(t) for t in tangents]
-        return outs, jax.jvp(_unfused(static, params), tuple(primals), tuple(tangents))[1]
+        return outs, differentiate(_unfused(static, dict(backend=params["backend"], config=None)), primals, tangents)
     operands, dots = static.named(matmul_op.name, primals), static.named(matmul_op.name, tangents)
     moving = {name: dot for name, dot in dots.items() if type(dot) is not ad.Zero}
     needs_preactivation = static.activation is not None or "multiplier" in moving
@@ -318,9 +317,8 @@ class _LinearOp(KernelOp):
         return outs, [0] * len(outs)
 
     def _jvp(self, primals: Any, tangents: Any, **params: Any) -> Any:
-        tangents = [ad.instantiate_zeros(t) for t in tangents]
         outs = self.primitive.bind(*primals, **params)
-        return outs, jax.jvp(functools.partial(self.function, **params), tuple(primals), tuple(tangents))[1]
+        return outs, differentiate(functools.partial(self.function, **params), primals, tangents)
 
     def _taylor(self, primals: Any, series: Any, **params: Any) -> Any:
         return _jax.taylor(functools.partial(self.function, **params), primals, series)
@@ -329,8 +327,8 @@ class _LinearOp(KernelOp):
 def _gated_tangent(*xs: jax.Array, static: GatedTangentSpec, **params: Any) -> list[jax.Array]:
     named = static.named(gated_tangent_op.name, xs)
     point = named["at_preactivation"], named["at_multiplier"]
-    with usual_promotion():
-        h_dot = jax.jvp(functools.partial(gated, static.gate), point, (named["lhs"], named["multiplier_dot"]))[1]
+    gate = functools.partial(_activate, static=static.gate)
+    h_dot = jax.jvp(gate, point, (named["lhs"], named["multiplier_dot"]))[1]
     return [dot_general_op.bind(static.plain, dict(lhs=h_dot, rhs=named["rhs"]), **params)]
 
 

@@ -227,7 +227,17 @@ class MatmulSpec(Spec):
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedTangentSpec(MatmulSpec):
+class _LinearSpec(MatmulSpec):
+    """A linear function of lhs that multiplies by rhs, and more."""
+
+    @property
+    def plain(self) -> MatmulSpec:
+        """The product lhs @ rhs alone."""
+        return MatmulSpec(self.lhs, self.rhs, self.dimension_numbers, self.out_dtype, self.target, self.precision)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedTangentSpec(_LinearSpec):
     """out = h_dot @ rhs, where h_dot is the tangent of h = gate_activation(preactivation) * multiplier.
 
     Attributes:
@@ -255,14 +265,9 @@ class GatedTangentSpec(MatmulSpec):
         """The epilogue h, of a product that makes the pre-activation."""
         return dataclasses.replace(self.plain, activation=self.gate_activation, multiplier=GIVEN)
 
-    @property
-    def plain(self) -> MatmulSpec:
-        """The product with rhs."""
-        return MatmulSpec(self.lhs, self.rhs, self.dimension_numbers, self.out_dtype, self.target, self.precision)
-
 
 @dataclasses.dataclass(frozen=True)
-class PairSpec(MatmulSpec):
+class PairSpec(_LinearSpec):
     """out = lhs @ rhs and other_out = lhs @ other_rhs, of two matrices of one shape.
 
     Attributes:
@@ -280,11 +285,6 @@ class PairSpec(MatmulSpec):
     def arrays(self) -> Mapping[str, Operand]:
         arrays = dict(super().arrays())
         return arrays | dict(other_rhs=Operand(self.other_rhs, arrays["rhs"].axes), other_out=arrays["out"])
-
-    @property
-    def plain(self) -> MatmulSpec:
-        """One of the products."""
-        return MatmulSpec(self.lhs, self.rhs, self.dimension_numbers, self.out_dtype, self.target, self.precision)
 
 
 def _layout(
