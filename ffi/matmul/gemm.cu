@@ -360,13 +360,14 @@ __device__ __forceinline__ void multiply(SharedStorage& shared, Accumulators& ac
         issue(acc, place.slot(), first_lhs, first_rhs, k > 0);
       }
     }
-    if constexpr (Config::kDeferred == Deferred::kPacked) behind(k);
     if (k < k_iters) {
       wgmma_wait<kInFlight>();
       if (k > 0) shared.ring.consumer_release(previous(place.slot()), rank);
       place.next();
       begin = k + 1;
     }
+    // The slot before goes back first: the producer fills it meanwhile.
+    if constexpr (Config::kDeferred == Deferred::kPacked) behind(k);
   }
   // Round by round, so that the compiler knows the slots' numbers. The first round may begin, and
   // the last one end, at any slot.

@@ -384,12 +384,16 @@ def shortlist(spec: MatmulSpec) -> tuple[Config, ...]:
 
 
 def _candidates(spec: MatmulSpec) -> Iterable[Config]:
-    """`_CANDIDATES`. Gradients of an activation take those with registers for the epilogue, and fetch two pieces ahead:
-    four buffers, as each piece has two."""
-    if not spec.is_gradient:
+    """`_CANDIDATES`; of a piece with two buffers, those with registers for its epilogue, and with four buffers."""
+    if not _has_two_buffers(spec):
         return _CANDIDATES
     small = [config for config in _CANDIDATES if config.num_accumulators <= _MAX_EPILOGUE_ACCUMULATORS]
     return dict.fromkeys(dataclasses.replace(config, num_staging=4) for config in small)
+
+
+def _has_two_buffers(spec: MatmulSpec) -> bool:
+    """Whether a piece has two results and meets other operands, which are to be fetched one piece ahead."""
+    return spec.elementwise is not None and len(spec.outputs("matmul")) == 2
 
 
 def _with_in_place(spec: MatmulSpec, configs: Iterable[Config]) -> Iterator[Config]:
@@ -416,8 +420,8 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
       none under 128 x 192; 64 x 32 where most SMs would have nothing to do. 192 accumulators a thread leave registers
       for a bare store by TMA, and for a residual of 16 bits, only; 256 rows none for the exact gelu and stores by rows.
     - The deepest ring of up to 8 slots that fits beside two staging buffers and that there are steps for; also beside
-      four, where 3 slots stay and a tile has as many pieces or tiles are few. Gradients have four, two for
-      each piece.
+      four, where 3 slots stay and a tile has as many pieces or tiles are few. Pieces with two results and with
+      other operands (a gate and its gradients) have four, two for each.
     - Clusters of two where there are tiles to share an operand, of four where tiles make one wave: they leave SMs
       unused.
     - Split k where all parts of all tiles run at once, each of at least 4 steps.
@@ -458,7 +462,7 @@ def _schedules(spec: MatmulSpec) -> Iterator[Config]:
             widths = {"m": _STRIPS, "n": _STRIPS[:1]}
             walks.extend((axis, strip) for axis, iters in sides for strip in widths[axis] if strip < iters)
         many_buffers = block_n > 192 or tiles < spec.target.num_sms
-        for num_staging in (4,) if spec.is_gradient else (2, 4) if many_buffers else (2,):
+        for num_staging in (4,) if _has_two_buffers(spec) else (2, 4) if many_buffers else (2,):
             num_stages = _num_stages(spec, dataclasses.replace(tile, num_staging=num_staging))
             if num_stages < (2 if num_staging == 2 else 3):
                 continue
