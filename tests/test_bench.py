@@ -1286,7 +1286,7 @@ def test_settings_of_training():
     names = lambda preset: [str(setting) for setting in training.Plan().settings(preset)]
     assert names("124m") == ["unrolled:none", "scan:dots_and_attention"]
     assert names("1b") == ["scan:dots_and_attention", "unrolled:none"]
-    assert names("8b") == ["scan:full"]
+    assert names("8b") == ["scan:attention"]
     assert str(training.Setting.parse("scan:dots")) == "scan:dots"
 
 
