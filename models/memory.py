@@ -17,6 +17,10 @@ __all__ = ["check_compiled", "check_config", "device_bytes", "explained", "step_
 #: Optimizer -> bytes of a float32 parameter, its gradient and its moments.
 _BYTES_PER_PARAM = {"adamw": 16, "adafactor": 10}
 
+#: Says which share of a GPU's memory JAX takes: without it the first number. The second one leaves room for CUDA.
+_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_USUAL_SHARE, _LARGEST_SHARE = 0.75, 0.95
+
 
 def device_bytes(device: Any) -> int | None:
     """The memory that programs can use on a device, in bytes; None if it is not known.
@@ -83,15 +87,25 @@ def _check(config: TrainingConfig, devices: Sequence[Any], state: int, batch: in
     raise InputError(
         f"train: out of memory: a step needs {'at least' if at_least else 'about'} {(state + batch) / 1e9:,.1f} GB on "
         f"each device, {state / 1e9:,.1f} GB of it for {config.model.num_params:,} parameters; "
-        f"{devices[0].device_kind} has {limit / 1e9:,.1f} GB. {_advice(config, fitting, recomputing=not at_least)}"
+        f"{devices[0].device_kind} gives JAX {limit / 1e9:,.1f} GB. "
+        f"{_advice(config, fitting, recomputing=not at_least, sharing=_can_share_more(devices, state + batch, limit))}"
     )
 
 
-def _advice(config: TrainingConfig, fitting: int, *, recomputing: bool) -> str:
-    """Advice for the message: a batch of at most `fitting` sequences, recomputed activations, or a smaller preset."""
-    if fitting < 1:
+def _can_share_more(devices: Sequence[Any], needed: int, limit: int) -> bool:
+    """Whether JAX has its usual share of a GPU's memory, and a larger one would be enough."""
+    has_usual = devices[0].platform == "gpu" and _SHARE_VARIABLE not in os.environ
+    return has_usual and needed <= limit * _LARGEST_SHARE / _USUAL_SHARE
+
+
+def _advice(config: TrainingConfig, fitting: int, *, recomputing: bool, sharing: bool = False) -> str:
+    """Advice for the message: more of the GPU's memory, a batch of at most `fitting` sequences, recomputed activations,
+    or a smaller preset."""
+    ways = [f"the environment variable {_SHARE_VARIABLE}={_LARGEST_SHARE}"] if sharing else []
+    if fitting < 1 and not ways:
         return "A batch of one sequence does not fit either: use a smaller --preset."
-    ways = [f"--batch-size {fitting} or less"]
+    if fitting >= 1:
+        ways.append(f"--batch-size {fitting} or less")
     if recomputing and config.model.remat != "full":
         ways.append("--remat full (less memory, more work)")
     return f"Use {' or '.join([*ways, 'a smaller --sequence-length'])}."

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -845,7 +846,7 @@ def test_step_that_cannot_fit_is_refused_before_any_work(tmp_path, monkeypatch):
         train(config, tmp_path / "new")
     assert str(e.value) == (
         "train: out of memory: a step needs at least 0.0 GB on each device, 0.0 GB of it for 15,968 parameters; cpu "
-        "has 0.0 GB. Use --batch-size 528 or less or a smaller --sequence-length."
+        "gives JAX 0.0 GB. Use --batch-size 528 or less or a smaller --sequence-length."
     )
     assert not (tmp_path / "new").exists()
 
@@ -862,9 +863,30 @@ def test_compiled_step_that_does_not_fit_names_what_would(monkeypatch):
         memory.check_compiled(CONFIG, trainer().devices, step)
     monkeypatch.setattr(memory, "device_bytes", lambda device: 1000)
     with pytest.raises(
-        InputError, match=r"has 0\.0 GB\. A batch of one sequence does not fit either: use a smaller --preset\."
+        InputError, match=r"gives JAX 0\.0 GB\. A batch of one sequence does not fit either: use a smaller --preset\."
     ):
         memory.check_compiled(CONFIG, trainer().devices, step)
+
+
+@pytest.mark.parametrize(
+    ("platform", "share", "needed", "is_named"),
+    [("gpu", None, 120, True), ("gpu", None, 130, False), ("gpu", "0.9", 120, False), ("cpu", None, 120, False)],
+)
+def test_more_of_the_memory_is_named_where_it_is_enough(monkeypatch, platform, share, needed, is_named):
+    variable = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    monkeypatch.delenv(variable, raising=False)
+    if share is not None:
+        monkeypatch.setenv(variable, share)
+    stats = types.SimpleNamespace(
+        argument_size_in_bytes=needed * 10**9, output_size_in_bytes=0, alias_size_in_bytes=0, temp_size_in_bytes=0
+    )
+    step: Any = types.SimpleNamespace(memory_analysis=lambda: stats)
+    device = types.SimpleNamespace(
+        platform=platform, device_kind="NVIDIA H200", memory_stats=lambda: {"bytes_limit": 100 * 10**9}
+    )
+    with pytest.raises(InputError, match=r"NVIDIA H200 gives JAX 100\.0 GB\. Use ") as e:
+        memory.check_compiled(CONFIG, [device], step)
+    assert (f"Use the environment variable {variable}=0.95 or --batch-size" in str(e.value)) == is_named
 
 
 def test_exhausted_memory_is_explained_and_leaves_no_folder(finished, tmp_path, monkeypatch):
