@@ -805,7 +805,9 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const Problem& pr
         shared, acc, place, tile, first_row, rank,
         [&](int part) { epilogue.end_finish(acc, first_row, part); },
         [&] {
-          if (Config::kPingPong && threadIdx.x % kWarpgroup == 0) {
+          // Every warp ends its turn: one that is still in the epilogue of the tile before would
+          // else miss a phase of its own barrier, where tiles have few steps.
+          if (Config::kPingPong && threadIdx.x % kWarp == 0) {
             mbarrier_arrive(&shared.turn[consumer ^ 1]);
           }
         });
@@ -848,7 +850,9 @@ __global__ __launch_bounds__(kThreads, 1) void gemm(
     prefetch_tensormap(&rhs);
     prefetch(out);
     shared.ring.init(kConsumersOfTile * kWarpgroup / kWarp);
-    for (int i = 0; Config::kPingPong && i < 2; ++i) mbarrier_init(&shared.turn[i], 1);
+    for (int i = 0; Config::kPingPong && i < 2; ++i) {
+      mbarrier_init(&shared.turn[i], kWarpgroup / kWarp);
+    }
     for (int i = 0; Config::kHasResidual && i < kConsumerWarps * kStagingSlots; ++i) {
       mbarrier_init(&shared.residual_full[0][i], Config::kIsGradient ? 2 : 1);
     }

@@ -202,6 +202,24 @@ def test_short_rings(num_stages: int, emulator: Emulator) -> None:
         check(make_spec(200, 136, 200), config)
 
 
+def check_turns_of_one_step(emulator: Emulator) -> None:
+    for emulator.seed in (0, 18):
+        for n in (256, 320):
+            check(make_spec(32, n, 56), Config(64, 64, num_stages=3, ping_pong=True))
+
+
+def test_turns_of_one_step(emulator: Emulator) -> None:
+    """A warp may still store a tile while the others of its consumer multiply the next one."""
+    check_turns_of_one_step(emulator)
+    arrival = " == 0) {\n            mbarrier_arrive"
+    emulator.edits = {
+        f"threadIdx.x % kWarp{arrival}": f"threadIdx.x % kWarpgroup{arrival}",
+        "mbarrier_init(&shared.turn[i], kWarpgroup / kWarp)": "mbarrier_init(&shared.turn[i], 1)",
+    }
+    with pytest.raises(RuntimeError, match="waits for ever for an mbarrier"):
+        check_turns_of_one_step(emulator)
+
+
 @pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("n", [65, 66, 67, 127, 194])
 @pytest.mark.parametrize("block_n", [64, 96])
