@@ -15,6 +15,7 @@ template <bool kIsExact>
 struct Activations {
   static __device__ __forceinline__ float none(float x) { return x; }
   static __device__ __forceinline__ float relu(float x) { return x != x ? x : fmaxf(x, 0.0f); }
+  static __device__ __forceinline__ float relu_squared(float x) { return relu(x) * relu(x); }
   static __device__ __forceinline__ float silu(float x) {
     if constexpr (kIsExact) return x / (1.0f + expf(-x));
     return 0.5f * x * (1.0f + tanh(0.5f * x));
@@ -30,6 +31,9 @@ struct Activations {
   static __device__ __forceinline__ ValueAndSlope none_and_slope(float x) { return {x, 1.0f}; }
   static __device__ __forceinline__ ValueAndSlope relu_and_slope(float x) {
     return {relu(x), x > 0.0f ? 1.0f : 0.0f};
+  }
+  static __device__ __forceinline__ ValueAndSlope relu_squared_and_slope(float x) {
+    return {relu_squared(x), 2.0f * fmaxf(x, 0.0f)};
   }
   static __device__ __forceinline__ ValueAndSlope silu_and_slope(float x) {
     const float s = kIsExact ? 1.0f / (1.0f + expf(-x)) : 0.5f + 0.5f * tanh(0.5f * x);

@@ -47,6 +47,7 @@ def _matmul_cases() -> tuple[MatmulCase, ...]:
         # Epilogues.
         case(40, 48, 56, bias=True),
         case(40, 48, 56, activation="relu", dtype="float16"),
+        case(40, 48, 56, activation="relu_squared", multiplier=True),
         case(40, 48, 56, residual=True),
         case(40, 48, 56, activation="silu", multiplier=True),
         case(40, 47, 56, batch=(3,), shared_rhs=True, alpha=0.375, bias=True, multiplier=True, dtype="float16"),

@@ -70,12 +70,14 @@ MATMULS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "activation": (
         (A, B),
         dict(activation="tanh"),
-        "matmul[auto]: unknown activation='tanh'; use one of 'relu', 'silu', 'gelu', 'gelu_erf', or None.",
+        "matmul[auto]: unknown activation='tanh'; "
+        "use one of 'relu', 'relu_squared', 'silu', 'gelu', 'gelu_erf', or None.",
     ),
     "activation in a list": (
         (A, B),
         dict(activation=["relu"]),
-        "matmul[auto]: unknown activation=['relu']; use one of 'relu', 'silu', 'gelu', 'gelu_erf', or None.",
+        "matmul[auto]: unknown activation=['relu']; "
+        "use one of 'relu', 'relu_squared', 'silu', 'gelu', 'gelu_erf', or None.",
     ),
     "no dtype": ((A, B), dict(out_dtype="tf32"), "matmul[auto]: out_dtype must be a dtype; got 'tf32'."),
     "dtype of objects": (
@@ -203,7 +205,8 @@ GATED_MLPS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "unknown activation": (
         (X, UP, UP, DOWN),
         dict(activation="swish"),
-        "gated_mlp[auto]: unknown activation='swish'; use one of 'relu', 'silu', 'gelu', 'gelu_erf', or None.",
+        "gated_mlp[auto]: unknown activation='swish'; "
+        "use one of 'relu', 'relu_squared', 'silu', 'gelu', 'gelu_erf', or None.",
     ),
 }
 

@@ -114,7 +114,7 @@ def test_matmul_schedules(schedule: dict[str, Any], spills: Callable[..., list[i
     assert spills(run, spec.lhs, spec.rhs) == [0]
 
 
-@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_erf"])
+@pytest.mark.parametrize("activation", ["relu", "relu_squared", "silu", "gelu", "gelu_erf"])
 def test_matmul_epilogue(activation: str, spills: Callable[..., list[int]]) -> None:
     array = lambda *shape: ArrayType(shape, jnp.dtype(jnp.bfloat16))
     spec = _matmul_spec(

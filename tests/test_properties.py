@@ -69,7 +69,9 @@ def matmuls(draw: st.DrawFn) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
     a = random_array(rng(0), (*broadcast(), m, k) if draw(st.booleans()) else (k,), "float32")
     b = random_array(rng(1), (*broadcast(), k, n) if draw(st.booleans()) or a.ndim == 1 else (k,), "float32")
     shape = jax.eval_shape(jnp.matmul, a, b).shape
-    options: dict[str, Any] = dict(activation=draw(st.sampled_from([None, "relu", "silu", "gelu", "gelu_erf"])))
+    options: dict[str, Any] = dict(
+        activation=draw(st.sampled_from([None, "relu", "relu_squared", "silu", "gelu", "gelu_erf"]))
+    )
     options["alpha"] = draw(st.sampled_from([1.0, -0.3]))
     if b.ndim > 1 and draw(st.booleans()):
         options["bias"] = random_array(rng(2), (n,), "float32")
@@ -83,7 +85,11 @@ def matmuls(draw: st.DrawFn) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
 def test_matmul(program):
     (a, b), options = program
     activations = dict(
-        relu=jax.nn.relu, silu=jax.nn.silu, gelu=jax.nn.gelu, gelu_erf=lambda x: jax.nn.gelu(x, approximate=False)
+        relu=jax.nn.relu,
+        relu_squared=lambda x: jnp.maximum(x, 0) ** 2,
+        silu=jax.nn.silu,
+        gelu=jax.nn.gelu,
+        gelu_erf=lambda x: jax.nn.gelu(x, approximate=False),
     )
 
     def reference(a, b):

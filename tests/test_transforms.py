@@ -465,7 +465,7 @@ def kept(f: Callable[..., Any], *xs: np.ndarray) -> list[tuple[int, ...]]:
     return sorted(leaf.shape for leaf in jax.tree.leaves(jax.vjp(f, *xs)[1]))
 
 
-@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_erf"])
+@pytest.mark.parametrize("activation", ["relu", "relu_squared", "silu", "gelu", "gelu_erf"])
 def test_fused_product_keeps_its_operands_and_the_preactivation(activation):
     a, b, bias, residual = PROGRAMS["bias, gelu, residual"].operands()
     f = lambda a, b, bias, residual: jk.matmul(a, b, bias=bias, activation=activation, residual=residual)

@@ -72,9 +72,10 @@ def _erf(x: jax.Array) -> jax.Array:
     return jnp.where(x < 0, tail - 1, 1 - tail)
 
 
-#: Mosaic cannot lower two of jax.nn's definitions: relu uses custom_jvp, gelu_erf uses erfc.
+#: Mosaic cannot lower two of jax.nn's functions: relu uses custom_jvp, the exact gelu uses erfc.
 _ACTIVATIONS = ACTIVATIONS | {
     "relu": lambda x: jnp.maximum(x, 0),
+    "relu_squared": lambda x: jnp.square(jnp.maximum(x, 0)),
     "gelu_erf": lambda x: 0.5 * x * (1 + _erf(x * math.sqrt(0.5))),
 }
 

@@ -35,6 +35,7 @@ EPILOGUES: dict[str, dict[str, Any]] = {
         alpha=-0.3, bias=True, activation="gelu_erf", residual=True, save_preactivation=True, out_dtype="float32"
     ),
     "residual-of-float32": dict(residual=True, residual_dtype="float32"),
+    "bias-relu-squared": dict(bias=True, activation="relu_squared"),
     "silu-multiplier": dict(activation="silu", multiplier=True, save_preactivation=True),
 }
 

@@ -78,6 +78,7 @@ EPILOGUES: list[dict[str, Any]] = [
     dict(n=512, activation="silu", gradients=True),
     dict(n=511, activation="gelu_erf", gradients=True),
     dict(n=512, activation="gelu", gradients=True, out_dtype="float32"),
+    dict(n=511, bias=True, activation="relu_squared"),
     dict(n=512, out_dtype="float32"),
     dict(n=512, alpha=0.3),
     dict(n=512, alpha=0.3, bias=True, activation="gelu", residual=True, save_preactivation=True),
@@ -409,7 +410,7 @@ def test_residuals_in_narrow_pieces(block_n: int, save: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", "gelu_erf"])
+@pytest.mark.parametrize("activation", [None, "relu", "relu_squared", "silu", "gelu", "gelu_erf"])
 @pytest.mark.parametrize("n", [1000, 1001])
 def test_gradients_of_a_gate(activation: str | None, n: int) -> None:
     spec = make_spec(600, n, 200, layouts="mk.nk", gradients=True, activation=activation)
@@ -426,7 +427,7 @@ def test_dtypes(dtype: str, out_dtype: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", "gelu_erf"])
+@pytest.mark.parametrize("activation", [None, "relu", "relu_squared", "silu", "gelu", "gelu_erf"])
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("n", [1000, 1001, 1002])
 def test_epilogues(activation: str | None, out_dtype: str, n: int) -> None:

@@ -153,11 +153,13 @@ def test_what_is_no_number_stays_in_its_row(config: Config, k: int, emulator: Em
         (Config(64, 64, split_k=2), (70, 136), dict(gradients=True, activation="gelu", out_dtype="float32")),
         (Config(128, 64, cluster_n=2), (130, 200), dict(gradients=True, activation="relu", alpha=0.3)),
         (Config(64, 64), (130, 136), dict(gradients=True, out_dtype="float16")),
+        (Config(64, 64), (130, 131), dict(gradients=True, activation="relu_squared", out_dtype="float32")),
         (Config(64, 64), (130, 131), dict(residual=True, out_dtype="float32", bias=True, activation="gelu_erf")),
         (Config(64, 64, split_k=2), (70, 136), dict(residual=True, save_preactivation=True, activation="relu")),
         (Config(64, 64, cluster_n=2, num_staging=4), (130, 264), dict(residual=True, bias=True, out_dtype="float32")),
         (Config(64, 96, ping_pong=True), (130, 201), dict(alpha=0.3)),
         (Config(64, 96), (130, 201), dict(bias=True, activation="silu")),
+        (Config(64, 96), (130, 200), dict(bias=True, activation="relu_squared", save_preactivation=True)),
         (Config(64, 64, cluster_m=2), (130, 136), dict(activation="gelu", residual=True, out_dtype="float16")),
         (
             Config(64, 64, split_k=2), (70, 136),
@@ -167,8 +169,8 @@ def test_what_is_no_number_stays_in_its_row(config: Config, k: int, emulator: Em
     ids=[
         "narrow", "narrow-ping-pong-saved", "saved", "odd", "gated-saved", "gated-split-odd", "gradients",
         "gradients-ping-pong", "gradients-odd", "gradients-split-float32", "gradients-cluster", "gradients-none",
-        "odd-float32",
-        "split-saved", "cluster", "alpha", "silu", "gelu-float16", "alpha-split-saved",
+        "gradients-odd-float32", "odd-float32",
+        "split-saved", "cluster", "alpha", "silu", "relu-squared-saved", "gelu-float16", "alpha-split-saved",
     ],
 )  # fmt: skip
 def test_epilogues(config: Config, shape: tuple[int, int], options: dict[str, Any], emulator: Emulator) -> None:

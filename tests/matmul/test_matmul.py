@@ -93,10 +93,14 @@ def test_accepts_whatever_is_an_array():
     np.testing.assert_array_equal(out, [[14.0]])
 
 
-@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_erf"])
+@pytest.mark.parametrize("activation", ["relu", "relu_squared", "silu", "gelu", "gelu_erf"])
 def test_activation_is_that_of_jax_nn(backend, activation):
     functions = dict(
-        relu=jax.nn.relu, silu=jax.nn.silu, gelu=jax.nn.gelu, gelu_erf=lambda x: jax.nn.gelu(x, approximate=False)
+        relu=jax.nn.relu,
+        relu_squared=lambda x: jnp.maximum(x, 0) ** 2,
+        silu=jax.nn.silu,
+        gelu=jax.nn.gelu,
+        gelu_erf=lambda x: jax.nn.gelu(x, approximate=False),
     )
     a, b, bias = arrays((5, 7), (7, 3), (3,))
     out = jk.matmul(a, b, bias=bias, activation=activation, backend=backend)

@@ -174,7 +174,7 @@ def test_infinities_stay_infinities(dtypes: tuple[str, str]) -> None:
 
 
 @pytest.mark.sampled(one_in=10)
-@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", "gelu_erf"])
+@pytest.mark.parametrize("activation", [None, "relu", "relu_squared", "silu", "gelu", "gelu_erf"])
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 def test_epilogues(activation: str | None, out_dtype: str) -> None:
     check(

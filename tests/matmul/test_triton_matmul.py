@@ -96,7 +96,7 @@ def test_dtypes(dtype, out):
     assert_right(make_spec(40, 48, 56, dtype=dtype, out=out), config(32, 16, 32))
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", "gelu_erf"])
+@pytest.mark.parametrize("activation", [None, "relu", "relu_squared", "silu", "gelu", "gelu_erf"])
 @pytest.mark.parametrize("split_k", [1, 2])
 def test_epilogues(activation, split_k):
     saves = activation is not None
@@ -117,7 +117,7 @@ def test_epilogues(activation, split_k):
 def test_activations_of_large_numbers():
     """No exponential overflows into NaN, and NaN stays NaN."""
     x = jnp.asarray([[-1e30, -100.0, -1.0, 0.0, 1.0, 100.0, 1e30, jnp.nan]], jnp.float32)
-    for activation in ("relu", "silu", "gelu", "gelu_erf"):
+    for activation in ("relu", "relu_squared", "silu", "gelu", "gelu_erf"):
         spec = make_spec(1, 8, 8, activation=activation)
         with tritons.interpreted(gemm_kernel):
             (actual,) = gemm.run(spec, config(), x, jnp.eye(8, dtype=jnp.float32))

@@ -47,7 +47,8 @@ def matmul(
       b: right operand, shape (..., k, n) or (k,). Operands of different dtypes are promoted as jnp does.
       alpha: factor of the product, a real number that is not traced; other than 1 for floating operands only.
       bias: shape (n,), floating; added to every row.
-      activation: "relu", "silu", "gelu" (tanh approximation, as `jax.nn.gelu`), "gelu_erf" (exact), or None.
+      activation: "relu", "relu_squared" (max(x, 0)^2; So et al. 2021, arXiv:2109.08668), "silu", "gelu" (tanh
+        approximation, as `jax.nn.gelu`), "gelu_erf" (exact), or None.
       multiplier: array of the result's shape, floating: the other half of a gated layer, as in
         `matmul(x, w_gate, activation="silu", multiplier=matmul(x, w_up))`.
       residual: array of the result's shape, floating; added last.

@@ -20,6 +20,7 @@ Operands = dict[str, jax.Array]
 _JAX_ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {
     None: lambda x: x,
     "relu": jax.nn.relu,
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
     "silu": jax.nn.silu,
     "gelu": jax.nn.gelu,
     "gelu_erf": functools.partial(jax.nn.gelu, approximate=False),

@@ -6,14 +6,16 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 import jax
+import jax.numpy as jnp
 
 from jaxkernels.ops.matmul.spec import Activation, MatmulSpec
 
 __all__ = ["ACTIVATIONS", "apply_epilogue"]
 
-#: Name -> elementwise function, as `jax.nn` defines it.
+#: Name -> elementwise function, in terms of `jax.nn`.
 ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu_erf": lambda x: jax.nn.gelu(x, approximate=False),

@@ -50,7 +50,8 @@ def gated_mlp(
       x: shape (..., d), a float dtype of 16 bits or more, as all arrays. Different dtypes are promoted as jnp does.
       w_gate, w_up: shape (d, f).
       w_down: shape (f, e).
-      activation: "relu", "silu", "gelu" (tanh approximation, as `jax.nn.gelu`), "gelu_erf" (exact), or None.
+      activation: "relu", "relu_squared" (max(x, 0)^2; So et al. 2021, arXiv:2109.08668), "silu", "gelu" (tanh
+        approximation, as `jax.nn.gelu`), "gelu_erf" (exact), or None.
       b_gate, b_up: shape (f,); b_down: shape (e,).
       residual: array of the result's shape; added last.
       precision: as in `jnp.matmul`. For 16-bit operands every setting gives the same result.

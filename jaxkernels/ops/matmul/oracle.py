@@ -16,6 +16,7 @@ __all__ = ["plain_matmul"]
 _ACTIVATIONS = {
     None: lambda x: x,
     "relu": lambda x: jnp.maximum(x, 0),
+    "relu_squared": lambda x: jnp.maximum(x, 0) ** 2,
     "silu": lambda x: x * jax.nn.sigmoid(x),
     "gelu": lambda x: 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi).astype(x.dtype) * (x + 0.044715 * x**3))),
     "gelu_erf": lambda x: 0.5 * x * jax.lax.erfc(-x / np.sqrt(2).astype(x.dtype)),

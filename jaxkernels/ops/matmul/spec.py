@@ -22,7 +22,7 @@ __all__ = ["Activation", "DimensionNumbers", "GatedTangentSpec", "Gemm", "Matmul
 DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
 #: The activations of a product's epilogue: keys of `jaxkernels.ops.matmul.epilogue.ACTIVATIONS`.
-Activation = Literal["relu", "silu", "gelu", "gelu_erf"]
+Activation = Literal["relu", "relu_squared", "silu", "gelu", "gelu_erf"]
 
 
 def free_dims(ndim: int, contracting: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:

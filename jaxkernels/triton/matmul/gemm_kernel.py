@@ -198,6 +198,8 @@ def _activated(x, ACTIVATION: tl.constexpr):
     """activation(x), of float32. NaN stays NaN."""
     if ACTIVATION == "relu":
         return tl.where(x < 0, 0.0, x)
+    elif ACTIVATION == "relu_squared":
+        return tl.where(x < 0, 0.0, x * x)
     elif ACTIVATION == "silu":
         return x / (1 + tl.exp(-x))
     elif ACTIVATION == "gelu":
