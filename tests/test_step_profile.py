@@ -53,6 +53,7 @@ ENTRY %main (p: bf16[8,64]) -> bf16[8,64] {
   %dynamic_slice_fusion.4 = (bf16[8,64]{1,0}, bf16[8,64]{1,0}) fusion(%p), kind=kCustom, calls=%fused_product
   %custom-call.1 = bf16[8,64]{1,0} custom-call(%p), metadata={op_name="jit(_step)/jvp()/attention/mpmd_map"}
   %custom-call.2 = bf16[8,64]{1,0} custom-call(%p), metadata={op_name="jit(_step)/jvp()/mpmd_map"}
+  %custom-call.3 = bf16[8,64]{1,0} custom-call(%p), metadata={op_name="jit(_step)/jvp()/norm/triton_kernel_call"}
   %cublas-gemm.1 = bf16[8,64]{1,0} custom-call(%p), custom_call_target="__cublas$lt$matmul"
   %all-reduce-start.1 = bf16[8,64]{1,0} all-reduce-start(%p), to_apply=%add
   ROOT %copy.7 = bf16[8,64]{0,1} copy(%p)
@@ -67,6 +68,7 @@ INSTRUCTIONS = {
     "dynamic_slice_fusion.4": "products",
     "custom-call.1": "attention",
     "custom-call.2": "products",
+    "custom-call.3": "norms",
     "cublas-gemm.1": "products",
     "all-reduce-start.1": "collectives",
     "copy.7": "copies",
