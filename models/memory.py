@@ -17,9 +17,8 @@ __all__ = ["check_compiled", "check_config", "device_bytes", "explained", "step_
 #: Optimizer -> bytes of a float32 parameter, its gradient and its moments.
 _BYTES_PER_PARAM = {"adamw": 16, "adafactor": 10}
 
-#: Says which share of a GPU's memory JAX takes: without it the first number. The second one leaves room for CUDA.
-_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-_USUAL_SHARE, _LARGEST_SHARE = 0.75, 0.95
+#: The environment variable for JAX's share of a GPU's memory, its default, and a share that leaves room for CUDA.
+_SHARE_VARIABLE, _USUAL_SHARE, _LARGEST_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75, 0.95
 
 
 def device_bytes(device: Any) -> int | None:

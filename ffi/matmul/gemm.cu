@@ -359,8 +359,6 @@ __device__ __forceinline__ void multiply(SharedStorage& shared, Accumulators& ac
       } else {
         issue(acc, place.slot(), first_lhs, first_rhs, k > 0);
       }
-    }
-    if (k < k_iters) {
       wgmma_wait<kInFlight>();
       if (k > 0) shared.ring.consumer_release(previous(place.slot()), rank);
       place.next();

@@ -384,7 +384,7 @@ def shortlist(spec: MatmulSpec) -> tuple[Config, ...]:
 
 
 def _candidates(spec: MatmulSpec) -> Iterable[Config]:
-    """`_CANDIDATES`; of a piece with two buffers, those with registers for its epilogue, and with four buffers."""
+    """`_CANDIDATES`. If a piece has two buffers: those with registers for its epilogue, with four buffers a warp."""
     if not _has_two_buffers(spec):
         return _CANDIDATES
     small = [config for config in _CANDIDATES if config.num_accumulators <= _MAX_EPILOGUE_ACCUMULATORS]
@@ -392,7 +392,7 @@ def _candidates(spec: MatmulSpec) -> Iterable[Config]:
 
 
 def _has_two_buffers(spec: MatmulSpec) -> bool:
-    """Whether a piece has two results and meets other operands, which are to be fetched one piece ahead."""
+    """Whether a piece has two results, and operands, which are fetched one piece ahead."""
     return spec.elementwise is not None and len(spec.outputs("matmul")) == 2
 
 
