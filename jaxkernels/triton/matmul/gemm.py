@@ -81,6 +81,8 @@ class Constants:
       bytes_of_one: how many times its SM's share of the memory's rate one program alone can have.
       tile_exponent: tiles below 2^15 elements reach (elements / 2^15) to this power of `reached_flops`.
       few_rows: factor of the rate on Hopper if a tile has fewer than 64 rows.
+      short_rows: factor of the rate on Hopper if a row of a step's block_k elements has fewer than 128 bytes, which is the
+        width of the tensor cores' widest layout in shared memory.
       two_programs, many_programs: factor of the rate if an SM has two, and more than two programs.
       two_stages: factor of the rate with two stages.
       tile_seconds: what each wave of tiles takes beside its steps.
@@ -97,6 +99,7 @@ class Constants:
     bytes_of_one: float
     tile_exponent: float
     few_rows: float
+    short_rows: float
     two_programs: float
     many_programs: float
     two_stages: float
@@ -115,6 +118,7 @@ RANKING = Constants(
     bytes_of_one=1.6,
     tile_exponent=0.2,
     few_rows=0.5,
+    short_rows=0.75,
     two_programs=1.1,
     many_programs=1.15,
     two_stages=0.92,
@@ -397,6 +401,8 @@ def estimate(spec: MatmulSpec, config: Config, constants: Constants = CONSTANTS)
     share = constants.reached_flops * min(1.0, config.block_m * config.block_n / 2**15) ** constants.tile_exponent
     if config.block_m < 64 and spec.target.is_hopper:  # wgmma needs 64 rows.
         share *= constants.few_rows
+    if config.block_k * itemsize < 128 and spec.target.is_hopper:
+        share *= constants.short_rows
     shared = constants.many_programs if per_sm > 2 else constants.two_programs if per_sm > 1 else 1.0
     share = min(constants.reached_flops, share * shared) * (constants.two_stages if config.num_stages == 2 else 1.0)
     loads = max(
