@@ -27,11 +27,13 @@ from jaxkernels.ops.linear_cross_entropy.api import linear_cross_entropy
 from jaxkernels.ops.matmul.api import dot_general, matmul
 from jaxkernels.ops.matmul.gated import gated_mlp
 from jaxkernels.ops.norm.api import layer_norm, rms_norm
+from jaxkernels.ops.qkv_projection.api import qkv_projection
 from jaxkernels.tuning.autotune import autotune, tuning
 
 __all__ = [
     "__version__", "autotune", "checkpoint_policies", "dot_general", "dot_product_attention", "each_kernel_once",
-    "explain", "ffi", "gated_mlp", "layer_norm", "linear_cross_entropy", "matmul", "models", "rms_norm", "tuning",
+    "explain", "ffi", "gated_mlp", "layer_norm", "linear_cross_entropy", "matmul", "models", "qkv_projection",
+    "rms_norm", "tuning",
 ]  # fmt: skip
 
 #: The installed version; "0+unknown" in a checkout that is not installed.

@@ -7,9 +7,10 @@
 >>> block = jax.checkpoint(block, policy=checkpoint_policies.dots_saveable)
 
 `nnx.remat(policy=...)` and Linen's `nn.remat(policy=...)` take them too. They have the names and the meaning of the
-policies in `jax.checkpoint_policies`: they save `jk.matmul` and `jk.dot_general` as JAX's policies save
-`jax.lax.dot_general`. `knowing_products` converts any other policy. They save the pre-activation of a product with an
-activation. The backward pass computes the result from it again. They also save the result if a residual was added.
+policies in `jax.checkpoint_policies`: they save `jk.matmul`, `jk.dot_general` and the results of `jk.qkv_projection` as
+JAX's policies save `jax.lax.dot_general`. `knowing_products` converts any other policy. They save the pre-activation of
+a product with an activation. The backward pass computes the result from it again. They also save the result if a
+residual was added.
 
 Attention is not a dot. `save_attention` saves its output and its logsumexp, so that the backward pass does not run the
 forward kernel again. `save_products_and_attention` saves them and all products. Both also save the attention of
@@ -25,8 +26,10 @@ from typing import Any
 
 import jax
 
+from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.rules import SAVED_NAMES
 from jaxkernels.ops.matmul.rules import dot_general_op, matmul_op
+from jaxkernels.ops.qkv_projection.rules import qkv_projection_op
 
 __all__ = [
     "checkpoint_dots",
@@ -42,7 +45,7 @@ __all__ = [
 #: A policy of `jax.checkpoint`: a function of a primitive, its operands' types and its parameters.
 Policy = Callable[..., Any]
 
-_PRODUCTS = (dot_general_op.primitive, matmul_op.primitive)
+_PRODUCTS = (dot_general_op.primitive, matmul_op.primitive, qkv_projection_op.primitive)
 
 
 def knowing_products(policy: Policy) -> Policy:
@@ -60,6 +63,8 @@ def knowing_products(policy: Policy) -> Policy:
         if primitive not in _PRODUCTS:
             return policy(primitive, *avals, **params)
         static = params["static"]
+        if primitive is qkv_projection_op.primitive:
+            static = static.typed(qkv_projection_op.name, [ArrayType.of(aval) for aval in avals]).product
         as_lax = dict(
             dimension_numbers=static.dimension_numbers,
             precision=static.precision,

@@ -118,9 +118,9 @@ class Attention(nnx.Module):
         length: jax.Array,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         c = self.config
-        qkv = self.qkv(x).reshape(*x.shape[:2], c.num_heads + 2 * c.num_kv_heads, c.head_dim)  # (B, T, N + 2 K, H)
-        q, k, v = jnp.split(qkv, (c.num_heads, c.num_heads + c.num_kv_heads), axis=2)
-        q, k = rotate(q, rotation), rotate(k, rotation)
+        q, k, v = jk.qkv_projection(
+            x, self.qkv.weight, rotation, num_heads=c.num_heads, num_kv_heads=c.num_kv_heads, backend=c.backend
+        )
         if cache is not None:
             # A prompt fills an empty cache from slot 0. A single token takes the next slot of the ring.
             num_slots, num_tokens = cache.key.shape[1], x.shape[1]
@@ -262,20 +262,11 @@ class Transformer(nnx.Module):
         return x, None if caches is None else tuple(updated)
 
 
-def rotation_at(
-    positions: Int[Array, " T"], config: ModelConfig
-) -> tuple[Float[Array, "T 1 h"], Float[Array, "T 1 h"]]:
+def rotation_at(positions: Int[Array, " T"], config: ModelConfig) -> tuple[Float[Array, "T h"], Float[Array, "T h"]]:
     """Cosine and sine of the angles of every position, float32; h = H/2 wavelengths from 2 pi up to 2 pi theta."""
     frequencies = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
-    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
+    angles = positions.astype(jnp.float32)[:, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x: Float[Array, "B T N H"], rotation: tuple[jax.Array, jax.Array]) -> Float[Array, "B T N H"]:
-    """Rotates each pair (x[i], x[i + H/2]) by the angle of its position, in float32."""
-    cos, sin = rotation
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def init_cache(config: ModelConfig, batch_size: int, num_slots: int) -> Cache:

@@ -27,9 +27,9 @@ from jaxkernels.models.transformer import (
     abstract_params,
     init_cache,
     init_params,
-    rotate,
     rotation_at,
 )
+from jaxkernels.ops.qkv_projection.reference import rotate
 from jaxkernels.triton import calls
 
 #: Every size distinct.
@@ -188,8 +188,8 @@ def test_bfloat16_model_keeps_float32_parameters_and_gradients():
 
 
 def test_rotation_depends_on_distance_alone():
-    q, k = np.random.default_rng(0).standard_normal((2, 1, 1, 1, SMALL.head_dim), np.float32)
-    at = lambda x, position: rotate(x, rotation_at(jnp.array([position]), SMALL))
+    q, k = np.random.default_rng(0).standard_normal((2, 1, SMALL.head_dim), np.float32)
+    at = lambda x, position: rotate(x, *rotation_at(jnp.array([position]), SMALL), SMALL.head_dim, "halves")
     dots = [float(jnp.vdot(at(q, 5 + shift), at(k, 2 + shift))) for shift in (0, 1, 40)]
     np.testing.assert_allclose(dots, dots[0], rtol=1e-4)
     assert abs(float(jnp.vdot(at(q, 6), at(k, 2))) - dots[0]) > 1e-3

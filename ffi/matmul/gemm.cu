@@ -43,6 +43,10 @@
 // row -head on, where TMA fills in zeros; so k must not be contiguous in the rhs. The x must be
 // cleared nevertheless: zero times infinity is not zero.
 //
+// One of the arrays may be three, side by side along its last dimension: query, key and value, or
+// their gradients. A block of it lies in one of the three. The sums may be rotated by positions
+// before they are stored (rotary positions).
+//
 // The parts that other kernels share are headers: ring.cuh, tiles.cuh, wgmma.cuh, scheduler.cuh,
 // staging.cuh, rows.cuh, activations.cuh. Source: the structure is that of CUTLASS'
 // warp-specialised Hopper GEMM; the ladder and its figures are in docs/cuda-gemm.md. gemm.py
@@ -70,6 +74,13 @@ enum class Deferred {
   // 16 bits beside the next tile's accumulators: as many as there are registers for.
   kPacked,
 };
+
+// The array that is three: along k of the lhs, or along n of the rhs or of the result.
+enum class InParts { kNone, kLhs, kRhs, kOut };
+constexpr int kParts = 3;
+
+// Which two columns of a head are rotated as a pair: i and i + kHeadDim / 2, or 2 i and 2 i + 1.
+enum class Rotation { kNone, kHalves, kNeighbours };
 
 struct Config {
   using Input = JK_INPUT;
@@ -110,6 +121,9 @@ struct Config {
   static constexpr bool kIsGradient = JK_IS_GRADIENT;
   // Whether the result's rows are whole 16-byte units, as TMA needs them.
   static constexpr bool kHasTmaRows = JK_HAS_TMA_ROWS;
+  static constexpr InParts kInParts = InParts::JK_IN_PARTS;
+  static constexpr Rotation kRotation = Rotation::JK_ROTATION;
+  static constexpr int kHeadDim = JK_HEAD_DIM;
 };
 
 // The sizes of a launch. Tiles are those of a whole cluster.
@@ -119,6 +133,9 @@ struct Problem {
   int k_iters;            // Blocks of k.
   int strip, is_n_minor;  // The order of tiles: see strip_order.
   float alpha;
+  int second, third;  // Where the second and the third part begin.
+  int num_rotated;    // Columns that are rotated.
+  int num_positions;  // Row i has position i % num_positions.
 };
 
 // ---- Constants that follow from Config ---------------------------------------------------------
@@ -183,6 +200,14 @@ static_assert(Config::kDeferred != Deferred::kPacked ||
               "pieces of one result of 16 bits");
 static_assert(!Config::kIsGradient || (Config::kHasResidual && !Config::kSavePreactivation),
               "a gradient has two operands and two results");
+static_assert(Config::kInParts == InParts::kNone ||
+                  (Config::kResidues == 1 && Config::kHasTmaRows && !Config::kHasResidual &&
+                   !Config::kSavePreactivation),
+              "a plain product of aligned arrays");
+static_assert(Config::kRotation == Rotation::kNone ||
+                  (Config::kHeadDim % 32 == 0 && Config::kBlockN % Config::kHeadDim == 0 &&
+                   kClusterParts == 1),
+              "whole heads");
 static_assert(!Config::kReduceAdd || (Config::kHasTmaRows && Config::Output::kBytes == 4),
               "TMA adds in float32");
 
@@ -194,6 +219,20 @@ struct SharedStorage {
   u64 residual_full[kConsumerWarps][kStagingSlots];
 };
 static_assert(sizeof(SharedStorage) <= JK_SMEM_BYTES, "what the host gives is enough");
+
+// A place along the dimension of an array that may be in parts.
+struct PartPlace {
+  int part, index;
+};
+
+// Where `index` lies of the array kOf, which is in parts or not.
+template <InParts kOf>
+__device__ __forceinline__ PartPlace part_of(const Problem& problem, int index) {
+  if constexpr (kOf == InParts::kNone || Config::kInParts != kOf) return {0, index};
+  if (index >= problem.third) return {2, index - problem.third};
+  if (index >= problem.second) return {1, index - problem.second};
+  return {0, index};
+}
 
 // ---- Schedule ----------------------------------------------------------------------------------
 
@@ -257,13 +296,19 @@ using Place = RingPlace<Config::kStages>;
 
 // ---- Producer: one thread ----------------------------------------------------------------------
 
-// A map for the rows of each residue.
+// A map for each part of an array, or for the rows of each residue.
+template <InParts kOf>
 struct TensorMaps {
-  TensorMap of[Config::kResidues];
+  static constexpr bool kIsInParts = kOf != InParts::kNone && Config::kInParts == kOf;
+  static constexpr int kCount = kIsInParts ? kParts : kOf == InParts::kRhs ? 1 : Config::kResidues;
+  TensorMap of[kCount];
 };
+using LhsMaps = TensorMaps<InParts::kLhs>;
+using RhsMaps = TensorMaps<InParts::kRhs>;
 
-__device__ __forceinline__ void produce(SharedStorage& shared, const TensorMaps& lhs,
-                                        const TensorMap& rhs, Schedule schedule, u32 rank) {
+__device__ __forceinline__ void produce(SharedStorage& shared, const Problem& problem,
+                                        const LhsMaps& lhs, const RhsMaps& rhs, Schedule schedule,
+                                        u32 rank) {
   const u32 part_of_lhs = Grid::kShares ? Grid::n_rank(rank) : 0;
   const u32 part_of_rhs = Grid::kShares ? Grid::m_rank(rank) : 0;
   const u16 lhs_sharers = Grid::row_of(part_of_rhs), rhs_sharers = Grid::column_of(part_of_lhs);
@@ -274,10 +319,13 @@ __device__ __forceinline__ void produce(SharedStorage& shared, const TensorMaps&
       unsigned char* slot = shared.slots[place.slot()];
       u64* full = shared.ring.producer_acquire(place, kSlotBytes);
       const int k_element = k * Config::kBlockK;
-      LhsLoad::load_part(slot, &lhs.of[tile.residue], full, part_of_lhs, lhs_sharers, tile.row,
-                         k_element, tile.batch);
-      RhsLoad::load_part(slot + Lhs::kBytes, &rhs, full, part_of_rhs, rhs_sharers, tile.column,
-                         k_element - tile.head, tile.batch);
+      const PartPlace of_lhs = part_of<InParts::kLhs>(problem, k_element);
+      const PartPlace of_rhs = part_of<InParts::kRhs>(problem, tile.column);
+      const TensorMap& lhs_map = lhs.of[LhsMaps::kIsInParts ? of_lhs.part : tile.residue];
+      LhsLoad::load_part(slot, &lhs_map, full, part_of_lhs, lhs_sharers, tile.row, of_lhs.index,
+                         tile.batch);
+      RhsLoad::load_part(slot + Lhs::kBytes, &rhs.of[of_rhs.part], full, part_of_rhs, rhs_sharers,
+                         of_rhs.index, k_element - tile.head, tile.batch);
       place.next();
     }
   }
@@ -498,16 +546,17 @@ __device__ __forceinline__ void take(const Exchange& exchange, Accumulators& acc
 struct Address {
   unsigned char* data;
 };
-template <bool kIsThere>
+template <bool kIsThere, InParts kOf>
 struct MatrixType {
   using type = Address;
 };
-template <>
-struct MatrixType<true> {
-  using type = TensorMaps;
+template <InParts kOf>
+struct MatrixType<true, kOf> {
+  using type = TensorMaps<kOf>;
 };
-template <bool kIsThere>
-using Matrix = typename MatrixType<kIsThere && Config::kHasTmaRows>::type;
+template <bool kIsThere, InParts kOf = InParts::kNone>
+using Matrix = typename MatrixType<kIsThere && Config::kHasTmaRows, kOf>::type;
+using Out = Matrix<true, InParts::kOut>;
 constexpr bool kHasSecond = Config::kSavePreactivation || Config::kIsGradient;
 using Second = Matrix<kHasSecond>;
 using Residual = Matrix<Config::kHasResidual>;
@@ -524,10 +573,12 @@ __device__ __forceinline__ Rows rows_of(const Problem& problem, const Address& m
   return Rows(matrix.data, problem.m, problem.n, piece.batch, piece.row, piece.column);
 }
 
-__device__ __forceinline__ void send(const Problem&, const TensorMaps& matrix,
+template <InParts kOf>
+__device__ __forceinline__ void send(const Problem& problem, const TensorMaps<kOf>& matrix,
                                      unsigned char* staging, const Piece& piece) {
-  store_piece<Config::kReduceAdd>(matrix.of, piece.residue, staging,
-                                  {piece.column, piece.row, piece.batch});
+  const PartPlace place = part_of<kOf>(problem, piece.column);
+  const int map = TensorMaps<kOf>::kIsInParts ? place.part : piece.residue;
+  store_piece<Config::kReduceAdd>(matrix.of, map, staging, {place.index, piece.row, piece.batch});
 }
 __device__ __forceinline__ void send(const Problem& problem, const Address& matrix,
                                      unsigned char* staging, const Piece& piece) {
@@ -536,7 +587,7 @@ __device__ __forceinline__ void send(const Problem& problem, const Address& matr
 }
 
 // Begins to fetch a piece. `full` completes a phase when it is there.
-__device__ __forceinline__ void fetch(const Problem&, const TensorMaps& matrix,
+__device__ __forceinline__ void fetch(const Problem&, const TensorMaps<InParts::kNone>& matrix,
                                       unsigned char* staging, u64* full, const Piece& piece) {
   fetch_piece(matrix.of, piece.residue, staging, full, Buffer::kPieceBytes,
               {piece.column, piece.row, piece.batch});
@@ -546,7 +597,8 @@ __device__ __forceinline__ void fetch(const Problem& problem, const Address& mat
   rows_of(problem, matrix, piece).fetch(staging, full);
 }
 
-__device__ __forceinline__ void prefetch(const TensorMaps& matrix) {
+template <InParts kOf>
+__device__ __forceinline__ void prefetch(const TensorMaps<kOf>& matrix) {
 #pragma unroll
   for (const TensorMap& map : matrix.of) prefetch_tensormap(&map);
 }
@@ -555,12 +607,69 @@ __device__ __forceinline__ void prefetch(const Address&) {}
 // Operands that Config leaves out are neither read nor written. The second result is the saved
 // pre-activation, or the gate's gradient.
 struct Operands {
-  const Matrix<true>& out;
+  const Out& out;
   const Second& second;
   const Residual& residual;
   const Gate& gate;
   const float* bias;
+  const float *cos, *sin;  // Of each position, of the pairs of a head.
 };
+
+// Rotates this thread's sums. Both columns of a pair are its own.
+__device__ __forceinline__ void rotate(Accumulators& acc, const Problem& problem,
+                                       const Operands& operands, const Tile& tile, int first_row) {
+  constexpr bool kAreHalves = Config::kRotation == Rotation::kHalves;
+  constexpr int kHeads = Config::kBlockN / Config::kHeadDim;
+  constexpr int kHead = Config::kHeadDim / 2;  // A thread's sums of two rows of a head.
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x % kWarpgroup / kWarp;
+#pragma unroll
+  for (int i = 0; i < kWgmmasM; ++i) {
+    const int row = tile.row + first_row + i * kWgmmaM + warp * kPieceM + lane / 4;
+    const int of_rows[2] = {row % problem.num_positions * (Config::kHeadDim / 2),
+                            (row + 8) % problem.num_positions * (Config::kHeadDim / 2)};
+    // 16 columns of each head at a time, and of halves the 16 that belong to them.
+#pragma unroll
+    for (int c = 0; c < kHead / (kAreHalves ? 16 : 8); ++c) {
+      // values[r] and values[r + 1] of the 16 columns (staging.cuh) have these cosines and sines.
+      float cosine[8], sine[8];
+#pragma unroll
+      for (int r = 0; r < 8; r += 2) {
+        const int column = c * 16 + r / 4 * 8 + lane % 4 * 2;
+        if constexpr (kAreHalves) {
+          const int at = of_rows[r / 2 % 2] + column;
+          const float2 both_cosines = __ldg(reinterpret_cast<const float2*>(operands.cos + at));
+          const float2 both_sines = __ldg(reinterpret_cast<const float2*>(operands.sin + at));
+          cosine[r] = both_cosines.x, cosine[r + 1] = both_cosines.y;
+          sine[r] = both_sines.x, sine[r + 1] = both_sines.y;
+        } else {
+          cosine[r] = __ldg(operands.cos + of_rows[r / 2 % 2] + column / 2);
+          sine[r] = __ldg(operands.sin + of_rows[r / 2 % 2] + column / 2);
+        }
+      }
+#pragma unroll
+      for (int head = 0; head < kHeads; ++head) {
+        if (tile.column + head * Config::kHeadDim >= problem.num_rotated) break;
+        float* const first = &acc[i][head * kHead + c * 8];
+        if constexpr (kAreHalves) {
+          float* const second = first + kHead / 2;
+#pragma unroll
+          for (int r = 0; r < 8; ++r) {
+            const float x = first[r], y = second[r];
+            first[r] = x * cosine[r] - y * sine[r];
+            second[r] = y * cosine[r] + x * sine[r];
+          }
+        } else {
+#pragma unroll
+          for (int r = 0; r < 8; r += 2) {
+            const float x = first[r], y = first[r + 1];
+            first[r] = x * cosine[r] - y * sine[r];
+            first[r + 1] = y * cosine[r] + x * sine[r];
+          }
+        }
+      }
+    }
+  }
+}
 
 // Turns a warp's 16 rows of each wgmma's sums into results, piece by piece.
 class Epilogue {
@@ -817,6 +926,9 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const Problem& pr
       continue;
     }
     if constexpr (Config::kThroughMemory) take(exchange, acc, schedule);
+    if constexpr (Config::kRotation != Rotation::kNone) {
+      rotate(acc, problem, operands, tile, first_row);
+    }
     if constexpr (Config::kDeferred == Deferred::kNothing) {
       epilogue.finish(acc, tile, first_row);
     } else {
@@ -833,10 +945,11 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const Problem& pr
 // ---- Kernel ------------------------------------------------------------------------------------
 
 __global__ __launch_bounds__(kThreads, 1) void gemm(
-    const __grid_constant__ TensorMaps lhs, const __grid_constant__ TensorMap rhs,
-    const __grid_constant__ Matrix<true> out, const __grid_constant__ Second second,
+    const __grid_constant__ LhsMaps lhs, const __grid_constant__ RhsMaps rhs,
+    const __grid_constant__ Out out, const __grid_constant__ Second second,
     const __grid_constant__ Residual residual, const __grid_constant__ Gate gate, const float* bias,
-    float* sums, int* has_given, const __grid_constant__ Problem problem) {
+    const float* cos, const float* sin, float* sums, int* has_given,
+    const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(dynamic_smem);
   const u32 rank = kClusterBlocks > 1 ? cluster_ctarank() : 0;
@@ -845,7 +958,7 @@ __global__ __launch_bounds__(kThreads, 1) void gemm(
 
   if (threadIdx.x == 0) {
     prefetch(lhs);
-    prefetch_tensormap(&rhs);
+    prefetch(rhs);
     prefetch(out);
     shared.ring.init(kConsumersOfTile * kWarpgroup / kWarp);
     for (int i = 0; Config::kPingPong && i < 2; ++i) {
@@ -866,7 +979,7 @@ __global__ __launch_bounds__(kThreads, 1) void gemm(
   if (warpgroup == 0) {
     if constexpr (Config::kConsumers > 1) setmaxnreg_dec<kProducerRegisters>();
     if (uniform(threadIdx.x / kWarp) == 0 && elect_one()) {
-      produce(shared, lhs, rhs, schedule, rank);
+      produce(shared, problem, lhs, rhs, schedule, rank);
     }
     if constexpr (kClusterParts > 1) {
       __syncwarp();
@@ -874,7 +987,7 @@ __global__ __launch_bounds__(kThreads, 1) void gemm(
     }
   } else {
     if constexpr (Config::kConsumers > 1) setmaxnreg_inc<kConsumerRegisters>();
-    const Operands operands{out, second, residual, gate, bias};
+    const Operands operands{out, second, residual, gate, bias, cos, sin};
     consume(shared, problem, operands, {sums, has_given}, schedule, rank);
   }
 

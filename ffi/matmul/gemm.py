@@ -13,7 +13,7 @@ import functools
 import importlib.resources
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -31,14 +31,18 @@ from jaxkernels.ops.matmul.spec import MatmulSpec
 
 __all__ = [
     "CONSTANTS",
+    "MAX_EPILOGUE_ACCUMULATORS",
     "RANKING",
     "VERSION",
     "Config",
     "Constants",
+    "Parts",
     "compile_gemm",
     "estimate",
     "not_estimated",
+    "num_tiles",
     "run",
+    "run_in_parts",
     "search_space",
     "shortlist",
     "unsupported",
@@ -57,7 +61,7 @@ _STAGING_BYTES = 16 * SWIZZLE_BYTES
 #: Accumulators of one thread: of its 232 registers these leave enough for addresses and an epilogue.
 _MAX_ACCUMULATORS = 192
 #: The same where an epilogue needs more registers, or sums of other blocks arrive.
-_MAX_EPILOGUE_ACCUMULATORS = 128
+MAX_EPILOGUE_ACCUMULATORS = 128
 #: The bytes that rows must be multiples of to be TMA operands.
 _TMA_BYTES = 16
 #: The same, in elements of an operand.
@@ -150,10 +154,10 @@ class Config:
             raise ValueError(
                 f"matmul[cuda]: through_memory needs a split_k above 1, and excludes reduce_add; {way_out}"
             )
-        if self.through_memory and self.num_accumulators > _MAX_EPILOGUE_ACCUMULATORS:
+        if self.through_memory and self.num_accumulators > MAX_EPILOGUE_ACCUMULATORS:
             raise ValueError(
                 f"matmul[cuda]: with through_memory, a consumer's tile must leave each thread "
-                f"{_MAX_EPILOGUE_ACCUMULATORS} accumulators; {way_out}"
+                f"{MAX_EPILOGUE_ACCUMULATORS} accumulators; {way_out}"
             )
         if self.cluster_parts > 1 and self.num_sharing > 1:
             raise ValueError(f"matmul[cuda]: split_k excludes multicast clusters without through_memory; {way_out}")
@@ -363,7 +367,7 @@ def unsupported(spec: MatmulSpec) -> str | None:
 def _too_many(spec: MatmulSpec) -> str | None:
     """What there is more of than the kernels count, or None."""
     g = spec.gemm
-    if (tiles := _num_tiles(spec, _WGMMA_M, 32)) > _MAX_COUNT:
+    if (tiles := num_tiles(spec, _WGMMA_M, 32)) > _MAX_COUNT:
         return f"counts tiles in 32 bits, and a batch of {g.batch} may have {tiles}"
     sizes = dict(m=g.m, n=g.n, k=g.k)
     for outer, inner in (g.lhs_layout, g.rhs_layout):
@@ -387,7 +391,7 @@ def _candidates(spec: MatmulSpec) -> Iterable[Config]:
     """`_CANDIDATES`. If a piece has two buffers: those with registers for its epilogue, with four buffers a warp."""
     if not _has_two_buffers(spec):
         return _CANDIDATES
-    small = [config for config in _CANDIDATES if config.num_accumulators <= _MAX_EPILOGUE_ACCUMULATORS]
+    small = [config for config in _CANDIDATES if config.num_accumulators <= MAX_EPILOGUE_ACCUMULATORS]
     return dict.fromkeys(dataclasses.replace(config, num_staging=4) for config in small)
 
 
@@ -408,7 +412,7 @@ def _with_in_place(spec: MatmulSpec, configs: Iterable[Config]) -> Iterator[Conf
 
 def _trimmed(spec: MatmulSpec, config: Config) -> Config:
     """Without slots that no step of k will ever use: their barriers take time, which short products notice."""
-    if config.cluster_parts > 1 or _num_tiles(spec, config.block_m, config.block_n) > spec.target.num_sms:
+    if config.cluster_parts > 1 or num_tiles(spec, config.block_m, config.block_n) > spec.target.num_sms:
         return config
     return dataclasses.replace(config, num_stages=min(config.num_stages, -(-spec.gemm.k // config.block_k)))
 
@@ -434,9 +438,9 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
 
 def _schedules(spec: MatmulSpec) -> Iterator[Config]:
     g = spec.gemm
-    num_tiles = functools.partial(_num_tiles, spec)
-    many = min(g.m, g.n) > _WGMMA_M and num_tiles(128, 256) >= _MANY_WAVES * spec.target.num_sms
-    few = num_tiles(64, 64) <= spec.target.num_sms // 4
+    tiles_of = functools.partial(num_tiles, spec)
+    many = min(g.m, g.n) > _WGMMA_M and tiles_of(128, 256) >= _MANY_WAVES * spec.target.num_sms
+    few = tiles_of(64, 64) <= spec.target.num_sms // 4
     plain = _has_tma_rows(spec) and spec.bias is None and spec.activation is None and not spec.save_preactivation
     plain &= spec.elementwise is None or (spec.out_dtype.itemsize == 2 and not spec.is_gradient)
     for block_m, block_n, block_k, ping_pong in _TILES:
@@ -445,12 +449,12 @@ def _schedules(spec: MatmulSpec) -> Iterator[Config]:
         too_small = many and not ping_pong and block_m * block_n < 128 * 192
         needlessly_deep = block_k > ATOM and g.k <= 2 * ATOM
         tile = Config(block_m, block_n, block_k, num_stages=1, ping_pong=ping_pong)
-        would_spill = tile.num_accumulators > _MAX_EPILOGUE_ACCUMULATORS and not plain
+        would_spill = tile.num_accumulators > MAX_EPILOGUE_ACCUMULATORS and not plain
         would_spill |= block_m > 128 and spec.activation == "gelu_erf" and not _has_tma_rows(spec)
         if too_large or too_small or is_sliver or needlessly_deep or would_spill:
             continue
         m_iters, n_iters, k_iters = -(-g.m // block_m), -(-g.n // block_n), -(-g.k // block_k)
-        tiles = num_tiles(block_m, block_n)
+        tiles = tiles_of(block_m, block_n)
         sides: tuple[tuple[_Axis, int], ...] = (("m", m_iters), ("n", n_iters))
         clusters = [
             (cluster_m, cluster_n) for cluster_m, cluster_n in _CLUSTERS
@@ -480,7 +484,7 @@ def _schedules(spec: MatmulSpec) -> Iterator[Config]:
             ]  # fmt: skip
             for split in splits:
                 yield dataclasses.replace(config, split_k=split)
-            if ping_pong or tile.num_accumulators > _MAX_EPILOGUE_ACCUMULATORS or (block_m, block_n) in _SPILLS:
+            if ping_pong or tile.num_accumulators > MAX_EPILOGUE_ACCUMULATORS or (block_m, block_n) in _SPILLS:
                 continue
             for cluster_m, cluster_n in clusters:
                 pair = dataclasses.replace(config, cluster_m=cluster_m, cluster_n=cluster_n)
@@ -606,69 +610,141 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
         )
     if config.in_place and (reason := _not_in_place(spec)):
         raise ValueError(f"matmul[cuda]: in_place needs {reason}. Leave it out.")
-    _check_limits(spec, config)
     lhs, rhs = spec.fold(named["lhs"], named["rhs"])
     if not config.in_place:
         lhs = _pad_rows(spec, lhs)
-    rhs = _pad_rows(spec, rhs)
+    outs = [spec.unfold(x) for x in _launch(spec, config, [lhs], [_pad_rows(spec, rhs)], named)]
+    return outs if spec.fused else outs[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The array of a product that is three, side by side along its last dimension; and how the result is rotated.
+
+    Attributes:
+      of: which array: the lhs along k, or the rhs or the result along n.
+      sizes: elements of the three along this dimension: multiples of 64, of the tile's block_k for the lhs, and of its
+        block_n for the rhs.
+      pairs: which columns of a head are rotated as a pair, or None.
+      head_dim: columns of a head.
+      num_rotated: columns that are rotated, from the first on.
+      num_positions: row i has position i % num_positions.
+    """
+
+    of: Literal["lhs", "rhs", "out"]
+    sizes: tuple[int, int, int]
+    pairs: Literal["halves", "neighbours"] | None = None
+    head_dim: int = 64
+    num_rotated: int = 0
+    num_positions: int = 1
+
+    @property
+    def problem(self) -> list[int]:
+        """The fields of the kernel's `Problem`."""
+        first, second, _ = self.sizes
+        return [first, first + second, self.num_rotated, self.num_positions]
+
+
+def run_in_parts(
+    spec: MatmulSpec,
+    config: Config,
+    parts: Parts,
+    lhs: Sequence[jax.Array],
+    rhs: Sequence[jax.Array],
+    angles: Mapping[str, jax.Array],
+) -> list[jax.Array]:
+    """Returns the result, or its three parts, as matrices.
+
+    Args:
+      spec: the product, as if the three were one array; without an epilogue or a batch.
+      parts: the array that is three.
+      lhs, rhs: an operand, or its parts, as matrices in the layouts of the spec.
+      angles: cos and sin, shapes (num_positions, head_dim / 2), if the result is rotated.
+    """
+    return [x[0] for x in _launch(spec, config, lhs, rhs, angles, parts)]
+
+
+def _launch(
+    spec: MatmulSpec,
+    config: Config,
+    lhs: Sequence[jax.Array],
+    rhs: Sequence[jax.Array],
+    named: Mapping[str, jax.Array],
+    parts: Parts | None = None,
+) -> list[jax.Array]:
+    """Returns the results, (batch, m, n) each. The operands have rows that the kernel takes."""
+    g = spec.gemm
+    _check_limits(spec, config)
     # One batch dimension, always: of one product, it is 1.
     lead = (g.batch or 1,)
-    operands = [lhs.reshape(*lead, *lhs.shape[-2:]), rhs.reshape(*lead, *rhs.shape[-2:])]
-    num_results = len(spec.outputs("matmul"))
-    # The first result takes the place of an absent operand: the kernel does not touch it.
-    first_result = len(spec.inputs("matmul")) + config.parts_are_tiles
-    bias = residual = gate = first_result
+    matrices = [x.reshape(*lead, *x.shape[-2:]) for x in (*lhs, *rhs)]
+    operands = list(matrices)
+    place: dict[str, int] = {}
+
+    def add(name: str, x: jax.Array) -> None:
+        place[name] = len(operands)
+        operands.append(x)
+
     if spec.bias is not None:
-        bias = len(operands)
         _, n_tiles = _grid_of_tiles(spec, config)
         columns = n_tiles * config.block_n * config.cluster_n
         # The columns beyond n are dropped with the tile's, but the last tiles read all of theirs.
-        operands.append(jnp.pad(named["bias"].astype(jnp.float32), (0, columns - g.n)))
+        add("bias", jnp.pad(named["bias"].astype(jnp.float32), (0, columns - g.n)))
     if spec.elementwise is not None:
         like_out = lambda name: named[name].astype(spec.out_dtype).reshape(*lead, g.m, g.n)
-        residual = len(operands)
         if spec.is_gradient:
-            operands.append(like_out("preactivation"))
-            gate = len(operands)
-        operands.append(like_out(spec.elementwise))
+            add("residual", like_out("preactivation"))
+        add("gate" if spec.is_gradient else "residual", like_out(spec.elementwise))
+    for name in ("cos", "sin") if parts is not None and parts.pairs else ():
+        add(name, named[name])
 
+    widths = parts.sizes if parts is not None and parts.of == "out" else (g.n,) * len(spec.outputs("matmul"))
+    results = [jax.ShapeDtypeStruct((*lead, g.m, width), spec.out_dtype) for width in widths]
+    num_results = len(results)
     aliases = {}
     if config.reduce_add:  # What parts are added to.
         aliases = {len(operands): 0}
         operands.append(jnp.zeros((*lead, g.m, g.n), jnp.float32))
-
-    compiled = compile_gemm(spec, config)
-    out = jax.ShapeDtypeStruct((*lead, g.m, g.n), spec.out_dtype)
-    results = [out] * num_results
-    sums = has_given = first_result
     if config.through_memory:
-        sums, has_given = first_result + num_results, first_result + num_results + 1
         aliases = {len(operands): num_results + 1}
         tiles = _num_clusters(spec, config) * config.cluster_blocks
         operands.append(jnp.zeros(tiles, jnp.int32))
         results.append(jax.ShapeDtypeStruct((tiles, config.block_m * config.block_n), jnp.float32))
         results.append(jax.ShapeDtypeStruct((tiles,), jnp.int32))
+    first_result = len(operands)
+    if config.through_memory:
+        place |= dict(sums=first_result + num_results, has_given=first_result + num_results + 1)
 
-    def matrix(buffer: int, is_there: bool = True) -> custom_call.Parameter:
-        by_tma = is_there and _has_tma_rows(spec)
-        return _pieces(buffer, out, config, _num_residues(spec, config)) if by_tma else custom_call.Pointer(buffer)
+    residues = _num_residues(spec, config)
+    pieces = lambda i: _pieces(first_result + i, results[i], config, residues)
+    # The first result takes the place of an absent operand: the kernel does not touch it.
+    pointer = lambda name: custom_call.Pointer(place.get(name, first_result))
 
+    def like_result(name: str) -> custom_call.Parameter:
+        by_tma = name in place and _has_tma_rows(spec)
+        return _pieces(place[name], results[0], config, residues) if by_tma else pointer(name)
+
+    if not _has_tma_rows(spec):
+        out, second = (custom_call.Pointer(first_result + i) for i in (0, num_results - 1))
+    elif parts is not None and parts.of == "out":
+        out, second = tuple(pieces(i)[0] for i in range(num_results)), pointer("")
+    else:
+        out, second = pieces(0), pieces(1) if num_results == 2 else pointer("")
+    compiled = compile_gemm(spec, config, parts)
     outs = custom_call.launch(
         compiled.cubin,
         compiled.name,
         operands,
         results,
         parameters=[
-            _lhs(operands[0], spec, config),
-            _rhs_blocks(spec, config).tensor_map(1, operands[1]),
-            matrix(first_result),
-            matrix(first_result + num_results - 1, num_results == 2),
-            matrix(residual, spec.elementwise is not None),
-            matrix(gate, spec.is_gradient),
-            custom_call.Pointer(bias),
-            custom_call.Pointer(sums),
-            custom_call.Pointer(has_given),
-            _problem(spec, config),
+            _lhs(matrices[: len(lhs)], spec, config),
+            tuple(_rhs_blocks(spec, config).tensor_map(i, x) for i, x in enumerate(matrices) if i >= len(lhs)),
+            out,
+            second,
+            like_result("residual"),
+            like_result("gate"),
+            *map(pointer, ("bias", "cos", "sin", "sums", "has_given")),
+            _problem(spec, config, parts),
         ],
         grid=(_num_blocks(spec, config),),
         block=((config.num_consumers + 1) * _WARPGROUP,),
@@ -678,8 +754,7 @@ def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> Any:
         target=spec.target,
         label="matmul",
     )
-    outs = [spec.unfold(x) for x in outs[:num_results]]
-    return outs if spec.fused else outs[0]
+    return outs[:num_results]
 
 
 def _check_limits(spec: MatmulSpec, config: Config) -> None:
@@ -701,7 +776,7 @@ def _check_limits(spec: MatmulSpec, config: Config) -> None:
         )
 
 
-def compile_gemm(spec: MatmulSpec, config: Config) -> compiler.CompiledKernel:
+def compile_gemm(spec: MatmulSpec, config: Config, parts: Parts | None = None) -> compiler.CompiledKernel:
     """Compiles the kernel that serves the spec: sizes and the value of alpha are not part of it."""
     g = spec.gemm
     choices: dict[str, Any] = dict(
@@ -723,6 +798,9 @@ def compile_gemm(spec: MatmulSpec, config: Config) -> compiler.CompiledKernel:
         rhs_stacks_boxes=_rhs_blocks(spec, config).stacks_boxes,
         deferred=_deferred(spec, config),
         num_packed=_num_packed(spec, config),
+        in_parts="kNone" if parts is None else f"k{parts.of.capitalize()}",
+        rotation="kNone" if parts is None or parts.pairs is None else f"k{parts.pairs.capitalize()}",
+        head_dim=64 if parts is None else parts.head_dim,
     )
     try:
         return _compile(config, **choices)
@@ -804,21 +882,21 @@ def _rhs_blocks(spec: MatmulSpec, config: Config) -> OperandBlocks:
     return OperandBlocks(g.rhs_layout == "nk", g.n, config.block_n, config.block_k, config.cluster_m)
 
 
-def _lhs(x: jax.Array, spec: MatmulSpec, config: Config) -> tuple[custom_call.TensorMap, ...]:
-    """A map for the rows of each residue, from the 16 bytes on that hold the first one's begin."""
+def _lhs(xs: Sequence[jax.Array], spec: MatmulSpec, config: Config) -> tuple[custom_call.TensorMap, ...]:
+    """A map for each part, or for the rows of each residue, from the 16 bytes on that hold the first one's begin."""
     blocks = _lhs_blocks(spec, config)
     residues = _num_residues(spec, config)
-    whole = blocks.tensor_map(0, x)
+    whole = [blocks.tensor_map(i, x) for i, x in enumerate(xs)]
     if residues == 1:
-        return (whole,)
-    batch, m, k = x.shape
+        return tuple(whole)
+    batch, m, k = xs[0].shape
     maps = []
     for residue in range(residues):
         begin = residue * k // _UNIT * _UNIT
         shape = (batch, _num_rows(m, residues, residue), residue * k - begin + k)
         # The step from one matrix to the next is that of rows where there is no next.
         strides = (2 * m * k if batch > 1 else 2 * residues * k, 2 * residues * k)
-        maps.append(dataclasses.replace(whole, offset=2 * begin, shape=shape, strides=strides))
+        maps.append(dataclasses.replace(whole[0], offset=2 * begin, shape=shape, strides=strides))
     return tuple(maps)
 
 
@@ -895,7 +973,7 @@ def _deferred(spec: MatmulSpec, config: Config) -> Literal["kNothing", "kHalf", 
 
 def _num_packed(spec: MatmulSpec, config: Config) -> int:
     """Pieces of a consumer's tile that there are registers for as 16 bits, beside its accumulators."""
-    if config.num_accumulators > _MAX_EPILOGUE_ACCUMULATORS or spec.out_dtype.itemsize != 2 or spec.save_preactivation:
+    if config.num_accumulators > MAX_EPILOGUE_ACCUMULATORS or spec.out_dtype.itemsize != 2 or spec.save_preactivation:
         return 0
     if spec.activation == "gelu_erf":
         return _num_pieces(config) // 4
@@ -928,7 +1006,7 @@ def _has_tma_rows(spec: MatmulSpec) -> bool:
     return spec.gemm.n * spec.out_dtype.itemsize % _TMA_BYTES == 0
 
 
-def _num_tiles(spec: MatmulSpec, block_m: int, block_n: int) -> int:
+def num_tiles(spec: MatmulSpec, block_m: int, block_n: int) -> int:
     return (spec.gemm.batch or 1) * -(-spec.gemm.m // block_m) * -(-spec.gemm.n // block_n)
 
 
@@ -964,7 +1042,7 @@ def _num_blocks(spec: MatmulSpec, config: Config) -> int:
     return clusters * config.cluster_blocks
 
 
-def _problem(spec: MatmulSpec, config: Config) -> np.generic:
+def _problem(spec: MatmulSpec, config: Config, parts: Parts | None) -> np.generic:
     """The kernel's `Problem`."""
     g = spec.gemm
     m_tiles, n_tiles = _grid_of_tiles(spec, config)
@@ -973,4 +1051,5 @@ def _problem(spec: MatmulSpec, config: Config) -> np.generic:
     strip = min(config.strip, n_tiles if config.minor == "n" else m_tiles)
     fields = [g.m, g.n, g.k, g.batch or 1, m_tiles, n_tiles, k_iters, strip, config.minor == "n"]
     fields.append(np.float32(spec.alpha).view(np.int32))
+    fields += [0, 0, 0, 1] if parts is None else parts.problem
     return np.array(fields, np.int32).view(f"V{4 * len(fields)}")[0]

@@ -73,6 +73,15 @@ OPERATIONS: dict[str, Operation] = {
             }
         },
     ),
+    "qkv_projection": Operation(
+        "jaxkernels.ops.qkv_projection",
+        {
+            "qkv_projection": {
+                "cuda": Entry(("jaxkernels.ffi.matmul.projection",), _CUDA, is_exportable=False),
+                "xla": Entry(("jaxkernels.ops.qkv_projection.reference",)),
+            }
+        },
+    ),
     "attention": Operation(
         "jaxkernels.ops.attention",
         {

@@ -1,0 +1,92 @@
+"""The projection to queries, keys and values in CUDA C++: the GEMM of gemm.cu, with one array in three parts.
+
+The product stores query, key and value as three arrays, rotated by positions in its epilogue. The product for the
+gradient of x reads an lhs that is three arrays along k, the one for the gradient of w an rhs that is three along n.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import jax
+
+from jaxkernels.core import hardware
+from jaxkernels.ffi.matmul import gemm
+from jaxkernels.ffi.matmul.gemm import Config, Parts
+from jaxkernels.ffi.matmul.operand_blocks import ATOM
+from jaxkernels.ops.matmul import tensor_cores
+from jaxkernels.ops.qkv_projection.spec import PARTS, QkvProjectionSpec
+
+__all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
+
+VERSION = 1
+
+#: Columns of a head that a tile can have whole.
+_HEAD_DIMS = (32, 64, 128, 256)
+#: Below these, a plain product has kernels for few rows, and XLA's rotation is short.
+_LEAST_ROWS = 128
+#: Rotating the sums of a tile of 128 x 256.
+_ROTATION_SECONDS = 1.0e-6
+
+
+def unsupported(spec: QkvProjectionSpec) -> str | None:
+    if reason := gemm.unsupported(spec.product):
+        return reason
+    if spec.dtype not in tensor_cores.INPUTS:
+        return f"returns bfloat16 or float16, not {spec.dtype}"
+    if any(size % ATOM for size in spec.sizes):
+        return f"stores {ATOM} columns at once: query, key and value need a multiple of {ATOM}, they have {spec.sizes}"
+    if spec.pairs is not None and spec.head_dim not in _HEAD_DIMS:
+        known = ", ".join(map(str, _HEAD_DIMS))
+        return f"rotates heads of {known} features, not {spec.head_dim}"
+    if (rows := math.prod(spec.lead)) < _LEAST_ROWS:
+        return f"needs at least {_LEAST_ROWS} rows, x has {rows}"
+    if spec.num_features % 8:
+        return f"needs rows of whole 16 bytes, x has {spec.num_features} features"
+    return None if any(True for _ in search_space(spec)) else "has no tile that divides query, key and value"
+
+
+def search_space(spec: QkvProjectionSpec) -> Iterator[Config]:
+    """The configurations of the plain product that fit the parts."""
+    return _fitting(spec, gemm.search_space(spec.product))
+
+
+def shortlist(spec: QkvProjectionSpec) -> tuple[Config, ...]:
+    return tuple(_fitting(spec, gemm.shortlist(spec.product)))
+
+
+def _fitting(spec: QkvProjectionSpec, configs: Iterable[Config]) -> Iterator[Config]:
+    """Configurations whose blocks lie in one part, and whose tiles have whole heads if these are rotated."""
+    for config in configs:
+        divides = {"x": config.block_k, "w": config.block_n, "parts": ATOM}[spec.wanted]
+        fits = all(size % divides == 0 for size in spec.sizes) and not config.in_place
+        if spec.pairs is not None:
+            # 192 accumulators leave no registers for the angles.
+            fits &= config.block_n % spec.head_dim == 0 and config.cluster_parts == 1
+            fits &= config.num_accumulators <= gemm.MAX_EPILOGUE_ACCUMULATORS
+        if fits:
+            yield config
+
+
+def estimate(spec: QkvProjectionSpec, config: Config) -> float:
+    """Seconds: the product, and the rotation of its tiles, which only consumers in turns hide."""
+    seconds = gemm.estimate(spec.product, config)
+    if spec.pairs is None or config.ping_pong:
+        return seconds
+    tiles = gemm.num_tiles(spec.product, config.block_m, config.block_n)
+    waves = hardware.waves(tiles, spec.target.num_sms)
+    return seconds + waves * _ROTATION_SECONDS * config.block_m * config.block_n / (128 * 256)
+
+
+def run(spec: QkvProjectionSpec, config: Config, *arrays: jax.Array) -> list[jax.Array]:
+    """Returns the results, in the order of the spec's outputs."""
+    named = spec.named("qkv_projection", arrays)
+    of = {"parts": "out", "x": "lhs", "w": "rhs"}[spec.wanted]
+    parts = Parts(of, spec.sizes, spec.pairs, spec.head_dim, spec.num_rotated, spec.lead[-1])
+    matrices = {name: x.reshape(-1, x.shape[-1]) for name, x in named.items()}
+    three = [matrices[name] for name in PARTS if name in matrices]
+    lhs = three if of == "lhs" else [matrices["x"]]
+    rhs = three if of == "rhs" else [matrices["w"]]
+    outs = gemm.run_in_parts(spec.product, config, parts, lhs, rhs, named)
+    return [out.reshape(result.shape) for out, result in zip(outs, spec.results("qkv_projection"))]

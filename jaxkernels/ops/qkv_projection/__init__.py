@@ -1,0 +1,1 @@
+"""The projection of a transformer's stream to queries, keys and values, with rotary positions."""
