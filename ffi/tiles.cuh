@@ -92,17 +92,33 @@ struct TileLoad {
       const int first_box = part * kLoads;
       copy(slot + first_box * Tile::kBoxBytes, map, full,
            {0, k, row / kAcrossBox + first_box, outer...}, sharers);
-      return;
+    } else {
+      const auto box_at = [&](int across) { return Box{map, across}; };
+      load_boxes(slot, box_at, full, part, sharers, row, k, outer...);
     }
+  }
+
+  // Where a box lies: its tensor map, and its coordinate along the contiguous dimension.
+  struct Box {
+    const tma::TensorMap* map;
+    int across;
+  };
+
+  // `load_part` of an operand in several arrays: `box_at` of a box's place in the operand says
+  // where it lies.
+  template <typename BoxAt, typename... Outer>
+  static __device__ __forceinline__ void load_boxes(unsigned char* slot, BoxAt box_at, u64* full,
+                                                    u32 part, u16 sharers, int row, int k,
+                                                    Outer... outer) {
+    static_assert(!kStacksBoxes, "box by box");
     const u32 first_box = kSharesBoxes ? part * kLoads : 0;
     const u32 first_row = kSharesBoxes ? 0 : part * kPartRows;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       unsigned char* to = slot + (first_box + i) * Tile::kBoxBytes + first_row * kSwizzleBytes;
-      const int across = (first_box + i) * kAcrossBox, along = first_row;
-      copy(to, map, full,
-           {(Tile::kIsKMajor ? k : row) + across, (Tile::kIsKMajor ? row : k) + along, outer...},
-           sharers);
+      const Box box = box_at((Tile::kIsKMajor ? k : row) + (first_box + i) * kAcrossBox);
+      const int along = (Tile::kIsKMajor ? row : k) + first_row;
+      copy(to, box.map, full, {box.across, along, outer...}, sharers);
     }
   }
 

@@ -44,8 +44,8 @@
 // cleared nevertheless: zero times infinity is not zero.
 //
 // One of the arrays may be three, side by side along its last dimension: query, key and value, or
-// their gradients. A block of it lies in one of the three. The sums may be rotated by positions
-// before they are stored (rotary positions).
+// their gradients. A box of 64 columns lies in one of the three. The sums may be rotated by
+// positions before they are stored (rotary positions).
 //
 // The parts that other kernels share are headers: ring.cuh, tiles.cuh, wgmma.cuh, scheduler.cuh,
 // staging.cuh, rows.cuh, activations.cuh. Source: the structure is that of CUTLASS'
@@ -319,13 +319,28 @@ __device__ __forceinline__ void produce(SharedStorage& shared, const Problem& pr
       unsigned char* slot = shared.slots[place.slot()];
       u64* full = shared.ring.producer_acquire(place, kSlotBytes);
       const int k_element = k * Config::kBlockK;
-      const PartPlace of_lhs = part_of<InParts::kLhs>(problem, k_element);
-      const PartPlace of_rhs = part_of<InParts::kRhs>(problem, tile.column);
-      const TensorMap& lhs_map = lhs.of[LhsMaps::kIsInParts ? of_lhs.part : tile.residue];
-      LhsLoad::load_part(slot, &lhs_map, full, part_of_lhs, lhs_sharers, tile.row, of_lhs.index,
-                         tile.batch);
-      RhsLoad::load_part(slot + Lhs::kBytes, &rhs.of[of_rhs.part], full, part_of_rhs, rhs_sharers,
-                         of_rhs.index, k_element - tile.head, tile.batch);
+      const auto lhs_box = [&](int across) {
+        const PartPlace at = part_of<InParts::kLhs>(problem, across);
+        return LhsLoad::Box{&lhs.of[at.part], at.index};
+      };
+      const auto rhs_box = [&](int across) {
+        const PartPlace at = part_of<InParts::kRhs>(problem, across);
+        return RhsLoad::Box{&rhs.of[at.part], at.index};
+      };
+      if constexpr (LhsMaps::kIsInParts) {
+        LhsLoad::load_boxes(slot, lhs_box, full, part_of_lhs, lhs_sharers, tile.row, k_element,
+                            tile.batch);
+      } else {
+        LhsLoad::load_part(slot, &lhs.of[tile.residue], full, part_of_lhs, lhs_sharers, tile.row,
+                           k_element, tile.batch);
+      }
+      if constexpr (RhsMaps::kIsInParts) {
+        RhsLoad::load_boxes(slot + Lhs::kBytes, rhs_box, full, part_of_rhs, rhs_sharers,
+                            tile.column, k_element, tile.batch);
+      } else {
+        RhsLoad::load_part(slot + Lhs::kBytes, &rhs.of[0], full, part_of_rhs, rhs_sharers,
+                           tile.column, k_element - tile.head, tile.batch);
+      }
       place.next();
     }
   }
