@@ -623,8 +623,7 @@ class Parts:
 
     Attributes:
       of: which array: the lhs along k, or the rhs or the result along n.
-      sizes: elements of the three along this dimension: multiples of 64, of the tile's block_k for the lhs, and of its
-        block_n for the rhs.
+      sizes: elements of the three along this dimension, multiples of 64.
       pairs: which columns of a head are rotated as a pair, or None.
       head_dim: columns of a head.
       num_rotated: columns that are rotated, from the first on.
@@ -738,7 +737,7 @@ def _launch(
         results,
         parameters=[
             _lhs(matrices[: len(lhs)], spec, config),
-            tuple(_rhs_blocks(spec, config).tensor_map(i, x) for i, x in enumerate(matrices) if i >= len(lhs)),
+            tuple(_rhs_blocks(spec, config, parts).tensor_map(i, x) for i, x in enumerate(matrices) if i >= len(lhs)),
             out,
             second,
             like_result("residual"),
@@ -795,7 +794,7 @@ def compile_gemm(spec: MatmulSpec, config: Config, parts: Parts | None = None) -
         activation=spec.activation or "none",
         activation_and_slope=f"{spec.activation or 'none'}_and_slope",
         lhs_stacks_boxes=_lhs_blocks(spec, config).stacks_boxes,
-        rhs_stacks_boxes=_rhs_blocks(spec, config).stacks_boxes,
+        rhs_stacks_boxes=_rhs_blocks(spec, config, parts).stacks_boxes,
         deferred=_deferred(spec, config),
         num_packed=_num_packed(spec, config),
         in_parts="kNone" if parts is None else f"k{parts.of.capitalize()}",
@@ -877,9 +876,10 @@ def _lhs_blocks(spec: MatmulSpec, config: Config) -> OperandBlocks:
     return OperandBlocks(g.lhs_layout == "mk", g.m, config.block_m, config.block_k, config.cluster_n)
 
 
-def _rhs_blocks(spec: MatmulSpec, config: Config) -> OperandBlocks:
+def _rhs_blocks(spec: MatmulSpec, config: Config, parts: Parts | None = None) -> OperandBlocks:
     g = spec.gemm
-    return OperandBlocks(g.rhs_layout == "nk", g.n, config.block_n, config.block_k, config.cluster_m)
+    in_parts = parts is not None and parts.of == "rhs"
+    return OperandBlocks(g.rhs_layout == "nk", g.n, config.block_n, config.block_k, config.cluster_m, in_parts)
 
 
 def _lhs(xs: Sequence[jax.Array], spec: MatmulSpec, config: Config) -> tuple[custom_call.TensorMap, ...]:

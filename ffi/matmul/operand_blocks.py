@@ -37,6 +37,7 @@ class OperandBlocks:
       block: of m or n.
       block_k: of k.
       shared_by: CTAs of a cluster that each load a part.
+      in_parts: whether the operand is several arrays, and a block may have boxes of two.
     """
 
     is_k_major: bool
@@ -44,6 +45,7 @@ class OperandBlocks:
     block: int
     block_k: int
     shared_by: int = 1
+    in_parts: bool = False
 
     @property
     def num_boxes(self) -> int:
@@ -54,7 +56,7 @@ class OperandBlocks:
     def stacks_boxes(self) -> bool:
         """Whether one copy loads several boxes: they, and those of the whole operand, are whole ones."""
         are_whole = self.size % ATOM == 0 and self.block % (ATOM * self.shared_by) == 0
-        return not self.is_k_major and are_whole and self.num_boxes > self.shared_by
+        return not self.is_k_major and are_whole and self.num_boxes > self.shared_by and not self.in_parts
 
     @property
     def box_rows(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jaxkernels.core import _jax, dispatch, hardware
 from jaxkernels.core.arguments import as_floating, as_precision, positive_whole
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.matmul.api import matmul
-from jaxkernels.ops.qkv_projection.reference import rotate
+from jaxkernels.ops.qkv_projection.reference import rotate_heads
 from jaxkernels.ops.qkv_projection.rules import qkv_projection_op
 from jaxkernels.ops.qkv_projection.spec import Pairs, QkvProjectionSpec
 
@@ -50,8 +51,8 @@ def qkv_projection(
       pairs: "halves" rotates features i and i + H/2 of a head as a pair (GPT-NeoX, Llama in Hugging Face);
         "neighbours" rotates 2 i and 2 i + 1 (the paper, Llama's own code). Angle i is that of pair i.
       precision: as in `jnp.matmul`. For 16-bit operands every setting gives the same result.
-      backend: name of the backend that must compute the products, or None for the fastest that can. "pallas" and
-        "triton" compute a plain product, and XLA rotates.
+      backend: name of the backend that must compute the products, or None for the fastest that can. With "pallas",
+        "triton" and "xla" it is a plain product of this backend, and XLA rotates.
 
     Returns:
       (query, key, value) of the promoted dtype: shapes (*B, T, N, H), (*B, T, K, H) and (*B, T, K, H).
@@ -91,17 +92,36 @@ def qkv_projection(
     angles = _checked_rotation(op, rotation, x.shape[-2], head_dim)
     sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
     precision = as_precision(op, precision)
-    if backend is None or ("qkv_projection", backend) in dispatch.REGISTRY:
-        spec = QkvProjectionSpec(
-            "parts", sizes, dtype, head_dim, hardware.host(), pairs if angles else None, precision,
-            x=ArrayType.of(x), w=ArrayType.of(w), **{name: ArrayType.of(array) for name, array in angles.items()},
-        )  # fmt: skip
-        parts = qkv_projection_op(spec, dict(x=x, w=w) | angles, backend=backend)
-    else:
-        parts = jnp.split(matmul(x, w, precision=precision, backend=backend), (sizes[0], sizes[0] + sizes[1]), axis=-1)
-        if angles:
-            parts[:2] = (rotate(part, angles["cos"], angles["sin"], head_dim, pairs) for part in parts[:2])
-    query, key, value = (part.reshape(*part.shape[:-1], part.shape[-1] // head_dim, head_dim) for part in parts)
+    if backend not in (None, "cuda"):
+        return _by_plain_product(x, w, angles, sizes, head_dim, pairs, precision, backend)
+    spec = QkvProjectionSpec(
+        "parts", sizes, dtype, head_dim, hardware.host(), pairs if angles else None, precision,
+        x=ArrayType.of(x), w=ArrayType.of(w), **{name: ArrayType.of(array) for name, array in angles.items()},
+    )  # fmt: skip
+    query, key, value = (
+        part.reshape(*part.shape[:-1], part.shape[-1] // head_dim, head_dim)
+        for part in qkv_projection_op(spec, dict(x=x, w=w) | angles, backend=backend)
+    )
+    return query, key, value
+
+
+def _by_plain_product(
+    x: jax.Array,
+    w: jax.Array,
+    angles: Mapping[str, jax.Array],
+    sizes: tuple[int, int, int],
+    head_dim: int,
+    pairs: Pairs,
+    precision: Any,
+    backend: str,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Differentiates by JAX's own rules, which XLA fuses best."""
+    out = matmul(x, w, precision=precision, backend=backend)
+    heads = out.reshape(*out.shape[:-1], out.shape[-1] // head_dim, head_dim)
+    first, second = sizes[0] // head_dim, (sizes[0] + sizes[1]) // head_dim
+    query, key, value = jnp.split(heads, (first, second), axis=-2)
+    if angles:
+        query, key = (rotate_heads(part, angles["cos"], angles["sin"], pairs) for part in (query, key))
     return query, key, value
 
 

@@ -12,7 +12,7 @@ from jaxkernels.ops.matmul import cublas
 from jaxkernels.ops.matmul.rules import dot_general_op
 from jaxkernels.ops.qkv_projection.spec import PARTS, Pairs, QkvProjectionSpec
 
-__all__ = ["VERSION", "Config", "compute", "estimate", "rotate", "run", "search_space", "unsupported"]
+__all__ = ["VERSION", "Config", "compute", "estimate", "rotate", "rotate_heads", "run", "search_space", "unsupported"]
 
 VERSION = 0
 
@@ -63,12 +63,20 @@ def compute(spec: QkvProjectionSpec, *arrays: jax.Array, backend: str | None) ->
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, head_dim: int, pairs: Pairs) -> jax.Array:
-    """Rotates the pairs of features of each head of x, (..., T, heads * head_dim), by angles whose cosines and sines
-    are (T, head_dim / 2). It computes in the wider dtype of x and cos."""
-    half, wide = head_dim // 2, jnp.promote_types(x.dtype, cos.dtype)
-    axis, split = (-2, (2, half)) if pairs == "halves" else (-1, (half, 2))
-    heads = x.astype(wide).reshape(*x.shape[:-1], x.shape[-1] // head_dim, *split)
-    first, second = (jax.lax.index_in_dim(heads, i, axis, keepdims=False) for i in (0, 1))
+    """`rotate_heads` of heads that lie side by side, (..., T, heads * head_dim)."""
+    heads = x.reshape(*x.shape[:-1], x.shape[-1] // head_dim, head_dim)
+    return rotate_heads(heads, cos, sin, pairs).reshape(x.shape)
+
+
+def rotate_heads(x: jax.Array, cos: jax.Array, sin: jax.Array, pairs: Pairs) -> jax.Array:
+    """Rotates the pairs of features of heads (..., T, heads, H) by angles whose cosines and sines are (T, H/2). It
+    computes in the wider dtype of x and cos."""
+    wide = x.astype(jnp.promote_types(x.dtype, cos.dtype))
     cos, sin = cos[:, None], sin[:, None]  # For all heads.
-    turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=axis)
-    return turned.reshape(x.shape).astype(x.dtype)
+    if pairs == "halves":
+        first, second = jnp.split(wide, 2, axis=-1)
+        turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    else:
+        first, second = wide[..., 0::2], wide[..., 1::2]
+        turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)
+    return turned.astype(x.dtype)
