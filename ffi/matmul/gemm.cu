@@ -215,7 +215,7 @@ struct SharedStorage {
   alignas(1024) unsigned char slots[Config::kStages][kSlotBytes];
   alignas(1024) unsigned char staging[kConsumerWarps][kStagingSlots][kStagingBytes];
   Ring<Config::kStages, Grid> ring;
-  u64 turn[2];
+  u64 turn[2][kWarpgroup / kWarp];
   u64 residual_full[kConsumerWarps][kStagingSlots];
 };
 static_assert(sizeof(SharedStorage) <= JK_SMEM_BYTES, "what the host gives is enough");
@@ -905,6 +905,7 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const Problem& pr
                                         const Operands& operands, const Exchange& exchange,
                                         Schedule schedule, u32 rank) {
   const int consumer = uniform(threadIdx.x / kWarpgroup) - 1;
+  const int warp = uniform(threadIdx.x % kWarpgroup / kWarp);
   const int first_row = Config::kPingPong ? 0 : consumer * kConsumerM;
   Epilogue epilogue(shared, problem, operands, rank);
   Place place;
@@ -920,17 +921,16 @@ __device__ __forceinline__ void consume(SharedStorage& shared, const Problem& pr
     if (!is_given) epilogue.begin(tile, first_row);
     if constexpr (Config::kPingPong) {
       // Also keeps the parities apart: no consumer is more than a round ahead of a slot.
-      mbarrier_wait_parity(&shared.turn[consumer], turn);
+      mbarrier_wait_parity(&shared.turn[consumer][warp], turn);
       turn ^= 1;
     }
     multiply(
         shared, acc, place, tile, first_row, rank,
         [&](int part) { epilogue.end_finish(acc, first_row, part); },
         [&] {
-          // Every warp ends its turn: one that is still in the epilogue of the tile before would
-          // else miss a phase of its own barrier, where tiles have few steps.
+          // A warp gives the turn to the warp of the other consumer that shares its tensor core.
           if (Config::kPingPong && threadIdx.x % kWarp == 0) {
-            mbarrier_arrive(&shared.turn[consumer ^ 1]);
+            mbarrier_arrive(&shared.turn[consumer ^ 1][warp]);
           }
         });
     if constexpr (Config::kPingPong) place.skip(problem.k_iters);
@@ -976,8 +976,8 @@ __global__ __launch_bounds__(kThreads, 1) void gemm(
     prefetch(rhs);
     prefetch(out);
     shared.ring.init(kConsumersOfTile * kWarpgroup / kWarp);
-    for (int i = 0; Config::kPingPong && i < 2; ++i) {
-      mbarrier_init(&shared.turn[i], kWarpgroup / kWarp);
+    for (int i = 0; Config::kPingPong && i < 2 * kWarpgroup / kWarp; ++i) {
+      mbarrier_init(&shared.turn[0][i], 1);
     }
     for (int i = 0; Config::kHasResidual && i < kConsumerWarps * kStagingSlots; ++i) {
       mbarrier_init(&shared.residual_full[0][i], Config::kIsGradient ? 2 : 1);

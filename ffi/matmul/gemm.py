@@ -185,7 +185,7 @@ class Config:
     def smem_bytes(self) -> int:
         """Dynamic shared memory: ring, staging buffers and barriers."""
         warps = 4 * self.num_consumers
-        barriers = 8 * (2 * self.num_stages + 2 + self.num_staging * warps)
+        barriers = 8 * (2 * self.num_stages + 8 + self.num_staging * warps)
         storage = self.ring_bytes + warps * self.num_staging * _STAGING_BYTES + barriers
         return storage + -storage % 1024
 

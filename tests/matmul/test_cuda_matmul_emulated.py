@@ -211,12 +211,13 @@ def check_turns_of_one_step(emulator: Emulator) -> None:
 
 
 def test_turns_of_one_step(emulator: Emulator) -> None:
-    """A warp may still store a tile while the others of its consumer multiply the next one."""
+    """A warp may still store a tile while the others of its consumer multiply the next one. The planted bug gives all
+    warps the turn that one warp has ended."""
     check_turns_of_one_step(emulator)
-    arrival = " == 0) {\n            mbarrier_arrive"
+    arrival = "mbarrier_arrive(&shared.turn[consumer ^ 1][warp]);"
     emulator.edits = {
-        f"threadIdx.x % kWarp{arrival}": f"threadIdx.x % kWarpgroup{arrival}",
-        "mbarrier_init(&shared.turn[i], kWarpgroup / kWarp)": "mbarrier_init(&shared.turn[i], 1)",
+        f"threadIdx.x % kWarp == 0) {{\n            {arrival}": "threadIdx.x % kWarpgroup == 0) {\n"
+        "            for (int i = 0; i < 4; ++i) mbarrier_arrive(&shared.turn[consumer ^ 1][i]);",
     }
     with pytest.raises(RuntimeError, match="waits for ever for an mbarrier"):
         check_turns_of_one_step(emulator)
