@@ -71,6 +71,8 @@ class Spec(Protocol):
 
     @property
     def target(self) -> Chip: ...
+    @property
+    def margin(self) -> float | None: ...
 
 
 #: How a message about a backend that was named ends.
@@ -376,11 +378,12 @@ def choose(
         raise NotImplementedError(f"{op}: no backend supports {spec}: {reasons}.")
     estimates: dict[str, float] = {}
     if backend is None and fastest is None:
+        margin = times.MARGIN if spec.margin is None else spec.margin
         estimates = _estimates(op, spec, [other for other in _backends_of(op) if refusal(other) is None])
-        if name in estimates and (sooner := times.least(estimates)) != name:
+        if name in estimates and (sooner := times.least(estimates, margin)) != name:
             slower = f"estimated at {_microseconds(estimates[name])}, {sooner} at {_microseconds(estimates[sooner])}"
             if estimates[sooner] >= estimates[name]:
-                slower += f": less than {times.MARGIN:.0%} apart"
+                slower += f": less than {margin:.0%} apart"
             name, passed_over = sooner, (*passed_over, (name, slower))
     chosen, source = config, "given"
     if config is None:

@@ -95,6 +95,11 @@ class Spec:
         return {}
 
     @property
+    def margin(self) -> float | None:
+        """By how much a backend must be estimated to be faster than XLA, in place of `jaxkernels.core.times.MARGIN`."""
+        return None
+
+    @property
     def may_scatter(self) -> bool:
         """Whether a sum over shards may leave each shard with a slice of the result."""
         return True

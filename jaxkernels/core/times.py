@@ -155,9 +155,9 @@ def _solved(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
     return x
 
 
-def least(seconds: Mapping[str, float]) -> str:
-    """The backend with the least time: XLA, unless another one is faster by more than `MARGIN`."""
-    return min(seconds, key=lambda backend: seconds[backend] * (1 if backend == "xla" else 1 + MARGIN))
+def least(seconds: Mapping[str, float], margin: float = MARGIN) -> str:
+    """The backend with the least time: XLA, unless another one is faster by more than the margin."""
+    return min(seconds, key=lambda backend: seconds[backend] * (1 if backend == "xla" else 1 + margin))
 
 
 def as_measured(spec: Any) -> Any:

@@ -85,6 +85,8 @@ def estimate(spec: MatmulSpec, config: Any, constants: Constants = CONSTANTS) ->
         epilogue = tensor_cores.gradients_seconds(spec)
     else:
         epilogue = _ACTIVATION_SECONDS.get(spec.activation or "", 0.0) * batch * g.m * g.n
+    if spec.adds_apart:
+        epilogue += tensor_cores.pass_seconds(spec, 3)  # Reads the product and the residual, and writes the sum.
     return constants.launch_seconds + seconds + epilogue
 
 

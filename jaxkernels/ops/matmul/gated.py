@@ -120,14 +120,27 @@ class _Options:
 
     def gate(self, xs: Mapping[str, jax.Array], up: jax.Array) -> list[jax.Array]:
         """The hidden array, and the pre-activation of the gate."""
+        options: dict[str, Any] = dict(activation=self.activation, save_preactivation=True)
+        return self._with_operand(xs, xs["x"], "w_gate", "multiplier", up, **options)
+
+    def down(self, xs: Mapping[str, jax.Array], hidden: jax.Array) -> jax.Array:
+        """The result of the layer. In a transformer a norm follows, and XLA would add the residual there."""
+        if "residual" not in xs:
+            return self.product(xs, hidden, "w_down")
+        return self._with_operand(xs, hidden, "w_down", "residual", xs["residual"], adds_apart=True)[0]
+
+    def _with_operand(
+        self, xs: Mapping[str, jax.Array], x: jax.Array, weight: str, name: str, operand: jax.Array, **options: Any
+    ) -> list[jax.Array]:
+        """The results of x times a weight, with its bias if there is one, and an operand of the result's shape."""
+        operands, bias = {"lhs": x, "rhs": xs[weight], name: operand}, _BIASES[weight]
+        if bias in xs:
+            operands["bias"] = xs[bias]
+        types = {of: ArrayType.of(array) for of, array in operands.items()}
         spec = MatmulSpec(
-            ArrayType.of(xs["x"]), ArrayType.of(xs["w_gate"]), _last_by_first(xs["x"]), xs["x"].dtype, hardware.host(),
-            precision=self.precision, activation=self.activation, multiplier=ArrayType.of(up), save_preactivation=True,
+            **types, dimension_numbers=_last_by_first(x), out_dtype=x.dtype, target=hardware.host(),
+            precision=self.precision, **options,
         )  # fmt: skip
-        operands = dict(lhs=xs["x"], rhs=xs["w_gate"], multiplier=up)
-        if "b_gate" in xs:
-            operands["bias"] = xs["b_gate"]
-            spec = dataclasses.replace(spec, bias=ArrayType.of(xs["b_gate"]))
         return matmul_op(spec, operands, backend=self.backend)
 
 
@@ -140,7 +153,7 @@ def _last_by_first(x: jax.Array) -> Any:
 def _gated_mlp(options: _Options, xs: dict[str, jax.Array]) -> jax.Array:
     up = options.product(xs, xs["x"], "w_up")
     hidden = options.product(xs, xs["x"], "w_gate", activation=options.activation, multiplier=up)
-    return options.product(xs, hidden, "w_down", residual=xs.get("residual"))
+    return options.down(xs, hidden)
 
 
 @functools.partial(_gated_mlp.defjvp, symbolic_zeros=True)
@@ -159,9 +172,7 @@ def _gated_mlp_jvp(options: _Options, primals: Any, tangents: Any) -> tuple[jax.
         operands = dict(lhs=moving["x"], rhs=xs["w_gate"], other_rhs=xs["w_up"])
         dots = pair_op(spec, operands, backend=options.backend)
         preactivation_dot, up_dot = _sum(preactivation_dot, dots[0]), _sum(up_dot, dots[1])
-    out, out_dot = jvp(
-        lambda xs: options.product(xs, hidden, "w_down", residual=xs.get("residual")), ("w_down", "b_down", "residual")
-    )
+    out, out_dot = jvp(lambda xs: options.down(xs, hidden), ("w_down", "b_down", "residual"))
     if up_dot is not None or preactivation_dot is not None:
         spec = GatedTangentSpec(
             ArrayType.of(preactivation), ArrayType.of(xs["w_down"]), _last_by_first(preactivation), out.dtype,

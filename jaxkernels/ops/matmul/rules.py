@@ -379,7 +379,7 @@ def _pair_transpose(
         if total is None:
             total = dot_general_op.bind(plain, dict(lhs=ct, rhs=rhs), backend=backend)
         else:
-            spec = dataclasses.replace(plain, residual=ArrayType.of(total))
+            spec = dataclasses.replace(plain, residual=ArrayType.of(total), adds_apart=True)
             (total,) = matmul_op.bind(spec, dict(lhs=ct, rhs=rhs, residual=total), backend=backend)
     return total, None, None
 

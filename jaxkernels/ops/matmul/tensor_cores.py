@@ -24,6 +24,7 @@ __all__ = [
     "gradients_seconds",
     "is_default",
     "multiply_mixed",
+    "pass_seconds",
     "unsupported",
     "unsupported_16_bit_precision",
     "unsupported_dtypes",
@@ -109,9 +110,12 @@ def gradients_seconds(spec: MatmulSpec) -> float:
 
     It reads the product and two operands, and writes both gradients.
     """
-    if not spec.is_gradient:
-        return 0.0
-    num_bytes = 5 * spec.out_dtype.itemsize * (spec.gemm.batch or 1) * spec.gemm.m * spec.gemm.n
+    return pass_seconds(spec, 5) if spec.is_gradient else 0.0
+
+
+def pass_seconds(spec: MatmulSpec, num_arrays: int) -> float:
+    """What a kernel takes that reads and writes so many arrays of the result's type."""
+    num_bytes = num_arrays * spec.out_dtype.itemsize * (spec.gemm.batch or 1) * spec.gemm.m * spec.gemm.n
     return _LAUNCH_SECONDS + num_bytes / (_COPY_SHARE * (spec.target.memory_bytes_per_s or math.inf))
 
 
