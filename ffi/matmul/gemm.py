@@ -388,16 +388,29 @@ def shortlist(spec: MatmulSpec) -> tuple[Config, ...]:
 
 
 def _candidates(spec: MatmulSpec) -> Iterable[Config]:
-    """`_CANDIDATES`. If a piece has two buffers: those with registers for its epilogue, with four buffers a warp."""
+    """`_CANDIDATES`. If a piece has two buffers: those with registers for its epilogue, with four buffers a warp; and
+    tiles of 128 x 192 in turns."""
     if not _has_two_buffers(spec):
         return _CANDIDATES
     small = [config for config in _CANDIDATES if config.num_accumulators <= MAX_EPILOGUE_ACCUMULATORS]
-    return dict.fromkeys(dataclasses.replace(config, num_staging=4) for config in small)
+    four = dict.fromkeys(dataclasses.replace(config, num_staging=4) for config in small)
+    wide = Config(128, 192, ping_pong=True)
+    return (*four, wide) if _has_wide_gate(spec, wide) else four
 
 
 def _has_two_buffers(spec: MatmulSpec) -> bool:
     """Whether a piece has two results, and operands, which are fetched one piece ahead."""
     return spec.elementwise is not None and len(spec.outputs("matmul")) == 2
+
+
+def _has_wide_gate(spec: MatmulSpec, config: Config) -> bool:
+    """Whether a tile of 192 accumulators leaves registers for two results and other operands, in two buffers a warp.
+
+    NVRTC 13.0 spills with a bias, and with the gradients of the exact gelu.
+    """
+    is_wide = config.ping_pong and (config.block_m, config.block_n) == (128, 192)
+    fits = spec.bias is None and spec.activation != "gelu_erf" and spec.out_dtype.itemsize == 2
+    return is_wide and fits and _has_two_buffers(spec) and _has_tma_rows(spec)
 
 
 def _with_in_place(spec: MatmulSpec, configs: Iterable[Config]) -> Iterator[Config]:
@@ -425,7 +438,7 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
       for a bare store by TMA, and for a residual of 16 bits, only; 256 rows none for the exact gelu and stores by rows.
     - The deepest ring of up to 8 slots that fits beside two staging buffers and that there are steps for; also beside
       four, where 3 slots stay and a tile has as many pieces or tiles are few. Pieces with two results and with
-      other operands (a gate and its gradients) have four, two for each.
+      other operands (a gate and its gradients) have four, two for each, but for tiles of 128 x 192.
     - Clusters of two where there are tiles to share an operand, of four where tiles make one wave: they leave SMs
       unused.
     - Split k where all parts of all tiles run at once, each of at least 4 steps.
@@ -449,7 +462,8 @@ def _schedules(spec: MatmulSpec) -> Iterator[Config]:
         too_small = many and not ping_pong and block_m * block_n < 128 * 192
         needlessly_deep = block_k > ATOM and g.k <= 2 * ATOM
         tile = Config(block_m, block_n, block_k, num_stages=1, ping_pong=ping_pong)
-        would_spill = tile.num_accumulators > MAX_EPILOGUE_ACCUMULATORS and not plain
+        has_wide_gate = _has_wide_gate(spec, tile)
+        would_spill = tile.num_accumulators > MAX_EPILOGUE_ACCUMULATORS and not (plain or has_wide_gate)
         would_spill |= block_m > 128 and spec.activation == "gelu_erf" and not _has_tma_rows(spec)
         if too_large or too_small or is_sliver or needlessly_deep or would_spill:
             continue
@@ -466,7 +480,8 @@ def _schedules(spec: MatmulSpec) -> Iterator[Config]:
             widths = {"m": _STRIPS, "n": _STRIPS[:1]}
             walks.extend((axis, strip) for axis, iters in sides for strip in widths[axis] if strip < iters)
         many_buffers = block_n > 192 or tiles < spec.target.num_sms
-        for num_staging in (4,) if _has_two_buffers(spec) else (2, 4) if many_buffers else (2,):
+        two_buffers = _has_two_buffers(spec)
+        for num_staging in (2,) if has_wide_gate else (4,) if two_buffers else (2, 4) if many_buffers else (2,):
             num_stages = _num_stages(spec, dataclasses.replace(tile, num_staging=num_staging))
             if num_stages < (2 if num_staging == 2 else 3):
                 continue

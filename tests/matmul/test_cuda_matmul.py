@@ -416,8 +416,17 @@ def test_residuals_in_narrow_pieces(block_n: int, save: bool) -> None:
 @pytest.mark.parametrize("n", [1000, 1001])
 def test_gradients_of_a_gate(activation: str | None, n: int) -> None:
     spec = make_spec(600, n, 200, layouts="mk.nk", gradients=True, activation=activation)
-    for config in (Config(block_n=128, ping_pong=True, num_staging=4), Config(block_n=128), Config(64, 64, split_k=2)):
+    configs = [Config(block_n=128, ping_pong=True, num_staging=4), Config(block_n=128), Config(64, 64, split_k=2)]
+    wide = Config(block_n=192, ping_pong=True)
+    for config in (*configs, wide) if matmul._has_wide_gate(spec, wide) else configs:
         check(spec, config, runs=2)
+
+
+@pytest.mark.gpu
+def test_gates_of_wide_tiles() -> None:
+    for activation in (None, "silu", "gelu_erf"):
+        spec = make_spec(1000, 1160, 200, activation=activation, multiplier=True, save_preactivation=True)
+        check(spec, Config(block_n=192, ping_pong=True), runs=2)
 
 
 @pytest.mark.gpu

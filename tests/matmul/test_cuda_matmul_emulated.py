@@ -150,6 +150,7 @@ def test_what_is_no_number_stays_in_its_row(config: Config, k: int, emulator: Em
         (Config(64, 96), (130, 200), dict(gradients=True, activation="silu")),
         (Config(64, 128, ping_pong=True, num_staging=4), (200, 264), dict(gradients=True, activation="silu")),
         (Config(64, 64, num_staging=4), (130, 131), dict(gradients=True, activation="gelu_erf")),
+        (Config(128, 192, num_stages=2, ping_pong=True), (260, 392), dict(gradients=True, activation="silu")),
         (Config(64, 64, split_k=2), (70, 136), dict(gradients=True, activation="gelu", out_dtype="float32")),
         (Config(128, 64, cluster_n=2), (130, 200), dict(gradients=True, activation="relu", alpha=0.3)),
         (Config(64, 64), (130, 136), dict(gradients=True, out_dtype="float16")),
@@ -168,7 +169,7 @@ def test_what_is_no_number_stays_in_its_row(config: Config, k: int, emulator: Em
     ],
     ids=[
         "narrow", "narrow-ping-pong-saved", "saved", "odd", "gated-saved", "gated-split-odd", "gradients",
-        "gradients-ping-pong", "gradients-odd", "gradients-split-float32", "gradients-cluster", "gradients-none",
+        "gradients-ping-pong", "gradients-odd", "gradients-wide", "gradients-split-float32", "gradients-cluster", "gradients-none",
         "gradients-odd-float32", "odd-float32",
         "split-saved", "cluster", "alpha", "silu", "relu-squared-saved", "gelu-float16", "alpha-split-saved",
     ],
