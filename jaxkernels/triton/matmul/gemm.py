@@ -81,8 +81,8 @@ class Constants:
       bytes_of_one: how many times its SM's share of the memory's rate one program alone can have.
       tile_exponent: tiles below 2^15 elements reach (elements / 2^15) to this power of `reached_flops`.
       few_rows: factor of the rate on Hopper if a tile has fewer than 64 rows.
-      short_rows: factor of the rate on Hopper if block_k elements have fewer than 128 bytes. Tensor cores read rows of
-        up to 128 bytes from shared memory.
+      short_rows: factor of the rate on Hopper if block_k elements have fewer than 128 bytes. Such tiles are slower; why
+        was not measured.
       two_programs, many_programs: factor of the rate if an SM has two, and more than two programs.
       two_stages: factor of the rate with two stages.
       tile_seconds: what each wave of tiles takes beside its steps.
