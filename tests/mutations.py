@@ -250,6 +250,8 @@ _ORDERS = "tests/matmul/test_cuda_matmul_emulated.py::test_without_them_every_or
 _FOLLOWS_JAX_NN = "tests/attention/test_attention.py::test_options_follow_jax_nn"
 _SCHEDULE = "tests/attention/test_attention_schedule.py::test_random_cases"
 _WORK_IS_COUNTED = "tests/test_bench.py::test_work_is_counted"
+_ROTATED = "tests/qkv_projection/test_cuda_qkv_projection.py::test_rotated_parts_emulated"
+_IN_PARTS = "tests/qkv_projection/test_cuda_qkv_projection.py::test_arrays_in_parts_emulated"
 _LAUNCH = "tests/test_ffi_launcher.py::test_launch_reaches_the_driver_as_it_was_asked_for"
 
 
@@ -569,6 +571,79 @@ MUTATIONS: dict[str, Edit | Planted] = {
         "if (first + kUnit < size) {",
         "if (first < size) {",
         "tests/matmul/test_cuda_matmul_emulated.py::test_padding_adds_nothing_to_a_sum",
+    ),
+    # The projection to queries, keys and values.
+    "halves rotated by the sine's other sign": Edit(
+        "ffi/matmul/gemm.cu",
+        "y = second[r];\n            first[r] = x * cosine[r] - y * sine[r];",
+        "y = second[r];\n            first[r] = x * cosine[r] + y * sine[r];",
+        f"{_ROTATED}[64]",
+    ),
+    "neighbours rotated by the sine's other sign": Edit(
+        "ffi/matmul/gemm.cu",
+        "first[r + 1] = y * cosine[r] + x * sine[r];",
+        "first[r + 1] = y * cosine[r] - x * sine[r];",
+        f"{_ROTATED}[neighbours]",
+    ),
+    "second row at the first row's position": Edit(
+        "ffi/matmul/gemm.cu", "(row + 8) % problem.num_positions", "row % problem.num_positions", f"{_ROTATED}[64]"
+    ),
+    "positions that do not begin anew": Edit(
+        "ffi/matmul/gemm.cu",
+        "{row % problem.num_positions *",
+        "{row % (problem.num_positions + 1) *",
+        f"{_ROTATED}[64]",
+    ),
+    "values rotated beside keys": Edit(
+        "ffi/matmul/gemm.cu",
+        "if (tile.column + head * Config::kHeadDim >= problem.num_rotated) break;",
+        "if (tile.column >= problem.num_rotated) break;",
+        f"{_ROTATED}[several heads]",
+    ),
+    "second part read and stored from its place in the whole": Edit(
+        "ffi/matmul/gemm.cu",
+        "return {1, index - problem.second};",
+        "return {1, index};",
+        f"{_IN_PARTS}[64-parts]",
+    ),
+    "third part begins with the second": Edit(
+        "ffi/matmul/gemm.cu",
+        "if (index >= problem.third) return {2, index - problem.third};",
+        "if (index >= problem.second) return {2, index - problem.second};",
+        f"{_IN_PARTS}[64-x]",
+    ),
+    "lhs read from its first part": Edit(
+        "ffi/matmul/gemm.cu", "&lhs.of[at.part], at.index", "&lhs.of[0], at.index", f"{_IN_PARTS}[64-x]"
+    ),
+    "rhs read from its first part": Edit(
+        "ffi/matmul/gemm.cu", "&rhs.of[at.part], at.index", "&rhs.of[0], at.index", f"{_IN_PARTS}[128-w]"
+    ),
+    "boxes of a block side by side in one part": Edit(
+        "ffi/tiles.cuh",
+        "box_at((Tile::kIsKMajor ? k : row) + (first_box + i) * kAcrossBox);",
+        "box_at(Tile::kIsKMajor ? k : row);",
+        f"{_IN_PARTS}[128-w]",
+    ),
+    "results stored to the first part": Edit(
+        "ffi/matmul/gemm.cu", "? place.part : piece.residue;", "? 0 : piece.residue;", f"{_IN_PARTS}[64-parts]"
+    ),
+    "gradients of queries and keys rotated forward": Edit(
+        "jaxkernels/ops/qkv_projection/rules.py",
+        'given["cos"], -given["sin"]',
+        'given["cos"], given["sin"]',
+        "tests/test_transforms.py::test_first_derivatives[opaque-projection, halves]",
+    ),
+    "weights of a mapped axis taken for one": Edit(
+        "jaxkernels/ops/qkv_projection/rules.py",
+        'if static.wanted == "w" or any(',
+        "if any(",
+        "tests/test_transforms.py::test_vmap_of_every_combination_of_operands[projection, halves]",
+    ),
+    "shards of tokens with the angles of the first": Edit(
+        "jaxkernels/ops/qkv_projection/spec.py",
+        "cos=Operand(self.cos, (lead[-1], None))",
+        "cos=Operand(self.cos, (None, None))",
+        "tests/test_sharding.py::test_qkv_projection[opaque-auto-tokens]",
     ),
     # Benchmarks.
     "bytes counted as elements": Planted(

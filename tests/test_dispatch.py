@@ -559,17 +559,19 @@ def test_figures_of_a_chip_fit_each_other(name, capability, fp32_units, to_bf16,
     assert 70 < chip.bf16_flops_per_s / chip.memory_bytes_per_s < 450
 
 
-#: A Config that the kernels of an operation share names the operation.
-CONFIG_FIELDS = [
+_KERNELS = {design.__name__: op for op, backend in dispatch.REGISTRY for design in dispatch.load(op, backend).designs}
+#: A Config names the kernel of the module that defines it. If that is no kernel's module, it names the operation whose
+#: kernels share it.
+CONFIG_FIELDS = dict.fromkeys(
     (
         design.Config,
-        f"{op if design.Config.__module__ == design.__name__ else registry.operation_of(op)}[{backend}]",
+        f"{_KERNELS.get(design.Config.__module__, registry.operation_of(op))}[{backend}]",
         field.name,
     )
     for op, backend in dispatch.REGISTRY
     for design in dispatch.load(op, backend).designs
     for field in dataclasses.fields(design.Config)
-]
+)
 
 
 @pytest.mark.parametrize(("cls", "where", "name"), CONFIG_FIELDS, ids=lambda x: getattr(x, "__module__", x))

@@ -210,6 +210,125 @@ GATED_MLPS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     ),
 }
 
+ANGLES = array(5, 2)
+
+
+def heads(num_heads: Any = 4, num_kv_heads: Any = 2, **options: Any) -> dict[str, Any]:
+    return dict(num_heads=num_heads, num_kv_heads=num_kv_heads) | options
+
+
+W = array(7, 32)
+_BAD_ANGLES = "qkv_projection[auto]: {} must have shape (T, H/2) = (5, 2); got {}."
+QKV_PROJECTIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "unknown backend": (
+        (X, W),
+        heads(backend="cublas"),
+        f"qkv_projection: unknown backend='cublas'; use one of {KNOWN}, or None to let the op choose.",
+    ),
+    "unknown pairs": (
+        (X, W),
+        heads(pairs="interleaved"),
+        "qkv_projection[auto]: unknown pairs='interleaved'; use 'halves' or 'neighbours'.",
+    ),
+    "pairs in a list": (
+        (X, W),
+        heads(pairs=["halves"]),
+        "qkv_projection[auto]: unknown pairs=['halves']; use 'halves' or 'neighbours'.",
+    ),
+    **{
+        f"num_heads={num!r}": (
+            (X, W),
+            heads(num),
+            f"qkv_projection[auto]: num_heads must be a positive int; got num_heads={num!r}. It is the number of heads "
+            "of queries.",
+        )
+        for num in (0, -4, True, 1.5, "4", None)
+    },
+    **{
+        f"num_kv_heads={num!r}": (
+            (X, W),
+            heads(num_kv_heads=num, backend="xla"),
+            f"qkv_projection[xla]: num_kv_heads must be a positive int; got num_kv_heads={num!r}. Leave it out for as "
+            "many as num_heads.",
+        )
+        for num in (0, True, 1.5)
+    },
+    "no array": ((None, W), heads(), "qkv_projection[auto]: x must be an array that JAX takes; got NoneType."),
+    "integers": (
+        (X.astype(np.int32), W),
+        heads(),
+        "qkv_projection[auto]: x must have a floating dtype; got int32. Cast it with .astype.",
+    ),
+    "integer weights": (
+        (X, W.astype(np.int8)),
+        heads(),
+        "qkv_projection[auto]: w must have a floating dtype; got int8. Cast it with .astype.",
+    ),
+    "8-bit weights": (
+        (X, W.astype(jnp.float8_e4m3fn)),
+        heads(),
+        "qkv_projection[auto]: w must have a floating dtype of 16 bits or more; got float8_e4m3fn. Cast it with "
+        ".astype.",
+    ),
+    "one token": (
+        (array(7), W),
+        heads(),
+        "qkv_projection[auto]: x must have shape (*B, T, D); got (7,). Add a dimension of tokens with x[None].",
+    ),
+    "w of another width": (
+        (X, array(6, 32)),
+        heads(),
+        "qkv_projection[auto]: w must have shape (D, (N + 2 K) H) with D = 7, as x (2, 5, 7) says; got (6, 32).",
+    ),
+    "a weight for each head": (
+        (X, array(7, 8, 4)),
+        heads(),
+        "qkv_projection[auto]: w must have shape (D, (N + 2 K) H) with D = 7, as x (2, 5, 7) says; got (7, 8, 4).",
+    ),
+    "columns": (
+        (X, array(7, 31)),
+        heads(),
+        "qkv_projection[auto]: the columns of w must be a multiple of num_heads + 2 num_kv_heads = 4 + 2 * 2 = 8; got "
+        "w (7, 31).",
+    ),
+    "no columns": (
+        (X, array(7, 0)),
+        heads(),
+        "qkv_projection[auto]: the columns of w must be a multiple of num_heads + 2 num_kv_heads = 4 + 2 * 2 = 8; got "
+        "w (7, 0).",
+    ),
+    "rotation of one array": (
+        (X, W, ANGLES),
+        heads(),
+        "qkv_projection[auto]: rotation must be a pair (cos, sin); got ndarray. None is no rotation.",
+    ),
+    "rotation of three arrays": (
+        (X, W, (ANGLES, ANGLES, ANGLES)),
+        heads(),
+        "qkv_projection[auto]: rotation must be a pair (cos, sin); got tuple of 3. None is no rotation.",
+    ),
+    "odd head dimension": (
+        (X, array(7, 24), (ANGLES, ANGLES)),
+        heads(),
+        "qkv_projection[auto]: a rotation needs an even head dimension; got H = 3, the columns of w for each head. "
+        "Leave rotation out.",
+    ),
+    "angles of all features": ((X, W, (array(5, 4), ANGLES)), heads(), _BAD_ANGLES.format("cos", (5, 4))),
+    "angles of other tokens": ((X, W, (ANGLES, array(4, 2))), heads(), _BAD_ANGLES.format("sin", (4, 2))),
+    "angles of each batch": ((X, W, (array(2, 5, 2), ANGLES)), heads(), _BAD_ANGLES.format("cos", (2, 5, 2))),
+    "integer angles": (
+        (X, W, (ANGLES.astype(np.int32), ANGLES)),
+        heads(),
+        "qkv_projection[auto]: cos must have a floating dtype; got int32. Cast it with .astype.",
+    ),
+    "precision": (
+        (X, W),
+        heads(precision="exact"),
+        "qkv_projection[auto]: precision must be None, a jax.lax.Precision, a pair of them, a "
+        "jax.lax.DotAlgorithmPreset, or the name of one; got 'exact'.",
+    ),
+}
+
 DOT_GENERALS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "unknown backend": (
         (A, B, (((1,), (0,)), ((), ()))),
@@ -493,6 +612,7 @@ ATTENTIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
 _TABLES = (
     (jk.matmul, MATMULS),
     (jk.gated_mlp, GATED_MLPS),
+    (jk.qkv_projection, QKV_PROJECTIONS),
     (jk.dot_general, DOT_GENERALS),
     (jk.dot_product_attention, ATTENTIONS),
 )

@@ -18,6 +18,7 @@ from numerics import assert_close, assert_same_bits, compile_quickly
 
 import jaxkernels as jk
 from jaxkernels.core.errors import InputError
+from jaxkernels.core.types import ArrayType
 from jaxkernels.models.config import PRESETS, REMATS, ModelConfig, preset
 from jaxkernels.models.sampling import generate
 from jaxkernels.models.training import cross_entropy
@@ -297,6 +298,9 @@ def test_every_product_and_attention_is_ours_and_has_the_backend_asked_for(name)
     assert (forward, backward) == (config.num_layers * (2 if config.remat == "full" else 1), config.num_layers)
 
 
+#: The primitives that multiply matrices.
+PRODUCTS = ("jk_matmul", "jk_dot_general", "jk_qkv_projection")
+
 #: Remat policy -> how many times the backward pass runs the attention again, and the products of a block that a
 #: gradient needs: all but the last one.
 RECOMPUTED = {
@@ -308,7 +312,7 @@ RECOMPUTED = {
 def test_remat_policies_keep_what_they_name(policy):
     def count(config: ModelConfig) -> tuple[int, int]:
         names = [eqn.primitive.name for eqn in equations(gradient_jaxpr(config))]
-        return names.count("jk_attention_forward"), names.count("jk_matmul") + names.count("jk_dot_general")
+        return names.count("jk_attention_forward"), sum(map(names.count, PRODUCTS))
 
     config = dataclasses.replace(SMALL, remat=policy)
     attention, products = (new - old for new, old in zip(count(config), count(SMALL)))
@@ -346,10 +350,14 @@ def test_flops_per_token_count_the_products_of_a_training_step(name):
     config, batch, length = OPTIONS[name], 2, 11
     done = 0
     for eqn in equations(gradient_jaxpr(config, batch, length)):
-        if eqn.primitive.name in ("jk_matmul", "jk_dot_general"):
-            (contracting, _), _ = eqn.params["static"].dimension_numbers
-            depth = math.prod(eqn.invars[0].aval.shape[d] for d in contracting)
-            done += 2 * depth * math.prod(eqn.outvars[0].aval.shape)
+        if eqn.primitive.name in PRODUCTS:
+            types = [ArrayType.of(x.aval) for x in eqn.invars]
+            if eqn.primitive.name == "jk_qkv_projection":
+                product = eqn.params["static"].typed("qkv_projection", types).product
+            else:
+                product = eqn.params["static"].typed("matmul", types)
+            gemm = product.gemm
+            done += 2 * (gemm.batch or 1) * gemm.m * gemm.n * gemm.k
     causal_attention = 6 * config.num_layers * length * config.num_heads * config.head_dim
     assert done == batch * length * 6 * config.num_matmul_params
     assert config.flops_per_token(length) == 6 * config.num_matmul_params + causal_attention

@@ -37,6 +37,10 @@ def call(operation: str, dtype: str, backend: str):
     if operation == "linear_cross_entropy":
         labels = jnp.zeros(256, jnp.int32)
         return lambda x, w: jk.linear_cross_entropy(x, w, labels, backend=backend), (x, x)
+    if operation == "qkv_projection":
+        rotation = jnp.ones((256, 32)), jnp.zeros((256, 32))
+        heads = dict(num_heads=2, num_kv_heads=1)  # Of 64 features.
+        return lambda x, w: jk.qkv_projection(x, w, rotation, **heads, backend=backend)[0], (x, x)
     if operation == "matmul":
         return lambda a, b: jk.matmul(a, b, backend=backend), (x, x)
     if operation in ("rms_norm", "layer_norm"):

@@ -311,6 +311,115 @@ def test_axis_of_size_1_stays_in_the_type(opaque):
     assert not collectives(compiled)
 
 
+# The projection to queries, keys and values.
+
+#: Specs of x (B, T, D), w, and of both cos and sin (T, H/2); that of the parts (B, T, heads, H) on an Explicit mesh.
+PROJECTIONS: dict[str, tuple[P, P, P, P]] = {
+    "batch": (P("x"), P(), P(), P("x")),
+    "tokens": (P(None, "x"), P(), P("x"), P(None, "x")),
+    "tokens over both axes": (P(None, ("x", "y")), P(), P(("x", "y")), P(None, ("x", "y"))),
+    "tokens, whole angles": (P(None, "x"), P(), P(), P(None, "x")),
+    "batch and tokens": (P("x", "y"), P(), P("y"), P("x", "y")),
+    "angles alone": (P("x"), P(), P("y"), P("x", "y")),
+    "contracted": (P(None, None, "x"), P("x"), P(), P()),
+    "batch and contracted": (P("x", None, "y"), P("y"), P(), P("x")),
+    "fsdp": (P("x"), P("x"), P(), P("x")),
+    "columns": (P("x"), P(None, "y"), P(), P("x")),
+}
+
+
+def project(backend: Any, pairs: Any = "halves") -> Callable[..., jax.Array]:
+    """4 + 2 + 2 heads side by side."""
+
+    def f(x: jax.Array, w: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        parts = jk.qkv_projection(x, w, (cos, sin), num_heads=4, num_kv_heads=2, pairs=pairs, backend=backend)
+        return jnp.concatenate(parts, axis=-2)
+
+    return f
+
+
+def plain_project(x: jax.Array, w: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    rotated, value = jnp.split((x @ w).reshape(*x.shape[:-1], 8, -1), (6,), axis=-2)
+    first, second = jnp.split(rotated, 2, axis=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return jnp.concatenate([turned, value], axis=-2)
+
+
+@pytest.fixture(params=[None, "opaque"])
+def kernels(request: pytest.FixtureRequest, opaque: str) -> str | None:
+    """The reference as XLA partitions it, and as kernels are split."""
+    return request.param
+
+
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize("name", PROJECTIONS)
+@every_kind
+def test_qkv_projection(kernels, meshes, kind, name):
+    """Values, gradients, shardings and collectives. An Explicit mesh returns whole parts of sharded columns."""
+    x_spec, w_spec, angle_spec, out_spec = PROJECTIONS[name]
+    specs, mesh = (x_spec, w_spec, angle_spec, angle_spec), getattr(meshes, kind)
+    x, w, *angles = arrays((8, 16, 24), (24, 48), (16, 3), (16, 3))
+    xs = [x, w / 4, *angles]
+    if name == "columns" and kind == "auto":  # Whole parts for the kernels, and heads for XLA: they are not compared.
+        results = compile_quickly(with_gradients(project(kernels)))(*place(mesh, xs, specs))
+        assert_close(results, compile_quickly(with_gradients(plain_project))(*xs))
+        return
+    results = assert_no_worse(project(kernels), plain_project, mesh, xs, specs)
+    if kind == "explicit":
+        full = lambda spec, ndim: P(*spec, *[None] * (ndim - len(spec)))
+        assert specs_of(results) == [full(out_spec, 4), full(x_spec, 3), *(full(spec, 2) for spec in specs[1:])]
+
+
+@every_kind
+def test_a_sharded_contraction_of_the_projection_is_one_sum(kernels, meshes, kind):
+    """For all three parts: XLA joins their sums."""
+    specs = P(None, None, "x"), P("x"), P(), P()
+    placed = place(getattr(meshes, kind), arrays((8, 16, 24), (24, 48), (16, 3), (16, 3)), specs)
+    f = lambda *xs: jk.qkv_projection(*xs[:2], xs[2:], num_heads=4, num_kv_heads=2, backend=kernels)
+    assert collectives(compile_quickly(f).lower(*placed).compile()) == {"all-reduce": 1}
+
+
+@every_kind
+def test_second_derivatives_of_the_projection(kernels, meshes, kind):
+    specs = P("x", "y"), P(), P("y"), P("y")
+    xs = arrays((8, 16, 6), (6, 48), (16, 3), (16, 3))
+    placed = place(getattr(meshes, kind), xs, specs)
+
+    def second(f: Callable[..., jax.Array]) -> Callable[..., Any]:
+        gradient = jax.grad(lambda *xs: jnp.sum(jnp.sin(f(*xs) / 4)), (0, 1, 2, 3))
+        return lambda *xs: jax.jvp(gradient, xs, xs)
+
+    assert_close(compile_quickly(second(project(kernels)))(*placed), compile_quickly(second(plain_project))(*xs))
+
+
+@pytest.mark.parametrize("mapped", ["x", "x and w", "x and angles"])
+def test_vmap_of_the_projection_over_a_sharded_axis(kernels, meshes, mapped):
+    """Explicit, with sharded tokens inside."""
+    axes = 0, 0 if "w" in mapped else None, *[0 if "angles" in mapped else None] * 2
+    xs = arrays((4, 2, 16, 6), (6, 48), (16, 3), (16, 3))
+    xs = [x if axis is None or i == 0 else np.stack([x, -x, 2 * x, x]) for i, (x, axis) in enumerate(zip(xs, axes))]
+    specs = P("x", None, "y"), P("x") if "w" in mapped else P(), *[P("x", "y") if "angles" in mapped else P("y")] * 2
+    f = lambda project: compile_quickly(jax.vmap(with_gradients(lambda *xs: project(*xs) / 4), axes))
+    results = f(project(kernels))(*place(meshes.explicit, xs, specs))
+    assert_close(results, f(plain_project)(*xs))
+    assert specs_of(results[:1]) == [P("x", None, "y", None, None)]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("pairs", ["halves", "neighbours"])
+def test_qkv_projection_inside_shard_map(kernels, meshes, pairs, check_vma):
+    """Tokens with their own angles on each device, and a replicated weight whose gradient is a sum over shards."""
+    in_specs = P("x", "y"), P(), P("y"), P("y")
+    f = jax.shard_map(
+        project(kernels, pairs), mesh=meshes.auto, in_specs=in_specs, out_specs=P("x", "y"), check_vma=check_vma
+    )
+    x, w, *angles = arrays((8, 16, 24), (24, 48), (16, 3), (16, 3))
+    xs = x, w / 4, *angles
+    expected = compile_quickly(with_gradients(project(None, pairs)))(*xs)
+    assert_close(compile_quickly(with_gradients(f))(*xs), expected)
+
+
 # Attention.
 
 CAUSAL_WINDOW = dict(is_causal=True, local_window_size=(5, 3))

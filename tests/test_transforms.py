@@ -63,6 +63,33 @@ def _plain_norm(x: jax.Array, scale: jax.Array, *others: jax.Array) -> Any:
     return out if bias is None else (out + bias, z)
 
 
+def _projection(*shapes: tuple[int, ...], heads: tuple[int, int], pairs: Any = "halves") -> Program:
+    """Queries, keys and values of x, w, and cos and sin if there are shapes for them."""
+    num_heads, num_kv_heads = heads
+
+    def ours(x: jax.Array, w: jax.Array, *rotation: jax.Array, backend: str | None) -> Any:
+        # Named "xla", it would be a plain product, which JAX differentiates: not the rules of the primitive.
+        named = None if backend == "xla" else backend
+        options = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, pairs=pairs)
+        return jk.qkv_projection(x, w, rotation or None, backend=named, **options)
+
+    def reference(x: jax.Array, w: jax.Array, *rotation: jax.Array) -> Any:
+        out = (x @ w).reshape(*x.shape[:-1], num_heads + 2 * num_kv_heads, -1)
+        parts = jnp.split(out, (num_heads, num_heads + num_kv_heads), axis=-2)
+        if rotation:
+            parts[:2] = (_plain_rotation(part, *rotation, pairs) for part in parts[:2])
+        return tuple(parts)
+
+    return Program(ours, reference, shapes)
+
+
+def _plain_rotation(heads: jax.Array, cos: jax.Array, sin: jax.Array, pairs: str) -> jax.Array:
+    sizes, axis = ((2, -1), -2) if pairs == "halves" else ((-1, 2), -1)
+    a, b = (jnp.take(heads.reshape(*heads.shape[:-1], *sizes), i, axis) for i in (0, 1))
+    cos, sin = cos[:, None], sin[:, None]
+    return jnp.stack([a * cos - b * sin, a * sin + b * cos], axis).reshape(heads.shape)
+
+
 _NUMBERS = (((3, 1), (0, 2)), ((0,), (1,)))
 _QKV = ((2, 3, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8))
 _MASKS = dict(
@@ -121,6 +148,9 @@ PROGRAMS = {
         ),
         shapes=((5, 7), (7, 3), (7, 3), (3, 4), (3,), (3,), (4,), (5, 4)),
     ),
+    "projection": _projection((2, 5, 7), (7, 48), heads=(4, 2)),
+    "projection, halves": _projection((2, 5, 7), (7, 48), (5, 3), (5, 3), heads=(4, 2)),
+    "projection, neighbours": _projection((5, 7), (7, 60), (5, 2), (5, 2), heads=(5, 5), pairs="neighbours"),
     "bias, residual": _fused(None, lambda x: x),
     "bias, gelu, residual": _fused("gelu", jax.nn.gelu),
     "alpha, bias, gelu, residual": _fused("gelu", jax.nn.gelu, alpha=0.3),
@@ -218,7 +248,7 @@ def test_second_derivatives(program):
     assert_same(derivatives, *program.both("xla"))
 
 
-@some_programs("product", "dot_general", "bias, gelu, residual")
+@some_programs("product", "dot_general", "bias, gelu, residual", "projection, halves")
 def test_second_derivatives_on_a_kernel_backend(opaque, program):
     xs, dxs = program.operands(0), program.operands(1)
     assert_same(lambda f: jax.jvp(jax.grad(loss(f), all_args(xs)), xs, dxs), *program.both(opaque))
@@ -235,7 +265,9 @@ def test_third_derivatives():
     assert_same(third, *program.both("xla"))
 
 
-@some_programs("product", "bias, gelu, residual", "attention, bias", "rms norm", "layer norm, residual")
+@some_programs(
+    "product", "bias, gelu, residual", "projection, halves", "attention, bias", "rms norm", "layer norm, residual"
+)
 def test_jacobians(program):
     """In forward mode, which also calls the batching rules if no operand is mapped."""
     xs = program.operands()
@@ -247,7 +279,7 @@ def test_jacobians(program):
     assert_same(jacobians, *program.both("xla"))
 
 
-@some_programs("product", "batch of products", "alpha", "dot_general")
+@some_programs("product", "batch of products", "alpha", "dot_general", "projection")
 def test_linear_transpose(backend, program):
     a, b = program.operands()
 
@@ -258,11 +290,11 @@ def test_linear_transpose(backend, program):
     assert_same(transposes, *program.both(backend))
 
 
-@some_programs("alpha", "bias, gelu, residual", "attention, bias", "attention, masks", "rms norm")
+@some_programs("alpha", "bias, gelu, residual", "projection, halves", "attention, bias", "attention, masks", "rms norm")
 def test_promotion_that_is_forbidden_to_the_caller(program):
     """Our own arithmetic promotes dtypes and ranks nevertheless: in kernels and in all rules."""
     xs = tuple(x.astype(jnp.bfloat16) for x in program.operands())
-    scalar = lambda *xs: jnp.sum(program.ours(*xs, backend=None))
+    scalar = lambda *xs: sum(map(jnp.sum, jax.tree.leaves(program.ours(*xs, backend=None))))
 
     def derivatives(*xs):
         grad = jax.grad(scalar, all_args(xs))
@@ -395,6 +427,21 @@ def layer(f: Callable[..., Any], name: str) -> Callable[..., Any]:
     return lambda h, w: jnp.sin(h + f(h, w))
 
 
+def _side_by_side(projection: Program) -> Program:
+    """Queries, keys and values as one array of as many columns as the weight, with angles that are constants."""
+    length, columns = projection.shapes[0][-2], projection.shapes[1][-1]
+    angles = np.linspace(0, 3, length * columns // 6, dtype=np.float32).reshape(length, -1)
+
+    def joined(f: Callable[..., Any]) -> Callable[..., jax.Array]:
+        def g(x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
+            parts = f(x, w, jnp.cos(angles), jnp.sin(angles), **options)
+            return jnp.concatenate([part.reshape(*x.shape[:-1], -1) for part in parts], axis=-1)
+
+        return g
+
+    return Program(joined(projection.ours), joined(projection.reference), projection.shapes)
+
+
 BLOCKS = {
     "product": Program(jk.matmul, jnp.matmul, shapes=((4, 6), (3, 6, 6))),
     "silu": Program(
@@ -402,6 +449,7 @@ BLOCKS = {
         lambda a, b: jax.nn.silu(a @ b),
         shapes=((4, 6), (3, 6, 6)),
     ),
+    "projection": _side_by_side(_projection((4, 6), (3, 6, 6), heads=(1, 1))),
     "attention": Program(
         functools.partial(jk.dot_product_attention, is_causal=True),
         functools.partial(jax.nn.dot_product_attention, is_causal=True),
@@ -438,7 +486,7 @@ def test_scan_over_layers(opaque, name, policy):
     assert_same(derivatives, *BLOCKS[name].both(opaque))
 
 
-@some_programs("product", "bias, gelu, residual", "attention, bias", "layer norm, residual")
+@some_programs("product", "bias, gelu, residual", "projection, halves", "attention, bias", "layer norm, residual")
 def test_cond_loop_and_custom_derivatives_around_it(program):
     xs = program.operands()
 
@@ -675,7 +723,15 @@ def test_many_tangents_of_some_operands(num_heads, head_dim):
 
 @pytest.mark.sampled(one_in=2)
 @some_programs(
-    "product", "alpha", "dot_general", "silu", "bias, gelu, residual", "attention", "attention, masks", "rms norm"
+    "product",
+    "alpha",
+    "dot_general",
+    "silu",
+    "bias, gelu, residual",
+    "projection, halves",
+    "attention",
+    "attention, masks",
+    "rms norm",
 )
 def test_taylor_series(program):
     """`jax.experimental.jet`: three orders, of every operand."""
@@ -690,7 +746,7 @@ def test_taylor_series_of_a_kernel_are_refused(opaque):
         jet.jet(functools.partial(jk.dot_product_attention, backend=opaque), primals, tuple([x] for x in primals))
 
 
-@some_programs("product", "silu", "attention", "rms norm")
+@some_programs("product", "silu", "projection, halves", "attention", "rms norm")
 def test_checkify_finds_nan(backend, program):
     """And says which operation made it."""
     f = checkify.checkify(jax.jit(program.both(backend)[0]), errors=checkify.nan_checks)
@@ -704,13 +760,13 @@ def test_checkify_finds_nan(backend, program):
 # Other ways in.
 
 
-@some_programs("bias, gelu, residual", "attention, bias", "layer norm, residual")
+@some_programs("bias, gelu, residual", "projection, neighbours", "attention, bias", "layer norm, residual")
 def test_no_tracer_leaks(opaque, program):
     with jax.checking_leaks():
         compile_quickly(jax.vmap(jax.grad(loss(program.both(opaque)[0]))))(*(x[None] for x in program.operands()))
 
 
-@some_programs("product", "bias, gelu, residual", "layer norm, residual")
+@some_programs("product", "bias, gelu, residual", "projection, halves", "layer norm, residual")
 def test_eager_evaluation_equals_jit(backend, program):
     f, _ = program.both(backend)
     xs = program.operands()
@@ -724,11 +780,19 @@ _PRODUCTS = ("product", "batch of products", "alpha", "dot_general", "bias", "si
 _PRODUCTS += ("silu, multiplier", "bias, gelu, residual", "gated mlp", "gated mlp, biases, residual")
 _ATTENTIONS = ("attention", "attention, masks", "attention, lse")
 _NORMS = ("rms norm", "rms norm, stream", "layer norm, residual")
+#: Large enough for the kernel: 128 rows, parts of whole 64 columns.
+_PROJECTIONS = {
+    "projection of 64": _projection((2, 64, 8), (8, 256), heads=(2, 1)),
+    "projection of 64, halves": _projection((2, 64, 8), (8, 256), (64, 32), (64, 32), heads=(2, 1)),
+    "projection of 64, neighbours": _projection(
+        (2, 64, 8), (8, 384), (64, 32), (64, 32), heads=(2, 2), pairs="neighbours"
+    ),
+}
 _ON_KERNELS = {
-    "cuda": _PRODUCTS,
+    "cuda": (*_PRODUCTS, *_PROJECTIONS),
     "pallas": (*_PRODUCTS, *_ATTENTIONS),
     "triton": _NORMS,
-    "opaque": ("silu", "attention, masks", "rms norm"),
+    "opaque": ("silu", "projection of 64, halves", "attention, masks", "rms norm"),
 }
 
 
@@ -746,9 +810,9 @@ def rounded(xs: Arrays) -> Arrays:
 )
 def test_kernels_under_every_transform(opaque, kernel, name):
     """Forward mode of attention and second derivatives of both attention and norms, which not all have, aside."""
-    program = PROGRAMS[name]
+    program = (PROGRAMS | _PROJECTIONS)[name]
     # The loss is a sine: it would amplify the rounding of large results.
-    size, of_stack = (0.3, 0.3) if "mlp" in name else (0.7, 1.0)
+    size, of_stack = (0.3, 0.3) if "mlp" in name or name in _PROJECTIONS else (0.7, 1.0)
     xs, dxs = (rounded(tuple(size * x for x in program.operands(seed))) for seed in (0, 1))
     stacks = rounded(tuple(of_stack * stack(x, i, 0) for i, x in enumerate(xs)))
     none = (None,) * (len(xs) - 1)
@@ -757,8 +821,8 @@ def test_kernels_under_every_transform(opaque, kernel, name):
         out, pull = jax.vjp(f, *xs)
         gradient = jax.grad(loss(f), all_args(xs))
         remade = jax.grad(loss(jax.checkpoint(f)), all_args(xs))
-        forward = [jax.jvp(f, xs, dxs)] if name in (*_PRODUCTS, *_NORMS) else []
-        forward += [jax.jvp(gradient, xs, dxs)] if name in _PRODUCTS else []
+        forward = [jax.jvp(f, xs, dxs)] if name in (*_PRODUCTS, *_PROJECTIONS, *_NORMS) else []
+        forward += [jax.jvp(gradient, xs, dxs)] if name in (*_PRODUCTS, *_PROJECTIONS) else []
         return dict(
             out=out,
             pull=pull(out),

@@ -12,12 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from projections import make_spec
 
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.ops.matmul.spec import MatmulSpec
 from jaxkernels.ops.norm.spec import NormSpec
+from jaxkernels.ops.qkv_projection.spec import QkvProjectionSpec
 from jaxkernels.pallas.attention import backward_fused, backward_two_kernels, backward_wide
 from jaxkernels.pallas.attention import forward as attention_forward
 from jaxkernels.pallas.matmul import gemm as matmul
@@ -56,9 +58,21 @@ def norm_spec(op: str, rows: int, features: int, centered: bool) -> NormSpec:
     )
 
 
+def projection_spec(draw: random.Random) -> QkvProjectionSpec:
+    """One that the kernel takes: 128 rows or more, parts of whole 64 columns."""
+    size = lambda least, largest: int(2 ** draw.uniform(least, largest))
+    wanted = draw.choice(["parts", "parts", "x", "w"])
+    head_dim, num_kv_heads = draw.choice([32, 64, 128, 256]), 2 * size(0, 3)
+    heads = num_kv_heads * draw.choice([1, 3, 4]), num_kv_heads, head_dim
+    pairs = draw.choice([None, "halves", "neighbours"]) if wanted == "parts" else None
+    return make_spec(wanted, (size(1, 5), size(6, 12)), 8 * size(0, 9), heads, pairs=pairs, target=H200)
+
+
 def random_specs(op: str, count: int) -> list[Any]:
     draw = random.Random(0)
     size = lambda largest: max(1, int(2 ** draw.uniform(0, largest)))
+    if op == "qkv_projection":
+        return [projection_spec(draw) for _ in range(count)]
     if op == "matmul":
         return [matmul_spec(size(15), size(15), size(14), draw.choice([None, 3, 12])) for _ in range(count)]
     if op.startswith("norm"):

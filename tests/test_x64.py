@@ -93,6 +93,23 @@ def test_attention_of_every_design_lowers_alike(head_dim: int, options: dict[str
         assert lower(gradient, x, x, x) == usual
 
 
+@pytest.mark.parametrize("pairs", ["halves", "neighbours"])
+def test_qkv_projection_lowers_alike(pairs: Any) -> None:
+    """Values, and gradients in all operands, angles included."""
+    array = jax.ShapeDtypeStruct
+    xs = array((2, 128, 64), jnp.bfloat16), array((64, 256), jnp.bfloat16), *[array((128, 32), jnp.float32)] * 2
+
+    def gradients(*xs: jax.Array) -> Any:
+        f = lambda x, w, *angles: jk.qkv_projection(x, w, angles, num_heads=2, num_kv_heads=1, pairs=pairs)
+        out, pull = jax.vjp(f, *xs)
+        return out, pull(out)
+
+    usual = lower(gradients, *xs)
+    assert usual.count("@jaxkernels_launch") >= 3
+    with x64():
+        assert lower(gradients, *xs) == usual
+
+
 def test_wide_operands_keep_their_width(opaque: str) -> None:
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((5, 7)), rng.standard_normal((7, 3))
@@ -116,6 +133,18 @@ def test_symbolic_shapes_are_exported() -> None:
         exported = export.export(attend)(x, x, x)
         qkv = np.random.default_rng(0).standard_normal((3, 2, 5, 2, 8), np.float32)
         np.testing.assert_allclose(exported.call(*qkv), attend(*qkv), rtol=1e-6)
+
+
+def test_a_projection_of_symbolic_shapes_is_exported() -> None:
+    batch, length = export.symbolic_shape("b, t")
+    project = jax.jit(lambda x, w, *angles: jk.qkv_projection(x, w, angles, num_heads=2))
+    sizes = (batch, length, 8), (8, 24), (length, 2), (length, 2)
+    with x64():
+        exported = export.export(project)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in sizes))
+        rng = np.random.default_rng(0)
+        xs = [rng.standard_normal(shape, np.float32) for shape in ((2, 5, 8), (8, 24), (5, 2), (5, 2))]
+        for part, expected in zip(exported.call(*xs), project(*xs), strict=True):
+            np.testing.assert_allclose(part, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_operands_to_measure_on_are_the_same() -> None:

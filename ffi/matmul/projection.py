@@ -7,7 +7,8 @@ gradient of x reads an lhs that is three arrays along k, the one for the gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
 
 import jax
 
@@ -16,12 +17,14 @@ from jaxkernels.ffi.matmul import gemm
 from jaxkernels.ffi.matmul.gemm import Config, Parts
 from jaxkernels.ffi.matmul.operand_blocks import ATOM
 from jaxkernels.ops.matmul import tensor_cores
-from jaxkernels.ops.qkv_projection.spec import PARTS, QkvProjectionSpec
+from jaxkernels.ops.qkv_projection.spec import PARTS, QkvProjectionSpec, Wanted
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unsupported"]
 
 VERSION = 1
 
+#: The array of the GEMM that is in three parts.
+_IN_PARTS: Mapping[Wanted, Literal["lhs", "rhs", "out"]] = {"parts": "out", "x": "lhs", "w": "rhs"}
 #: Columns of a head that a tile can have whole.
 _HEAD_DIMS = (32, 64, 128, 256)
 #: Below these, a plain product has kernels for few rows, and XLA's rotation is short.
@@ -90,7 +93,7 @@ def estimate(spec: QkvProjectionSpec, config: Config) -> float:
 def run(spec: QkvProjectionSpec, config: Config, *arrays: jax.Array) -> list[jax.Array]:
     """Returns the results, in the order of the spec's outputs."""
     named = spec.named("qkv_projection", arrays)
-    of = {"parts": "out", "x": "lhs", "w": "rhs"}[spec.wanted]
+    of = _IN_PARTS[spec.wanted]
     parts = Parts(of, spec.sizes, spec.pairs, spec.head_dim, spec.num_rotated, spec.lead[-1])
     matrices = {name: x.reshape(-1, x.shape[-1]) for name, x in named.items()}
     three = [matrices[name] for name in PARTS if name in matrices]

@@ -434,7 +434,7 @@ IN_PLACE_PLANTED: dict[str, tuple[str, str]] = {
         "  named_barrier_sync<kWarpgroup>(2 + uniform(threadIdx.x / kWarpgroup));\n", ""
     ),
     "rows of another residue stored": (
-        "store_piece<Config::kReduceAdd>(matrix.of, piece.residue", "store_piece<Config::kReduceAdd>(matrix.of, 0"
+        "TensorMaps<kOf>::kIsInParts ? place.part : piece.residue;", "0;"
     ),
 }  # fmt: skip
 

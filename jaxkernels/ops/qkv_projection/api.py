@@ -12,6 +12,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from jaxkernels.core import _jax, dispatch, hardware
 from jaxkernels.core.arguments import as_floating, as_precision, positive_whole
+from jaxkernels.core.kernel_op import usual_promotion
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.matmul.api import matmul
 from jaxkernels.ops.qkv_projection.reference import rotate_heads
@@ -44,8 +45,8 @@ def qkv_projection(
     Args:
       x: shape (*B, T, D), a float dtype of 16 bits or more, as w. Different dtypes are promoted as jnp does.
       w: shape (D, (N + 2 K) H): columns of N heads of queries, K heads of keys and K heads of values.
-      rotation: (cos, sin), shapes (T, H/2), of the angles of every position and pair; computed in float32. None: no
-        rotation.
+      rotation: (cos, sin), shapes (T, H/2), of the angles of every position and pair. They are converted to
+        float32, or to float64 if the result is float64. None: no rotation.
       num_heads: N.
       num_kv_heads: K; default: N.
       pairs: "halves" rotates features i and i + H/2 of a head as a pair (GPT-NeoX, Llama in Hugging Face);
@@ -76,23 +77,24 @@ def qkv_projection(
     positive_whole(op, "num_kv_heads", num_kv_heads, "Leave it out for as many as num_heads.")
     x, w = as_floating(op, "x", x), as_floating(op, "w", w)
     if x.ndim < 2:
-        raise ValueError(f"{op}: x must have shape (*B, T, D); got {x.shape}.")
+        raise ValueError(f"{op}: x must have shape (*B, T, D); got {x.shape}. Add a dimension of tokens with x[None].")
     if w.ndim != 2 or w.shape[0] != x.shape[-1]:
         raise ValueError(
-            f"{op}: w must have shape (D, (N + 2 K) H) with D = {x.shape[-1]}, as x {x.shape}; got {w.shape}."
+            f"{op}: w must have shape (D, (N + 2 K) H) with D = {x.shape[-1]}, as x {x.shape} says; got {w.shape}."
         )
     heads = num_heads + 2 * num_kv_heads
     head_dim, rest = divmod(w.shape[1], heads)
     if rest or not head_dim:
         raise ValueError(
-            f"{op}: the columns of w must be a multiple of num_heads + 2 num_kv_heads = {heads}; got w {w.shape}."
+            f"{op}: the columns of w must be a multiple of num_heads + 2 num_kv_heads = "
+            f"{num_heads} + 2 * {num_kv_heads} = {heads}; got w {w.shape}."
         )
     dtype = jnp.result_type(x, w)
     x, w = (_jax.convert(array, dtype, weak_type=False) for array in (x, w))
-    angles = _checked_rotation(op, rotation, x.shape[-2], head_dim)
+    angles = _checked_rotation(op, rotation, x.shape[-2], head_dim, dtype if dtype == jnp.float64 else _FLOAT32)
     sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
     precision = as_precision(op, precision)
-    if backend not in (None, "cuda"):
+    if backend == "xla" or (backend is not None and ("qkv_projection", backend) not in dispatch.REGISTRY):
         return _by_plain_product(x, w, angles, sizes, head_dim, pairs, precision, backend)
     spec = QkvProjectionSpec(
         "parts", sizes, dtype, head_dim, hardware.host(), pairs if angles else None, precision,
@@ -121,18 +123,23 @@ def _by_plain_product(
     first, second = sizes[0] // head_dim, (sizes[0] + sizes[1]) // head_dim
     query, key, value = jnp.split(heads, (first, second), axis=-2)
     if angles:
-        query, key = (rotate_heads(part, angles["cos"], angles["sin"], pairs) for part in (query, key))
+        with usual_promotion():
+            query, key = (rotate_heads(part, angles["cos"], angles["sin"], pairs) for part in (query, key))
     return query, key, value
 
 
-def _checked_rotation(op: str, rotation: Any, num_tokens: int, head_dim: int) -> dict[str, jax.Array]:
-    """cos and sin in float32, or nothing."""
+def _checked_rotation(op: str, rotation: Any, num_tokens: int, head_dim: int, dtype: Any) -> dict[str, jax.Array]:
+    """cos and sin in this dtype, or nothing."""
     if rotation is None:
         return {}
     if not (isinstance(rotation, tuple | list) and len(rotation) == 2):
-        raise ValueError(f"{op}: rotation must be a pair (cos, sin); got {type(rotation).__name__}.")
+        got = type(rotation).__name__ + (f" of {len(rotation)}" if isinstance(rotation, tuple | list) else "")
+        raise ValueError(f"{op}: rotation must be a pair (cos, sin); got {got}. None is no rotation.")
     if head_dim % 2:
-        raise ValueError(f"{op}: a rotation needs an even head dimension; got {head_dim}.")
+        raise ValueError(
+            f"{op}: a rotation needs an even head dimension; got H = {head_dim}, the columns of w for each head. "
+            "Leave rotation out."
+        )
     angles = {}
     for name, array in zip(("cos", "sin"), rotation):
         angles[name] = as_floating(op, name, array)
@@ -140,4 +147,4 @@ def _checked_rotation(op: str, rotation: Any, num_tokens: int, head_dim: int) ->
             raise ValueError(
                 f"{op}: {name} must have shape (T, H/2) = {(num_tokens, head_dim // 2)}; got {angles[name].shape}."
             )
-    return {name: _jax.convert(array, _FLOAT32, weak_type=False) for name, array in angles.items()}
+    return {name: _jax.convert(array, dtype, weak_type=False) for name, array in angles.items()}

@@ -56,8 +56,8 @@ def compute(spec: QkvProjectionSpec, *arrays: jax.Array, backend: str | None) ->
         return [out]
     query, key, _ = spec.sizes
     parts = jnp.split(out, (query, query + key), axis=-1)
-    if spec.pairs is not None:
-        turn = lambda part: rotate(part, named["cos"], named["sin"], spec.head_dim, spec.pairs)
+    if (pairs := spec.pairs) is not None:
+        turn = lambda part: rotate(part, named["cos"], named["sin"], spec.head_dim, pairs)
         parts[:2] = map(turn, parts[:2])
     return parts
 

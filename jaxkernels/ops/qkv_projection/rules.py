@@ -85,7 +85,7 @@ def _transpose(
         for name in ("query", "key"):
             with usual_promotion():
                 given[name] = rotate(given[name], given["cos"], -given["sin"], static.head_dim, static.pairs)
-    spec = static.of("parts" if moving[0] in PARTS else moving[0])
+    spec = static.of("x" if moving == ["x"] else "w" if moving == ["w"] else "parts")
     outs = qkv_projection_op.bind(spec, given, backend=backend)
     found = dict(zip(spec.outputs(qkv_projection_op.name), outs))
     return [found.get(name) if name in moving else None for name in operands]

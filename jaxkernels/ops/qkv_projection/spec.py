@@ -39,7 +39,7 @@ class QkvProjectionSpec(Spec):
     Attributes:
       wanted: what is computed.
       sizes: columns of query, key and value.
-      dtype: dtype of all arrays but cos and sin, which are float32.
+      dtype: dtype of all arrays but cos and sin. These are float32, or float64 beside float64.
       head_dim: features of a head.
       pairs: how features are paired for the rotation, or None.
       precision: as in `jax.lax.dot_general`, or None.
