@@ -169,9 +169,9 @@ def test_what_is_no_number_stays_in_its_row(config: Config, k: int, emulator: Em
     ],
     ids=[
         "narrow", "narrow-ping-pong-saved", "saved", "odd", "gated-saved", "gated-split-odd", "gradients",
-        "gradients-ping-pong", "gradients-odd", "gradients-wide", "gradients-split-float32", "gradients-cluster", "gradients-none",
-        "gradients-odd-float32", "odd-float32",
-        "split-saved", "cluster", "alpha", "silu", "relu-squared-saved", "gelu-float16", "alpha-split-saved",
+        "gradients-ping-pong", "gradients-odd", "gradients-wide", "gradients-split-float32", "gradients-cluster",
+        "gradients-none", "gradients-odd-float32", "odd-float32", "split-saved", "cluster", "alpha", "silu",
+        "relu-squared-saved", "gelu-float16", "alpha-split-saved",
     ],
 )  # fmt: skip
 def test_epilogues(config: Config, shape: tuple[int, int], options: dict[str, Any], emulator: Emulator) -> None:
