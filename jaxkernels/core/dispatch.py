@@ -38,8 +38,8 @@ that supports its spec on the platform being lowered; in a program for `jax.expo
 unasked. It gets an unpreferred backend only if all that support its spec are unpreferred. Estimates that measured times
 of similar problems correct (`jaxkernels.core.times`) put another backend in its place, unpreferred or not: that with
 the least estimate, or XLA if no other one is faster by more than `times.MARGIN` (or the spec's own `margin`). The
-configuration is the caller's,
-else the measured winner, else the one that the cost models find fastest among all designs of the backend.
+configuration is the caller's, else the measured winner, else the one that the cost models find fastest among all
+designs of the backend.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def _named(results: Any) -> dict[str, np.ndarray]:
 def _expected(spec: QkvProjectionSpec) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The results in plain JAX: in the spec's dtypes, and in float64."""
     operands = random_operands(spec)
-    run = lambda spec, xs: compile_quickly(functools.partial(reference.run, spec, reference.Config()))(*xs)
+    run = lambda spec, xs: compile_quickly(functools.partial(reference.compute, spec, backend="xla"))(*xs)
     with jax.default_matmul_precision("highest"):
         plain = run(spec, operands)
     with jax.enable_x64(True):

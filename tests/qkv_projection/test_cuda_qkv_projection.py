@@ -14,8 +14,9 @@ import pytest
 from emulated import DYNAMIC_SMEM, NEEDS_COMPILER, Emulator
 from projections import assert_right, make_spec, random_operands
 
+import jaxkernels as jk
 from jaxkernels.core import dispatch, hardware
-from jaxkernels.ffi.matmul import gemm, projection
+from jaxkernels.ffi.matmul import few_rows, gemm, projection
 from jaxkernels.ops.qkv_projection.spec import Pairs, QkvProjectionSpec, Wanted
 
 Config = projection.Config
@@ -114,6 +115,16 @@ def test_training_takes_the_kernel(sizes: tuple[int, tuple[int, int, int]], want
     jax.jit(lambda *xs: projection.run(spec, choice.config, *xs)).trace(*operands).lower(lowering_platforms=("cuda",))
 
 
+def test_decoding_takes_the_product_for_few_rows() -> None:
+    """Without a kernel for the projection, the plain product is still that of the fastest backend."""
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 1, 4096), (4096, 6144))]
+    angles = [jax.ShapeDtypeStruct((1, 64), jnp.float32)] * 2
+    project = lambda x, w, cos, sin: jk.qkv_projection(x, w, (cos, sin), num_heads=32, num_kv_heads=8)
+    choices = jk.explain(project, *types, *angles, platform="cuda").choices
+    assert {choice.op: choice.backend for choice in choices} == {"qkv_projection": "xla", "matmul": "cuda"}
+    assert isinstance(choices[-1].config, few_rows.Config)
+
+
 def check(spec: QkvProjectionSpec, config: Config) -> None:
     """Runs the kernel and holds it to the error rule, and to the same bits in every run."""
     spec = dataclasses.replace(spec, target=hardware.chip_of(jax.devices()[0]))
@@ -149,8 +160,6 @@ def test_configurations_of_the_search(wanted: Wanted, dtype: str) -> None:
 @pytest.mark.parametrize("heads", [(8, 8, 64), (8, 2, 128)], ids=str)
 def test_derivatives(heads: tuple[int, int, int], pairs: Any) -> None:
     """The public function with the kernel, and with XLA."""
-    import jaxkernels as jk
-
     num_heads, num_kv_heads, head_dim = heads
     columns = (num_heads + 2 * num_kv_heads) * head_dim
     draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)

@@ -41,8 +41,9 @@ def estimate(spec: QkvProjectionSpec, config: Config) -> float:
 
 
 def run(spec: QkvProjectionSpec, config: Config, *arrays: jax.Array) -> list[jax.Array]:
-    """Returns the results, in the order of the spec's outputs."""
-    return compute(spec, *arrays, backend="xla")
+    """Returns the results, in the order of the spec's outputs. The plain product is that of the fastest backend, such
+    as the kernel for few rows in decoding: a call that names "xla" does not come here."""
+    return compute(spec, *arrays, backend=None)
 
 
 def compute(spec: QkvProjectionSpec, *arrays: jax.Array, backend: str | None) -> list[jax.Array]:
