@@ -127,7 +127,7 @@ class MatmulSpec(Spec):
     @property
     def margin(self) -> float | None:
         """Zero where XLA takes one kernel more: the time of that kernel is certain."""
-        return 0.0 if self.adds_apart else None
+        return 0.0 if self.adds_apart or self.is_gradient else None
 
     @property
     def may_scatter(self) -> bool:
