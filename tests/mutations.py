@@ -613,10 +613,10 @@ MUTATIONS: dict[str, Edit | Planted] = {
         f"{_IN_PARTS}[64-x]",
     ),
     "lhs read from its first part": Edit(
-        "ffi/matmul/gemm.cu", "&lhs.of[at.part], at.index", "&lhs.of[0], at.index", f"{_IN_PARTS}[64-x]"
+        "ffi/matmul/gemm.cu", "&maps.of[at.part], at.index", "&maps.of[0], at.index", f"{_IN_PARTS}[64-x]"
     ),
     "rhs read from its first part": Edit(
-        "ffi/matmul/gemm.cu", "&rhs.of[at.part], at.index", "&rhs.of[0], at.index", f"{_IN_PARTS}[128-w]"
+        "ffi/matmul/gemm.cu", "&maps.of[at.part], at.index", "&maps.of[0], at.index", f"{_IN_PARTS}[128-w]"
     ),
     "boxes of a block side by side in one part": Edit(
         "ffi/tiles.cuh",

@@ -7,7 +7,7 @@ The references in plain JAX and the rule by which a result is accepted are the b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,9 +26,11 @@ __all__ = [
     "assert_close",
     "assert_error_rule",
     "assert_same_bits",
+    "by_number",
     "compile_quickly",
     "exact_attention_gradients",
     "in_float64",
+    "plain_and_exact",
     "plain_attention",
     "plain_matmul",
     "with_gradients",
@@ -41,6 +43,23 @@ def compile_quickly(f: Callable[..., Any]) -> Callable[..., Any]:
     """jax.jit for a program that runs once: on the CPU most of its time would go into optimising it."""
     device = jax.config.jax_default_device or jax.devices()[0]
     return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0} if device.platform == "cpu" else None)
+
+
+def plain_and_exact(
+    run: Callable[..., Any], spec: Any, wide: Any, operands: Sequence[np.ndarray]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """What `run(spec, *operands)` returns, by number: in the spec's dtypes, and in float64 with the spec `wide`."""
+    compiled = lambda spec, xs: compile_quickly(functools.partial(run, spec))(*xs)
+    with jax.default_matmul_precision("highest"):
+        plain = compiled(spec, operands)
+    with jax.enable_x64(True):
+        exact = compiled(wide, [x.astype(np.float64) for x in operands])
+    return by_number(plain), by_number(exact)
+
+
+def by_number(results: Any) -> dict[str, np.ndarray]:
+    """The arrays of a kernel's results."""
+    return {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(results))}
 
 
 def with_gradients(

@@ -306,6 +306,23 @@ struct TensorMaps {
 using LhsMaps = TensorMaps<InParts::kLhs>;
 using RhsMaps = TensorMaps<InParts::kRhs>;
 
+// Loads this CTA's part of an operand's block, from the map `map` or, box by box, from the arrays
+// that the operand is divided into.
+template <typename Load, InParts kOf>
+__device__ __forceinline__ void load(unsigned char* slot, const Problem& problem,
+                                     const TensorMaps<kOf>& maps, int map, u64* full, u32 part,
+                                     u16 sharers, int row, int k, int batch) {
+  if constexpr (TensorMaps<kOf>::kIsInParts) {
+    const auto box_at = [&](int across) {
+      const PartPlace at = part_of<kOf>(problem, across);
+      return typename Load::Box{&maps.of[at.part], at.index};
+    };
+    Load::load_boxes(slot, box_at, full, part, sharers, row, k, batch);
+  } else {
+    Load::load_part(slot, &maps.of[map], full, part, sharers, row, k, batch);
+  }
+}
+
 __device__ __forceinline__ void produce(SharedStorage& shared, const Problem& problem,
                                         const LhsMaps& lhs, const RhsMaps& rhs, Schedule schedule,
                                         u32 rank) {
@@ -319,28 +336,10 @@ __device__ __forceinline__ void produce(SharedStorage& shared, const Problem& pr
       unsigned char* slot = shared.slots[place.slot()];
       u64* full = shared.ring.producer_acquire(place, kSlotBytes);
       const int k_element = k * Config::kBlockK;
-      const auto lhs_box = [&](int across) {
-        const PartPlace at = part_of<InParts::kLhs>(problem, across);
-        return LhsLoad::Box{&lhs.of[at.part], at.index};
-      };
-      const auto rhs_box = [&](int across) {
-        const PartPlace at = part_of<InParts::kRhs>(problem, across);
-        return RhsLoad::Box{&rhs.of[at.part], at.index};
-      };
-      if constexpr (LhsMaps::kIsInParts) {
-        LhsLoad::load_boxes(slot, lhs_box, full, part_of_lhs, lhs_sharers, tile.row, k_element,
-                            tile.batch);
-      } else {
-        LhsLoad::load_part(slot, &lhs.of[tile.residue], full, part_of_lhs, lhs_sharers, tile.row,
-                           k_element, tile.batch);
-      }
-      if constexpr (RhsMaps::kIsInParts) {
-        RhsLoad::load_boxes(slot + Lhs::kBytes, rhs_box, full, part_of_rhs, rhs_sharers,
-                            tile.column, k_element, tile.batch);
-      } else {
-        RhsLoad::load_part(slot + Lhs::kBytes, &rhs.of[0], full, part_of_rhs, rhs_sharers,
-                           tile.column, k_element - tile.head, tile.batch);
-      }
+      load<LhsLoad>(slot, problem, lhs, tile.residue, full, part_of_lhs, lhs_sharers, tile.row,
+                    k_element, tile.batch);
+      load<RhsLoad>(slot + Lhs::kBytes, problem, rhs, 0, full, part_of_rhs, rhs_sharers,
+                    tile.column, k_element - tile.head, tile.batch);
       place.next();
     }
   }

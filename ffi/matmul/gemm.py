@@ -732,7 +732,8 @@ def _launch(
     residues = _num_residues(spec, config)
     pieces = lambda i: _pieces(first_result + i, results[i], config, residues)
     # The first result takes the place of an absent operand: the kernel does not touch it.
-    pointer = lambda name: custom_call.Pointer(place.get(name, first_result))
+    absent = custom_call.Pointer(first_result)
+    pointer = lambda name: custom_call.Pointer(place[name]) if name in place else absent
 
     def like_result(name: str) -> custom_call.Parameter:
         by_tma = name in place and _has_tma_rows(spec)
@@ -741,9 +742,9 @@ def _launch(
     if not _has_tma_rows(spec):
         out, second = (custom_call.Pointer(first_result + i) for i in (0, num_results - 1))
     elif parts is not None and parts.of == "out":
-        out, second = tuple(pieces(i)[0] for i in range(num_results)), pointer("")
+        out, second = tuple(pieces(i)[0] for i in range(num_results)), absent
     else:
-        out, second = pieces(0), pieces(1) if num_results == 2 else pointer("")
+        out, second = pieces(0), pieces(1) if num_results == 2 else absent
     compiled = compile_gemm(spec, config, parts)
     outs = custom_call.launch(
         compiled.cubin,

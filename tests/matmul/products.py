@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numerics import assert_accurate, compile_quickly
+from numerics import assert_accurate, by_number, plain_and_exact
 
 from jaxkernels.core import dispatch, hardware, winners
 from jaxkernels.core.cases import random_array
@@ -97,24 +97,15 @@ def random_operands(spec: MatmulSpec) -> list[np.ndarray]:
 
 def assert_right(spec: MatmulSpec, results: Any) -> None:
     """Holds what a kernel returned of `random_operands` to the error rule."""
-    assert_accurate(_named(results), *_expected(spec))
-
-
-def _named(results: Any) -> dict[str, np.ndarray]:
-    return {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(results))}
+    assert_accurate(by_number(results), *_expected(spec))
 
 
 @functools.lru_cache(maxsize=2)
 def _expected(spec: MatmulSpec) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The results in plain JAX: in the spec's dtypes, and in float64."""
-    operands = random_operands(spec)
-    run = lambda spec, xs: compile_quickly(functools.partial(xla_matmul.run, spec, xla_matmul.Config()))(*xs)
-    with jax.default_matmul_precision("highest"):
-        plain = run(spec, operands)
-    with jax.enable_x64(True):
-        wide = dataclasses.replace(spec, out_dtype=jnp.dtype(jnp.float64))
-        exact = run(wide, [x.astype(np.float64) for x in operands])
-    return _named(plain), _named(exact)
+    run = lambda spec, *xs: xla_matmul.run(spec, xla_matmul.Config(), *xs)
+    wide = dataclasses.replace(spec, out_dtype=jnp.dtype(jnp.float64))
+    return plain_and_exact(run, spec, wide, random_operands(spec))
 
 
 _TAKES = "takes two bfloat16 or two float16 operands, or without epilogue any two of bfloat16, float16 and float32, not"

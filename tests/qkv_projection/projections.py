@@ -6,10 +6,9 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from numerics import assert_accurate, compile_quickly
+from numerics import assert_accurate, by_number, plain_and_exact
 
 from jaxkernels.core import hardware
 from jaxkernels.core.cases import random_array
@@ -55,7 +54,7 @@ def random_operands(spec: QkvProjectionSpec) -> list[np.ndarray]:
 
 def assert_right(spec: QkvProjectionSpec, results: Any) -> None:
     """Holds what a kernel returned of `random_operands` to the error rule."""
-    assert_accurate(_named(results), *_expected(spec))
+    assert_accurate(by_number(results), *_expected(spec))
 
 
 def _types(spec: QkvProjectionSpec) -> dict[str, ArrayType]:
@@ -63,18 +62,9 @@ def _types(spec: QkvProjectionSpec) -> dict[str, ArrayType]:
     return {name: arrays[name].type for name in spec.inputs(KERNEL)}
 
 
-def _named(results: Any) -> dict[str, np.ndarray]:
-    return {str(i): np.asarray(x) for i, x in enumerate(results)}
-
-
 @functools.lru_cache(maxsize=2)
 def _expected(spec: QkvProjectionSpec) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The results in plain JAX: in the spec's dtypes, and in float64."""
-    operands = random_operands(spec)
-    run = lambda spec, xs: compile_quickly(functools.partial(reference.compute, spec, backend="xla"))(*xs)
-    with jax.default_matmul_precision("highest"):
-        plain = run(spec, operands)
-    with jax.enable_x64(True):
-        wide = dataclasses.replace(spec, dtype=jnp.dtype(jnp.float64))
-        exact = run(wide, [x.astype(np.float64) for x in operands])
-    return _named(plain), _named(exact)
+    run = functools.partial(reference.compute, backend="xla")
+    wide = dataclasses.replace(spec, dtype=jnp.dtype(jnp.float64))
+    return plain_and_exact(run, spec, wide, random_operands(spec))

@@ -29,7 +29,7 @@ def project(x: jax.Array, w: jax.Array, cos: jax.Array, sin: jax.Array, **option
 
 
 def gradients(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Of the sum of sines of all parts, in all operands."""
+    """Returns a function that differentiates the sum of sines of query, key and value in x, w, cos and sin."""
     loss = lambda *xs: sum(jnp.sum(jnp.sin(part.astype(jnp.float32))) for part in f(*xs))
     return jax.grad(loss, (0, 1, 2, 3))
 
@@ -84,7 +84,7 @@ def test_promotion_that_is_forbidden_to_the_caller(opaque, named, dtype):
 
 
 def test_gradients_are_one_product_each():
-    """Of the projection, of x and of w. The kernels read the gradients of the parts from three arrays."""
+    """One product projects, one makes the gradient of x, and one the gradient of w. There is no plain product."""
     x, w, cos, sin = operands()
     gradient = jax.grad(lambda x, w: sum(map(jnp.sum, project(x, w, cos, sin))), (0, 1))
     found = equations(jax.make_jaxpr(gradient)(x, w).jaxpr)

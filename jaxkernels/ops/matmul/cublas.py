@@ -86,7 +86,8 @@ def estimate(spec: MatmulSpec, config: Any, constants: Constants = CONSTANTS) ->
     else:
         epilogue = _ACTIVATION_SECONDS.get(spec.activation or "", 0.0) * batch * g.m * g.n
     if spec.adds_apart:
-        epilogue += tensor_cores.pass_seconds(spec, 3)  # Reads the product and the residual, and writes the sum.
+        # Reads the product and the residual, and writes the sum.
+        epilogue += tensor_cores.pass_seconds(spec.target, 3 * tensor_cores.result_bytes(spec))
     return constants.launch_seconds + seconds + epilogue
 
 

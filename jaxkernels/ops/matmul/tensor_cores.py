@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxkernels.core.hardware import Chip
 from jaxkernels.ops.matmul.spec import MatmulSpec
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "is_default",
     "multiply_mixed",
     "pass_seconds",
+    "result_bytes",
     "unsupported",
     "unsupported_16_bit_precision",
     "unsupported_dtypes",
@@ -110,13 +112,17 @@ def gradients_seconds(spec: MatmulSpec) -> float:
 
     It reads the product and two operands, and writes both gradients.
     """
-    return pass_seconds(spec, 5) if spec.is_gradient else 0.0
+    return pass_seconds(spec.target, 5 * result_bytes(spec)) if spec.is_gradient else 0.0
 
 
-def pass_seconds(spec: MatmulSpec, num_arrays: int) -> float:
-    """What a kernel takes that reads and writes so many arrays of the result's type."""
-    num_bytes = num_arrays * spec.out_dtype.itemsize * (spec.gemm.batch or 1) * spec.gemm.m * spec.gemm.n
-    return _LAUNCH_SECONDS + num_bytes / (_COPY_SHARE * (spec.target.memory_bytes_per_s or math.inf))
+def result_bytes(spec: MatmulSpec) -> int:
+    """The size of the result."""
+    return spec.out_dtype.itemsize * (spec.gemm.batch or 1) * spec.gemm.m * spec.gemm.n
+
+
+def pass_seconds(chip: Chip, num_bytes: int) -> float:
+    """The time of an elementwise kernel that reads and writes so many bytes."""
+    return _LAUNCH_SECONDS + num_bytes / (_COPY_SHARE * (chip.memory_bytes_per_s or math.inf))
 
 
 def fills_parts(num_steps: int, parts: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from jaxkernels.core.arguments import as_floating, as_precision, positive_whole
 from jaxkernels.core.kernel_op import usual_promotion
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.matmul.api import matmul
-from jaxkernels.ops.qkv_projection.reference import rotate_heads
+from jaxkernels.ops.qkv_projection.reference import split_heads
 from jaxkernels.ops.qkv_projection.rules import qkv_projection_op
 from jaxkernels.ops.qkv_projection.spec import Pairs, QkvProjectionSpec
 
@@ -95,7 +94,12 @@ def qkv_projection(
     sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
     precision = as_precision(op, precision)
     if backend == "xla" or (backend is not None and ("qkv_projection", backend) not in dispatch.REGISTRY):
-        return _by_plain_product(x, w, angles, sizes, head_dim, pairs, precision, backend)
+        # JAX's own rules of derivatives are those that XLA fuses best.
+        out = matmul(x, w, precision=precision, backend=backend)
+        rotation = (angles["cos"], angles["sin"]) if angles else None
+        with usual_promotion():
+            query, key, value = split_heads(out, sizes, head_dim, rotation, pairs)
+        return query, key, value
     spec = QkvProjectionSpec(
         "parts", sizes, dtype, head_dim, hardware.host(), pairs if angles else None, precision,
         x=ArrayType.of(x), w=ArrayType.of(w), **{name: ArrayType.of(array) for name, array in angles.items()},
@@ -104,27 +108,6 @@ def qkv_projection(
         part.reshape(*part.shape[:-1], part.shape[-1] // head_dim, head_dim)
         for part in qkv_projection_op(spec, dict(x=x, w=w) | angles, backend=backend)
     )
-    return query, key, value
-
-
-def _by_plain_product(
-    x: jax.Array,
-    w: jax.Array,
-    angles: Mapping[str, jax.Array],
-    sizes: tuple[int, int, int],
-    head_dim: int,
-    pairs: Pairs,
-    precision: Any,
-    backend: str,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Differentiates by JAX's own rules, which XLA fuses best."""
-    out = matmul(x, w, precision=precision, backend=backend)
-    heads = out.reshape(*out.shape[:-1], out.shape[-1] // head_dim, head_dim)
-    first, second = sizes[0] // head_dim, (sizes[0] + sizes[1]) // head_dim
-    query, key, value = jnp.split(heads, (first, second), axis=-2)
-    if angles:
-        with usual_promotion():
-            query, key = (rotate_heads(part, angles["cos"], angles["sin"], pairs) for part in (query, key))
     return query, key, value
 
 

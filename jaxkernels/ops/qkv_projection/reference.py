@@ -8,16 +8,13 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxkernels.ops.matmul import cublas
+from jaxkernels.ops.matmul import cublas, tensor_cores
 from jaxkernels.ops.matmul.rules import dot_general_op
 from jaxkernels.ops.qkv_projection.spec import PARTS, Pairs, QkvProjectionSpec
 
-__all__ = ["VERSION", "Config", "compute", "estimate", "rotate", "rotate_heads", "run", "search_space", "unsupported"]
+__all__ = ["VERSION", "Config", "compute", "estimate", "rotate", "run", "search_space", "split_heads", "unsupported"]
 
 VERSION = 0
-
-#: The share of the memory's bandwidth that XLA's elementwise kernels reach, and the time of their launch.
-_COPY_SHARE, _LAUNCH_SECONDS = 0.896, 1.5e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +33,7 @@ def search_space(spec: QkvProjectionSpec) -> tuple[Config, ...]:
 def estimate(spec: QkvProjectionSpec, config: Config) -> float:
     """Seconds: cuBLAS's product, and a kernel that reads and writes the parts."""
     num_bytes = 2 * math.prod(spec.lead) * spec.num_columns * spec.dtype.itemsize
-    rate = _COPY_SHARE * (spec.target.memory_bytes_per_s or math.inf)
-    return cublas.estimate(spec.product, None) + _LAUNCH_SECONDS + num_bytes / rate
+    return cublas.estimate(spec.product, None) + tensor_cores.pass_seconds(spec.target, num_bytes)
 
 
 def run(spec: QkvProjectionSpec, config: Config, *arrays: jax.Array) -> list[jax.Array]:
@@ -55,11 +51,24 @@ def compute(spec: QkvProjectionSpec, *arrays: jax.Array, backend: str | None) ->
     out = dot_general_op.bind(spec.product, dict(lhs=named[lhs], rhs=named[rhs]), backend=backend)
     if spec.wanted != "parts":
         return [out]
-    query, key, _ = spec.sizes
-    parts = jnp.split(out, (query, query + key), axis=-1)
-    if (pairs := spec.pairs) is not None:
-        turn = lambda part: rotate(part, named["cos"], named["sin"], spec.head_dim, pairs)
-        parts[:2] = map(turn, parts[:2])
+    angles = (named["cos"], named["sin"]) if spec.pairs is not None else None
+    parts = split_heads(out, spec.sizes, spec.head_dim, angles, spec.pairs)
+    return [part.reshape(*part.shape[:-2], size) for part, size in zip(parts, spec.sizes)]
+
+
+def split_heads(
+    x: jax.Array,
+    sizes: tuple[int, int, int],
+    head_dim: int,
+    angles: tuple[jax.Array, jax.Array] | None,
+    pairs: Pairs | None,
+) -> list[jax.Array]:
+    """Returns heads of query, key and value, (..., T, heads, H), of columns that lie side by side. With angles (cos,
+    sin), queries and keys are rotated."""
+    heads = x.reshape(*x.shape[:-1], x.shape[-1] // head_dim, head_dim)
+    parts = jnp.split(heads, (sizes[0] // head_dim, (sizes[0] + sizes[1]) // head_dim), axis=-2)
+    if angles is not None and pairs is not None:
+        parts[:2] = (rotate_heads(part, *angles, pairs) for part in parts[:2])
     return parts
 
 

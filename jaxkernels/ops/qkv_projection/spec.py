@@ -32,7 +32,7 @@ Wanted = Literal["parts", "x", "w"]
 class QkvProjectionSpec(Spec):
     """One of three products of x, w, and the parts query, key and value (p: the parts side by side).
 
-    - "parts": p = x @ w. If `pairs` is given, the first `num_rotated` heads of p are then rotated by cos and sin.
+    - "parts": p = x @ w. If `pairs` is given, the first `num_rotated` columns of p are then rotated by cos and sin.
     - "x": x = p @ w^T.
     - "w": w = x^T @ p, summed over all rows.
 
@@ -96,7 +96,7 @@ class QkvProjectionSpec(Spec):
 
     @property
     def num_columns(self) -> int:
-        """Of all parts."""
+        """The number of columns of query, key and value."""
         return sum(self.sizes)
 
     @property
