@@ -320,7 +320,7 @@ class TrainingConfig:
         matmuls. Our attention sums the queries' gradient in order. On CPUs equal runs are equal without it.
       init_from: folder of the run whose weights are the start; None: random weights.
       chunked_loss: compute the loss with `jaxkernels.linear_cross_entropy`, which stores the logits of some tokens at a
-        time. The loss is the same up to rounding.
+        time. The loss is the same up to rounding. None: if a kernel computes it, and the model names no backend.
     """
 
     preset: str
@@ -341,7 +341,7 @@ class TrainingConfig:
     clip_norm: float = 1.0
     deterministic: bool = True
     init_from: str | None = None
-    chunked_loss: bool = False
+    chunked_loss: bool | None = None
 
     def __post_init__(self) -> None:
         _require_types(self)

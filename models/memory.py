@@ -8,11 +8,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from jaxkernels.core import hardware
 from jaxkernels.core.errors import InputError
+from jaxkernels.core.types import ArrayType
 from jaxkernels.models.config import TrainingConfig
+from jaxkernels.ops.linear_cross_entropy.api import has_kernel
 
-__all__ = ["check_compiled", "check_config", "device_bytes", "explained", "step_bytes"]
+__all__ = ["check_compiled", "check_config", "device_bytes", "explained", "step_bytes", "stores_logits"]
 
 #: Optimizer -> bytes of a float32 parameter, its gradient and its moments.
 _BYTES_PER_PARAM = {"adamw": 16, "adafactor": 10}
@@ -39,11 +43,26 @@ def _limit(devices: Sequence[Any]) -> int | None:
     return limit // len(devices) if limit is not None and devices[0].platform == "cpu" else limit
 
 
-def _least_bytes_per_sequence(config: TrainingConfig) -> int:
+def stores_logits(config: TrainingConfig, device: Any) -> bool:
+    """Whether a step of a run on a device stores the logits of all its tokens.
+
+    Without a setting it does if no kernel of `jaxkernels.linear_cross_entropy` computes the loss, or if the model names
+    the backends of its products and attention.
+    """
+    if config.chunked_loss is not None:
+        return not config.chunked_loss
+    m = config.model
+    array = lambda *shape: ArrayType(shape, jnp.dtype(m.dtype))
+    x = array(config.batch_size, config.sequence_length, m.embed_dim)
+    table = array(m.vocab_size, m.embed_dim)
+    return m.backend is not None or not has_kernel(x, table, vocab_axis=0, chip=hardware.chip_of(device))
+
+
+def _least_bytes_per_sequence(config: TrainingConfig, device: Any) -> int:
     """The bytes of a sequence that a step keeps in any case: the inputs of layers, and stored logits."""
     m = config.model
     itemsize = 4 if m.dtype == "float32" else 2
-    logits = 0 if config.chunked_loss else m.vocab_size
+    logits = m.vocab_size if stores_logits(config, device) else 0
     return config.sequence_length * (m.num_layers * m.embed_dim + logits) * itemsize
 
 
@@ -54,7 +73,7 @@ def _state_bytes(config: TrainingConfig) -> int:
 def check_config(config: TrainingConfig, devices: Sequence[Any]) -> None:
     """Raises InputError if a step cannot fit into the devices' memory, however XLA compiles it."""
     state = _state_bytes(config)
-    batch = -(-config.batch_size // len(devices)) * _least_bytes_per_sequence(config)
+    batch = -(-config.batch_size // len(devices)) * _least_bytes_per_sequence(config, devices[0])
     _check(config, devices, state, batch, at_least=True)
 
 

@@ -207,7 +207,8 @@ class Trainer:
 
     def _loss(self, params: Any, batch: Int[Array, "B T+1"]) -> Float[Array, ""]:
         model, tokens, targets = nnx.merge(self.graphdef, params), batch[:, :-1], batch[:, 1:]
-        return model.loss(tokens, targets) if self.config.chunked_loss else cross_entropy(model(tokens), targets)
+        stored = memory.stores_logits(self.config, self.devices[0])
+        return cross_entropy(model(tokens), targets) if stored else model.loss(tokens, targets)
 
     def _step(self, state: TrainState, batch: Int[Array, "B T+1"]) -> tuple[TrainState, dict[str, jax.Array]]:
         loss, grads = jax.value_and_grad(self._loss)(state.params, batch)

@@ -119,6 +119,18 @@ def test_kernels_without_an_instruction_are_grouped_by_name():
     assert found.groups == pytest.approx(expected, abs=1e-12)
 
 
+def test_own_kernels_are_grouped_by_name():
+    """A custom call would be a product."""
+    kernels = {"norm_forward": "norms", "logits_fused": "elementwise", "jaxkernels::attention_forward": "attention"}
+    for kernel, group in kernels.items():
+        found = breakdown(
+            trace(("Stream #1(Compute)", [(kernel, "triton_kernel_call.1", 0.0, 1.0)])),
+            1,
+            {"triton_kernel_call.1": "products"},
+        )
+        assert {name for name, seconds in found.groups.items() if seconds} == {group}
+
+
 def test_times_are_of_one_step():
     """Two steps: what overlaps counts in each group, but the device is not idle then."""
     step = lambda begin: [

@@ -135,12 +135,13 @@ def _kernel(event: Any, groups: Mapping[str, str]) -> tuple[str, str]:
     instruction = str(stats.get("hlo_op", ""))
     if instruction == _GRAPH:
         instruction = ""
-    # A kernel of a CUDA graph may have no instruction. XLA names its own kernels after their instructions.
-    group = groups.get(instruction) or groups.get(_symbol(event.name))
+    # A kernel of a CUDA graph may have no instruction. XLA names its own kernels after their instructions. Of a custom
+    # call, the instruction does not say what it computes.
+    group = _group_of_name(kernel, _OWN_NAMES) or groups.get(instruction) or groups.get(_symbol(event.name))
     named = re.sub(r"[._]\d+$", "", instruction)
     name = kernel if not named or kernel.startswith(_symbol(named)) else f"{named}: {kernel}"
     if group is None or event.name.startswith(("Memcpy", "Memset")):
-        group = _group_of_name(event.name)
+        group = _group_of_name(event.name) or "other"
     return name, group
 
 
@@ -162,17 +163,17 @@ _NAMES = {
     "collectives": r"nccl|all_?reduce|all_?gather|reduce_?scatter",
     "copies": r"^mem(cpy|set)|^copy|^wrapped_(copy|transpose|slice)|dynamic_(update_)?slice$",
     "attention": r"sdpa|fmha|flash|attention|\bcudnn::fusion",
-    "norms": r"^norm_",
     "products": r"gemm|matmul|few_rows|nvjet|cutlass|xmma|cublas|splitk|_dot",
     "elementwise": r"fusion|^wrapped_|elementwise",
 }
 
 
-def _group_of_name(name: str) -> str:
-    for group, pattern in _NAMES.items():
-        if re.search(pattern, name, re.IGNORECASE):
-            return group
-    return "other"
+#: The same of our kernels that are no products.
+_OWN_NAMES = {"attention": r"^(jaxkernels::)?attention_", "norms": r"^norm_", "elementwise": r"^logits_"}
+
+
+def _group_of_name(name: str, names: Mapping[str, str] = _NAMES) -> str | None:
+    return next((group for group, pattern in names.items() if re.search(pattern, name, re.IGNORECASE)), None)
 
 
 # The instructions of a compiled program.

@@ -70,7 +70,7 @@ _ChunkedLoss = Annotated[
     typer.Option(
         "--chunked-loss/--no-chunked-loss",
         help="Store the logits of some tokens at a time: less memory, the same loss up to rounding.",
-        show_default="no-chunked-loss",
+        show_default="if a kernel computes the loss",
         rich_help_panel=_MODEL,
     ),
 ]

@@ -141,7 +141,8 @@ OPERATIONS: dict[str, Operation] = {
         "jaxkernels.ops.linear_cross_entropy",
         {
             f"linear_cross_entropy_{kernel}": {
-                "xla": Entry((f"jaxkernels.ops.linear_cross_entropy.reference_{kernel}",))
+                "triton": Entry((f"jaxkernels.triton.linear_cross_entropy.{kernel}",), _CUDA, is_exportable=False),
+                "xla": Entry((f"jaxkernels.ops.linear_cross_entropy.reference_{kernel}",)),
             }
             for kernel in ("forward", "tangent", "backward", "fused")
         },

@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -125,6 +126,7 @@ def call_kernel(
     num_warps: int,
     num_stages: int,
     constants: Mapping[str, Any],
+    in_place: Any = None,
 ) -> list[jax.Array]:
     """Launches a Triton kernel.
 
@@ -138,24 +140,30 @@ def call_kernel(
       num_warps: warps of a program.
       num_stages: the depth of the pipelines that Triton makes of loops.
       constants: values known at compile time, by name; they must be hashable.
+      in_place: if given, the last result takes the place of the first operand in memory. It is the same kernel without
+        a pointer to that result, as jax-triton 0.4 calls it. jax-triton 0.3 passes the pointer.
     """
     major, minor = target.compute_capability or (0, 0)
-    types = [jax.ShapeDtypeStruct(result.shape, result.dtype) for result in results]
+    shapes = [jax.ShapeDtypeStruct(result.shape, result.dtype) for result in results]
     # Fused multiply-add is on by default up to Triton 3.9, and off from 3.10 on.
-    fusion = dict(enable_fp_fusion=True)
-    if _number(versions()["jax-triton"] or "") >= _OUT_TYPE_SINCE:
-        options = dict(out_type=types, backend_options=fusion)
-    else:
-        options = dict(out_shape=types, **fusion)
-    return list(
-        _jax_triton().triton_call(
-            *operands,
-            kernel=kernel,
-            grid=grid,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            compute_capability=10 * major + minor,
-            **options,
-            **constants,
+    options: dict[str, Any] = dict(enable_fp_fusion=True)
+    has_out_type = _number(versions()["jax-triton"] or "") >= _OUT_TYPE_SINCE
+    options = dict(out_type=shapes, backend_options=options) if has_out_type else dict(out_shape=shapes, **options)
+    if in_place is not None:
+        options |= dict(input_output_aliases={0: len(results) - 1})
+        kernel = in_place if has_out_type else kernel
+    with warnings.catch_warnings():
+        # jax-triton 0.4 would have mutable arrays here, which our primitives do not take.
+        warnings.filterwarnings("ignore", "input_output_aliases", DeprecationWarning)
+        return list(
+            _jax_triton().triton_call(
+                *operands,
+                kernel=kernel,
+                grid=grid,
+                num_warps=num_warps,
+                num_stages=num_stages,
+                compute_capability=10 * major + minor,
+                **options,
+                **constants,
+            )
         )
-    )

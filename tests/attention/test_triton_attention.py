@@ -28,7 +28,7 @@ from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention import reference
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.terms import MaskTerm
-from jaxkernels.triton import calls
+from jaxkernels.triton import calls, functions
 from jaxkernels.triton.attention import (
     backward,
     backward_kernel,
@@ -46,7 +46,7 @@ from jaxkernels.triton.attention import (
 pytestmark = pytest.mark.usefixtures("as_if_triton_was_installed")
 
 KERNELS = ("attention_forward", "attention_backward", "attention_tangent")
-MODULES = (tile_kernel, forward_kernel, backward_kernel, few_queries_kernel, tangent_kernel)
+MODULES = (functions, tile_kernel, forward_kernel, backward_kernel, few_queries_kernel, tangent_kernel)
 A100 = hardware.lookup("NVIDIA A100-SXM4-80GB")
 
 #: As users get it, before the fixture below.
@@ -235,7 +235,7 @@ def test_random(seed):
 
 def ranges_in_kernel(p: problem.Problem, offset: int, num_blocks: int, over_queries: bool) -> np.ndarray:
     """What the kernels compute for each block where indices alone decide."""
-    with tritons.interpreted(tile_kernel, triton_ranges_kernel):
+    with tritons.interpreted(functions, tile_kernel, triton_ranges_kernel):
         (ranges,) = calls.call_kernel(
             triton_ranges_kernel.store_ranges, [], [ArrayType((num_blocks, 4), np.dtype(np.int32))], target=H200,
             grid=(num_blocks,), num_warps=4, num_stages=1,

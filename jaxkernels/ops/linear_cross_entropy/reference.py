@@ -1,67 +1,34 @@
-"""Linear cross entropy in plain JAX: a loop over chunks of tokens, so that memory holds the logits of one chunk.
-
-A step of the loop computes the logits of its chunk, with one product, and what the kernel wants of them. The gradients
-need two more products: dx = g w^T and dw += x^T g, where g is the cotangent of the logits, rounded to x's dtype. dw is
-accumulated over the chunks in float32. All chunks have one size: the last is filled up with tokens of weight 0.
-"""
+"""Linear cross entropy in plain JAX: a loop over chunks of tokens (`jaxkernels.ops.linear_cross_entropy.chunks`)."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxkernels.core.arguments import check_fields, check_rules
+from jaxkernels.ops.linear_cross_entropy.chunks import (
+    Config,
+    add_products,
+    in_chunks,
+    operand_of,
+    product,
+    rescaled,
+    sizes,
+    unit_of,
+)
 from jaxkernels.ops.linear_cross_entropy.losses import cotangents
 from jaxkernels.ops.linear_cross_entropy.spec import BACKWARD, FORWARD, FUSED, TANGENT, LinearCrossEntropySpec
 
 __all__ = ["Config", "backward", "forward", "fused", "search_space", "tangent"]
 
-#: The logits of a chunk take at most so many bytes by default. Every chunk reads and writes all of dw in float32, in
-#: about 8 / (6 * chunk) bytes for each FLOP of its products. On an H200 that is predicted to be 5 % of their time with
-#: 4,096 tokens, which a vocabulary of 128,256 leaves in a chunk of bfloat16 logits.
-_MAX_CHUNK_BYTES = 2**30
-
-#: The sizes of chunks are multiples of it: tiles of products are then full.
-_STEP = 128
-
-#: The operands that all tokens have in common.
-_WEIGHTS = ("w", "bias")
-
-#: |g| is at most this in float16, so that it neither overflows nor loses what is small.
-_FLOAT16_LIMIT = 2.0**15
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The size of a step.
-
-    Attributes:
-      chunk: tokens in a chunk, at most.
-    """
-
-    chunk: int = 4096
-
-    def __post_init__(self) -> None:
-        check_fields("linear_cross_entropy[xla]", self)
-        check_rules("linear_cross_entropy[xla]", self, {"chunk must be at least 1": self.chunk < 1})
-
 
 def search_space(spec: LinearCrossEntropySpec) -> tuple[Config, ...]:
-    """The default is first: the largest chunk of at most `_MAX_CHUNK_BYTES`. Each number of chunks is tried once."""
-    if not all(isinstance(size, int) for size in (spec.num_tokens, spec.vocab_size)):
-        return (Config(),)
-    row_bytes = max(spec.vocab_size * spec.logits_dtype.itemsize, 1)
-    default = max(_MAX_CHUNK_BYTES // row_bytes // _STEP * _STEP, _STEP)
-    by_number: dict[int, Config] = {}
-    for chunk in (default, 1024, 2048, 4096, 8192, 16384):
-        by_number.setdefault(math.ceil(spec.num_tokens / chunk), Config(chunk))
-    return tuple(by_number.values())
+    """Each size of a chunk that is worth measuring; the default is first."""
+    return tuple(map(Config, sizes(spec)))
 
 
 def forward(spec: LinearCrossEntropySpec, config: Config, operands: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -70,7 +37,7 @@ def forward(spec: LinearCrossEntropySpec, config: Config, operands: Mapping[str,
     def step(sums: dict[str, jax.Array], chunk: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], Any]:
         return sums, _Logits.of(spec, operands, chunk["x"]).statistics(spec, chunk["labels"])
 
-    return _in_chunks(spec, config, FORWARD, step, operands)
+    return in_chunks(spec, config, FORWARD, step, operands)
 
 
 def tangent(spec: LinearCrossEntropySpec, config: Config, operands: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -78,7 +45,7 @@ def tangent(spec: LinearCrossEntropySpec, config: Config, operands: Mapping[str,
 
     def step(sums: dict[str, jax.Array], chunk: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], Any]:
         logits = _Logits.of(spec, operands, chunk["x"])
-        change = _product(spec, chunk["dx"], operands["w"]) + _product(spec, chunk["x"], operands["dw"])
+        change = product(spec, chunk["dx"], operands["w"]) + product(spec, chunk["x"], operands["dw"])
         change = change.astype(spec.wide)
         if spec.bias is not None:
             change += operands["dbias"].astype(spec.wide)
@@ -87,7 +54,7 @@ def tangent(spec: LinearCrossEntropySpec, config: Config, operands: Mapping[str,
         dots = dict(dlse=jnp.sum(p * change, axis=-1), dlabel_logit=_pick(change, chunk["labels"]))
         return sums, dots | (dict(dlogit_sum=jnp.sum(change, axis=-1)) if spec.logit_sum else {})
 
-    return _in_chunks(spec, config, TANGENT, step, operands)
+    return in_chunks(spec, config, TANGENT, step, operands)
 
 
 def backward(spec: LinearCrossEntropySpec, config: Config, operands: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -99,7 +66,7 @@ def backward(spec: LinearCrossEntropySpec, config: Config, operands: Mapping[str
         cts = {name: chunk[name] for name in names}
         return _add_gradients(spec, BACKWARD, sums, operands, chunk, logits, chunk["lse"], cts)
 
-    return _in_chunks(spec, config, BACKWARD, step, operands)
+    return in_chunks(spec, config, BACKWARD, step, operands)
 
 
 def fused(spec: LinearCrossEntropySpec, config: Config, operands: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -112,7 +79,7 @@ def fused(spec: LinearCrossEntropySpec, config: Config, operands: Mapping[str, j
         sums, rows = _add_gradients(spec, FUSED, sums, operands, chunk, logits, statistics["lse"], cts)
         return sums, statistics | rows
 
-    return _in_chunks(spec, config, FUSED, step, operands)
+    return in_chunks(spec, config, FUSED, step, operands)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +96,7 @@ class _Logits:
 
     @classmethod
     def of(cls, spec: LinearCrossEntropySpec, operands: Mapping[str, jax.Array], x: jax.Array) -> _Logits:
-        values = _product(spec, x, operands["w"]).astype(spec.wide)
+        values = product(spec, x, operands["w"]).astype(spec.wide)
         if spec.bias is not None:
             values += operands["bias"].astype(spec.wide)
         if spec.soft_cap is None:
@@ -144,13 +111,6 @@ class _Logits:
     def chain(self, x: jax.Array) -> jax.Array:
         """Takes tangents of the logits from before the soft cap to after it, and cotangents the other way."""
         return x if self.slope is None else x * self.slope
-
-
-def _product(spec: LinearCrossEntropySpec, x: jax.Array, w: jax.Array) -> Float[Array, "C V"]:
-    contracted = ((1,), (1 - spec.vocab_axis,))
-    return jax.lax.dot_general(
-        x, w, (contracted, ((), ())), precision=spec.precision, preferred_element_type=spec.logits_dtype
-    )
 
 
 def _pick(logits: Float[Array, "C V"], labels: jax.Array) -> Float[Array, " C"]:
@@ -171,79 +131,13 @@ def _add_gradients(
     cts: Mapping[str, jax.Array],
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Returns the sums (of dw and dbias) with the chunk's added, and the chunk's rows of dx."""
-    x, w = chunk["x"], operands["w"]
-    unit = None
-    if x.dtype == jnp.float16:
-        # g is in units of a 2^-15th of its largest possible value: sums over few tokens are not lost below 2^-24.
-        bound = jnp.max(sum(jnp.abs(ct) for ct in cts.values()), initial=0)
-        unit = jnp.where(bound > 0, bound, 1) / _FLOAT16_LIMIT
-        cts = {name: ct / unit for name, ct in cts.items()}
-    column = {name: ct[:, None] for name, ct in cts.items()}
+    unit = unit_of(spec, cts)
+    column = {name: (ct if unit is None else ct / unit)[:, None] for name, ct in cts.items()}
     is_label = jax.lax.broadcasted_iota(jnp.int32, logits.values.shape, 1) == chunk["labels"][:, None]
     g = column["dlse"] * jnp.exp(logits.values - lse[:, None]) + jnp.where(is_label, column["dlabel_logit"], 0)
     g = logits.chain(g + column["dlogit_sum"] if spec.logit_sum else g)
-    rescaled = lambda out: out if unit is None else out * unit
-    rounded = g.astype(x.dtype)
-    dot = lambda lhs, rhs, contracted: rescaled(
-        jax.lax.dot_general(
-            lhs, rhs, (contracted, ((), ())), precision=spec.precision, preferred_element_type=spec.wide
-        )
-    )
-    rows, sums = {}, dict(sums)
-    names = {_operand_of(name): name for name in spec.outputs(kernel)}
-    if "x" in names:
-        rows[names["x"]] = dot(rounded, w, ((1,), (spec.vocab_axis,))).astype(spec.arrays()[names["x"]].type.dtype)
-    if "w" in names:
-        sums[names["w"]] += dot(*((rounded, x) if spec.vocab_axis == 0 else (x, rounded)), ((0,), (0,)))
-    if "bias" in names:
-        sums[names["bias"]] += rescaled(jnp.sum(g, axis=0))
+    sums, rows = add_products(spec, kernel, sums, chunk["x"], operands["w"], g.astype(spec.x.dtype), unit)
+    for name in spec.outputs(kernel):
+        if operand_of(name) == "bias":
+            sums[name] += rescaled(jnp.sum(g, axis=0), unit)
     return sums, rows
-
-
-def _in_chunks(
-    spec: LinearCrossEntropySpec,
-    config: Config,
-    kernel: str,
-    step: Callable[[dict[str, jax.Array], dict[str, jax.Array]], tuple[dict[str, jax.Array], dict[str, jax.Array]]],
-    operands: Mapping[str, jax.Array],
-) -> dict[str, jax.Array]:
-    """Runs `step` on chunk after chunk of the tokens.
-
-    Args:
-      kernel: says which operands and which gradients there are.
-      step: (sums so far, the chunk's operands) -> (sums, what each token of the chunk gets).
-      operands: the kernel's, by name.
-
-    Returns:
-      Sums over all tokens, in the dtype of the result, and what each token gets in the shape of the tokens.
-    """
-    lead = spec.x.shape[:-1]
-    num_tokens = spec.num_tokens
-    names = [name for name in spec.inputs(kernel) if _operand_of(name) not in _WEIGHTS]
-    rows = {name: operands[name].reshape(num_tokens, *operands[name].shape[len(lead) :]) for name in names}
-    arrays = spec.arrays()
-    summed = [name for name in spec.outputs(kernel) if _operand_of(name) in _WEIGHTS]
-    sums = {name: jnp.zeros(arrays[name].type.shape, spec.wide) for name in summed}
-    # The size of a symbolic shape is not known: all its tokens are one chunk.
-    num_chunks = max(math.ceil(num_tokens / config.chunk), 1) if isinstance(num_tokens, int) else 1
-    if num_chunks == 1:
-        sums, outs = step(sums, rows)
-    else:
-        size = math.ceil(num_tokens / num_chunks)
-        size = min(math.ceil(size / _STEP) * _STEP, max(config.chunk, size))
-        num_chunks = math.ceil(num_tokens / size)
-        missing = num_chunks * size - num_tokens
-        # Logits of a large bias less a logsumexp of 0 have infinite exponentials, and their product with 0 is NaN.
-        filling = lambda name: jnp.inf if name == "lse" else 0
-        pad = lambda name, x: jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)], constant_values=filling(name))
-        split = lambda name, x: (pad(name, x) if missing else x).reshape(num_chunks, size, *x.shape[1:])
-        # A derivative of the loop keeps its operands, and computes the logits of each chunk again.
-        sums, outs = jax.lax.scan(jax.checkpoint(step), sums, {name: split(name, x) for name, x in rows.items()})
-        outs = {name: x.reshape(-1, *x.shape[2:])[:num_tokens] for name, x in outs.items()}
-    outs = {name: x.reshape(*lead, *x.shape[1:]) for name, x in outs.items()}
-    return outs | {name: x.astype(arrays[name].type.dtype) for name, x in sums.items()}
-
-
-def _operand_of(name: str) -> str:
-    """The operand that an array is, or of which it is a tangent or a gradient."""
-    return name.removeprefix("wide_").removeprefix("d")

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from jaxkernels.triton.functions import tanh
+
 
 class Extras(NamedTuple):
     """Pointers to the optional operands. Those that are not given are not read."""
@@ -211,15 +213,6 @@ def load_pairs(base, shape: tl.constexpr, at, head, query, key):
         return tl.load(base + places, mask=key < shape[3], other=0)
     else:
         return tl.load(base + places)
-
-
-@triton.jit
-def tanh(x):
-    """The hyperbolic tangent. Near zero a polynomial keeps its relative error below 1e-6."""
-    square = x * x
-    near = x * (1 + square * (-0.33333334 + square * (0.13333334 - 0.053968254 * square)))
-    far = 1 - 2 / (tl.exp2(2.8853900817779268 * x) + 1)
-    return tl.where(square < 0.01, near, far)
 
 
 @triton.jit

@@ -1,0 +1,1 @@
+"""Linear cross entropy in Triton."""
