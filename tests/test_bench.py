@@ -278,6 +278,31 @@ def test_a_row_has_every_side_and_every_reason():
     assert row.flags == ("warm",)
 
 
+@pytest.mark.parametrize(
+    ("problem", "is_same"),
+    [
+        (SMALL, True),
+        (Problem(MatmulCase(32, 48, 40, bias=True, residual=True)), True),
+        (Problem(MatmulCase(32, 48, 40, activation="gelu")), True),
+        (Problem(MatmulCase(16, 24, 20, batch=(3,), rhs_layout="nk"), "backward"), True),
+        # JAX transposes the gradient of rhs, and has the two products of a gate in another order.
+        (Problem(MatmulCase(32, 48, 40), "backward"), False),
+        (Problem(MatmulCase(32, 48, 40, activation="silu", gate=True)), False),
+    ],
+    ids=lambda value: getattr(value, "shape", ""),
+)
+def test_auto_runs_the_program_of_the_baseline_if_xla_gets_the_same(problem, is_same, monkeypatch):
+    seen, drop = [], runner._Plan._drop_repeats
+    monkeypatch.setattr(runner._Plan, "_drop_repeats", lambda plan: (seen.append(plan._contestants), drop(plan)))
+    (row,) = rows(problem, backends=(), auto=True)
+    contestants = seen[0]
+    auto, xla = contestants["jaxkernels auto"], contestants["xla"]
+    assert (auto.program is xla.program) == is_same
+    assert (auto.forward is xla.forward) == (is_same or problem.direction == "forward")
+    assert {(side.name, side.is_ours) for side in row.sides} == {("auto", True), ("xla", False)}
+    assert all(side.error_ratio <= 2 for side in row.sides)
+
+
 @pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize(
     "problem",

@@ -15,6 +15,7 @@ import functools
 import importlib
 import multiprocessing
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -33,7 +34,10 @@ from jaxkernels.core.cases import result_types
 from jaxkernels.core.hardware import Chip
 from jaxkernels.core.problems import Contender, Problem
 
-__all__ = ["AUTO", "Lowered", "Workers", "kernels_of", "lower", "masks", "our_function", "save", "shapes", "struct"]
+__all__ = [
+    "AUTO", "Lowered", "Workers", "are_same", "kernels_of", "lower", "masks", "our_function", "save", "shapes",
+    "struct",
+]  # fmt: skip
 
 #: The name of the side without a named backend.
 AUTO = "auto"
@@ -89,6 +93,18 @@ def lower(problem: Problem, contender: Contender) -> Lowered:
     begin = time.perf_counter()
     make = lambda f, *xs: jax.jit(f).lower(*xs)
     return _lower(problem, contender, make, lambda x: x.out_info, begin)
+
+
+def are_same(one: Lowered, other: Lowered) -> bool:
+    """Whether XLA gets the same programs, with operands and results in the same places."""
+    return _identity(one) == _identity(other)
+
+
+def _identity(lowered: Lowered) -> list[Any]:
+    """The programs without their names and those of results."""
+    nameless = lambda text: re.sub(r'^module @\S+|jax\.result_info = "[^"]*"', "", text, flags=re.MULTILINE)
+    both = (lowered.forward, lowered.program)
+    return [one and (nameless(one.as_text()), one.in_tree, one.out_tree) for one in both]
 
 
 def _lower(

@@ -205,7 +205,22 @@ class _Plan:
                 self._contestants[key] = future.result()
                 self._programs[key] = future.result().seconds
         self._contestants = dict(sorted(self._contestants.items(), key=lambda item: not item[1].is_ours))
+        if _AUTO_KEY in compiling:
+            self._share_program()
         self._drop_repeats()
+
+    def _share_program(self) -> None:
+        """Lets auto run the compiled program of the baseline "xla", if XLA gets the same program for both.
+
+        XLA's autotuner may take other kernels when it compiles the same program again. That is no property of a side.
+        """
+        auto, xla = self._contestants.get(_AUTO_KEY), self._contestants.get(_FALLBACK)
+        if auto is None or xla is None or {kernel.backend for kernel in auto.timed} != {_FALLBACK}:
+            return
+        with jax.default_device(self._settings.device):
+            lowered = [lowering.lower(self.problem, side.contender) for side in (auto, xla)]
+        if lowering.are_same(*lowered):
+            self._contestants[_AUTO_KEY] = dataclasses.replace(auto, program=xla.program, forward=xla.forward)
 
     def _drop_repeats(self) -> None:
         """Drops our backends whose program is auto's."""

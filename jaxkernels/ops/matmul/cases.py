@@ -35,7 +35,7 @@ class MatmulCase(Case):
       lhs_layout: "mk" or "km", how the left operand lies in memory; rhs_layout: "kn" or "nk".
       dtype, out_dtype: of the operands and of the result (None: the operands').
       alpha: factor of the product, of two row-major operands.
-      bias, activation, multiplier, residual: the epilogue.
+      bias, activation, multiplier, residual: the epilogue, of the same.
       gate: a second right operand, whose product the result is multiplied with (SwiGLU where the activation is silu).
       precision: as `jax.lax.dot_general` takes it, by name: "HIGHEST" or a `jax.lax.DotAlgorithmPreset`'s.
       size: "small", or "real" for sizes that only a GPU multiplies in reasonable time.
@@ -61,6 +61,14 @@ class MatmulCase(Case):
     gate: bool = False
     precision: str | None = None
     size: Size = "small"
+
+    def __post_init__(self) -> None:
+        is_row_major = (self.lhs_layout, self.rhs_layout) == ("mk", "kn")
+        has_epilogue = self.alpha != 1 or self.activation or self.bias or self.multiplier or self.residual or self.gate
+        if has_epilogue and not is_row_major:
+            raise ValueError(
+                f"MatmulCase: an epilogue needs row-major operands; got {self.lhs_layout}.{self.rhs_layout}."
+            )
 
     @property
     def id(self) -> str:
