@@ -112,7 +112,7 @@ def _check(config: TrainingConfig, devices: Sequence[Any], state: int, batch: in
 
 def _can_share_more(devices: Sequence[Any], needed: int, limit: int) -> bool:
     """Whether JAX has its usual share of a GPU's memory, and a larger one would be enough."""
-    has_usual = devices[0].platform in ("gpu", "cuda") and _SHARE_VARIABLE not in os.environ
+    has_usual = devices[0].platform in hardware.GPU_PLATFORMS and _SHARE_VARIABLE not in os.environ
     return has_usual and needed <= limit * _LARGEST_SHARE / _USUAL_SHARE
 
 

@@ -165,7 +165,7 @@ class Trainer:
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.replicated), state)
         shape = (config.batch_size, config.sequence_length + 1)
         batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._split)
-        on_gpu = self.devices[0].platform in ("gpu", "cuda")
+        on_gpu = self.devices[0].platform in hardware.GPU_PLATFORMS
         options = {"xla_gpu_deterministic_ops": True} if on_gpu and config.deterministic else None
         with jk.each_kernel_once() if config.model.scan else contextlib.nullcontext():
             step = jax.jit(self._step, donate_argnums=0, out_shardings=self.replicated).lower(state, batch)

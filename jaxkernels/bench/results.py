@@ -247,7 +247,7 @@ def environment(device: Any, telemetry: Telemetry, command: list[str]) -> dict[s
         driver=telemetry.driver(),
         limits=telemetry.limits(),
         telemetry=telemetry.reason or "sampled",
-        clock="CUPTI kernel durations" if device.platform in ("gpu", "cuda") else "wall clock",
+        clock="CUPTI kernel durations" if device.platform in hardware.GPU_PLATFORMS else "wall clock",
         host=f"{platform.machine()}, {platform.system()}",
         python=sys.version.split()[0],
         versions={name: version for name in _PACKAGES if (version := installed_version(name)) is not None},

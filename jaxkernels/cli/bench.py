@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxkernels.cli.programs import keep_programs
-from jaxkernels.core import dispatch
+from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.errors import InputError
 from jaxkernels.core.folders import check_writable
 from jaxkernels.models.progress import plain_console
@@ -173,7 +173,7 @@ def bench(
     _check_outputs("bench", json, plot)
     settings = _settings(op, regime, backend, baseline)
     measure = _measure(op, setting, steps, profile)
-    if profile and settings.device.platform not in ("gpu", "cuda"):
+    if profile and settings.device.platform not in hardware.GPU_PLATFORMS:
         raise InputError(
             f"bench: --profile needs a CUDA GPU; this machine has {settings.device.platform}. Leave it out."
         )
@@ -317,7 +317,7 @@ def _settings(op: str, regimes: list[str] | None, backends: list[str] | None, ba
         backends=as_tuple(backends),
         baselines=as_tuple(baselines),
         regimes=as_tuple(regimes) or REGIMES,
-        processes=max((os.cpu_count() or 1) - 4, 0) if device.platform in ("gpu", "cuda") else 0,
+        processes=max((os.cpu_count() or 1) - 4, 0) if device.platform in hardware.GPU_PLATFORMS else 0,
     )
 
 
@@ -336,7 +336,7 @@ def _work(
     own = [("shapes", suites.parse_shape(op, text)) for text in shapes]
     if own and not names:
         return own
-    has_gpu = settings.device.platform in ("gpu", "cuda")
+    has_gpu = settings.device.platform in hardware.GPU_PLATFORMS
     selected, left_out = suites.select(op, names, has_gpu=has_gpu)
     if left_out:
         console.print(
@@ -619,7 +619,7 @@ def study(
     console = plain_console()
     measure, save, draw = _STUDIES[what](shapes)
     device = jax.devices()[0]
-    if device.platform not in ("gpu", "cuda"):
+    if device.platform not in hardware.GPU_PLATFORMS:
         raise InputError(f"study: needs a CUDA GPU to measure on; this machine has {device}.")
     _check_outputs("study", json, plot and plot.parent)
     _check_outputs("study", None, timeline and timeline.parent)

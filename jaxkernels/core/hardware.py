@@ -15,13 +15,16 @@ from typing import Any
 import jax
 
 __all__ = [
-    "DEFAULT_CUDA_TARGET", "PLATFORMS", "Chip", "chip_of", "clusters_at_once", "cuda_target", "host", "lookup",
-    "soft_max", "waves",
+    "DEFAULT_CUDA_TARGET", "GPU_PLATFORMS", "PLATFORMS", "Chip", "chip_of", "clusters_at_once", "cuda_target", "host",
+    "lookup", "soft_max", "waves",
 ]  # fmt: skip
 
 
 #: The JAX lowering platforms that operations have a rule for.
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+#: The platforms of JAX's devices that are GPUs.
+GPU_PLATFORMS = ("gpu", "cuda")
 
 #: The share of the last wave's idle time that work of more waves than these gets back, as the clock rises: power limits
 #: it (H200; docs/cuda-gemm.md, "What the tensor cores allow").
@@ -266,7 +269,7 @@ def chip_of(device: Any) -> Chip:
 
     Of a chip that is not in the table, the rates are not known.
     """
-    if device.platform not in ("gpu", "cuda"):
+    if device.platform not in GPU_PLATFORMS:
         return host(device.platform)
     capability = getattr(device, "compute_capability", None)
     if capability is None:  # ROCm devices carry no CUDA compute capability.
@@ -291,7 +294,7 @@ def cuda_target(devices: Iterable[Any] = ()) -> Chip:
     the environment variable `JAXKERNELS_TARGET`, the first local CUDA device, `DEFAULT_CUDA_TARGET`.
     """
     for device in devices:
-        if device.platform in ("gpu", "cuda"):
+        if device.platform in GPU_PLATFORMS:
             return chip_of(device)
     if target := os.environ.get("JAXKERNELS_TARGET"):
         return lookup(target)

@@ -21,6 +21,8 @@ from typing import Any, Literal, Protocol
 
 import jax
 
+from jaxkernels.core import hardware
+
 __all__ = [
     "REGIMES", "Call", "Clock", "CuptiClock", "MeasureError", "Regime", "Samples", "Visit", "WallClock", "clock_for",
     "measure", "num_rotations", "ratio",
@@ -292,7 +294,7 @@ def _host_seconds(launch: Callable[[], Any]) -> float:
 
 def clock_for(platform: str) -> Clock:
     """The clock for calls on a platform as `jax.Device.platform` names it."""
-    return CuptiClock() if platform in ("gpu", "cuda") else WallClock()
+    return CuptiClock() if platform in hardware.GPU_PLATFORMS else WallClock()
 
 
 def num_rotations(num_bytes: int) -> tuple[int, bool]:
