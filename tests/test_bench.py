@@ -1371,7 +1371,7 @@ def test_suites_are_listed():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["conv"], "bench: unknown operation 'conv'; use one of gemm, attention, norm, lce, train."),
+        (["conv"], "bench: unknown operation 'conv'; use one of gemm, qkv, attention, norm, lce, train."),
         (["train", "--suite", "gemm-odd"], "bench: unknown suite 'gemm-odd'; train has train-tiny, train-124m, "
          "train-350m, train-1b, train-8b."),
         (["gemm", "--backend", "cublas"], "bench: unknown backend 'cublas'; use one of "

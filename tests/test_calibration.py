@@ -524,7 +524,7 @@ def test_command_refuses_to_calibrate_in_one_line(row, tmp_path):
     assert refusal("gemm", "--design=matmul.cuda.gemm") == (
         "error: tune: --design needs --calibrate, and --chip --calibrate or --times. Name a file with it.\n"
     )
-    assert refusal() == "error: tune: no operation is given; use one of gemm, attention, norm, lce.\n"
+    assert refusal() == "error: tune: no operation is given; use one of gemm, qkv, attention, norm, lce.\n"
 
 
 def test_a_file_without_its_device_is_refused(tmp_path):

@@ -107,7 +107,7 @@ def test_tune() -> None:
 
 
 def test_bench(tmp_path: pathlib.Path) -> None:
-    assert suites.kinds() == ("gemm", "attention", "norm", "lce", "scale-rows", "train")
+    assert suites.kinds() == ("gemm", "qkv", "attention", "norm", "lce", "scale-rows", "train")
     assert "scale-rows-smoke" in suites.all_suites()
     path = tmp_path / "rows.json"
     result = CliRunner().invoke(app, ["bench", "scale-rows", "--regime", "burst", "--json", str(path)])

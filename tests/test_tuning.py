@@ -643,7 +643,7 @@ def test_command_refuses_in_one_line():
     assert "64x64" in refusal("gemm", "--shapes=64x64")
     assert "no-such-suite" in refusal("attention", "--suite=no-such-suite")
     assert refusal("conv", "--shapes=64x64x64") == (
-        "error: tune: unknown operation 'conv'; use one of gemm, attention, norm, lce.\n"
+        "error: tune: unknown operation 'conv'; use one of gemm, qkv, attention, norm, lce.\n"
     )
 
 

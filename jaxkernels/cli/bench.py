@@ -35,7 +35,7 @@ _WHAT, _AGAINST, _OUT = "What is timed", "Sides", "Output"
 
 
 def bench(
-    op: Annotated[str, typer.Argument(help="gemm, attention, norm or train.")],
+    op: Annotated[str, typer.Argument(help="gemm, qkv, attention, norm, lce or train.")],
     suite: Annotated[
         list[str] | None,
         typer.Option(

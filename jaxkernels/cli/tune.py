@@ -24,7 +24,7 @@ def tune(
     op: Annotated[
         str | None,
         typer.Argument(
-            help="An operation, with its gradients: gemm, attention, norm, lce.",
+            help="An operation, with its gradients: gemm, qkv, attention, norm, lce.",
             show_default="all, with --calibrate; else needed",
         ),
     ] = None,
