@@ -85,8 +85,8 @@ def test_error_rule_on_a_gpu(case, reduction, named):
     if named == "triton":
         options = dict(backend="triton", config=problem.Config(**{} if case.tokens > 1000 else dict(chunk=150)))
     operands, cts = case.operands(), cotangents(case, reduction)
-    if named == "triton" and (case.bias or (case.z_loss and case.dtype == "float16" and reduction != "none")):
-        with pytest.raises(NotImplementedError, match=r"gradient of the bias|float16 gradients with a z-loss"):
+    if named == "triton" and case.bias:
+        with pytest.raises(NotImplementedError, match="does not compute the gradient of the bias"):
             with_gradients(lambda xs: ours(case, reduction, xs, **options), operands, cts)
         return
     actual = with_gradients(lambda xs: ours(case, reduction, xs, **options), operands, cts)

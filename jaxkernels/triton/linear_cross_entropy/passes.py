@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkernels.core.types import ArrayType
@@ -55,11 +56,7 @@ def _backward(
     logits = chunks.product(spec, chunk["x"], operands["w"])
     cts = {f"d{name}": chunk[f"d{name}"] for name in spec.statistics}
     unit = chunks.unit_of(spec, cts)
-    scaled = [ct if unit is None else ct / unit for ct in cts.values()]
-    # Labels stand for cotangents of a sum that is not there.
-    absent = [] if spec.logit_sum else [chunk["labels"]]
-    given = [logits, *_common(operands, chunk), chunk["lse"], *scaled, *absent]
-    g = _call(spec, config, "logits_backward", given, [])["g"]
+    g = _cotangent(spec, config, operands, chunk, logits, chunk["lse"], cts, unit)
     return chunks.add_products(spec, BACKWARD, sums, chunk["x"], operands["w"], g, unit)
 
 
@@ -68,15 +65,39 @@ def _fused(
 ) -> tuple[Arrays, Arrays]:
     logits = chunks.product(spec, chunk["x"], operands["w"])
     weights = chunk["weights"]
-    # Without a z-loss, which float16 does not have here, the cotangents do not depend on the logsumexp.
-    unit = None if spec.z_loss else chunks.unit_of(spec, cotangents(spec, weights, weights, spec.vocab_size))
-    given = [logits, *_common(operands, chunk), weights if unit is None else weights / unit]
-    found = _call(spec, config, "logits_fused", given, spec.statistics)
-    sums, rows = chunks.add_products(spec, FUSED, sums, chunk["x"], operands["w"], found.pop("g"), unit)
+    if spec.z_loss and spec.x.dtype == np.float16:  # The unit of g depends on all logsumexps.
+        found = _call(spec, config, "logits_forward", [logits, *_common(operands, chunk)], spec.statistics)
+        cts = cotangents(spec, found["lse"], weights, spec.vocab_size)
+        unit = chunks.unit_of(spec, cts)
+        g = _cotangent(spec, config, operands, chunk, logits, found["lse"], cts, unit)
+    else:
+        # Without a z-loss, the cotangents that a unit is made of do not depend on the logsumexp.
+        unit = chunks.unit_of(spec, cotangents(spec, jnp.zeros_like(weights), weights, spec.vocab_size))
+        given = [logits, *_common(operands, chunk), weights if unit is None else weights / unit]
+        found = _call(spec, config, "logits_fused", given, spec.statistics)
+        g = found.pop("g")
+    sums, rows = chunks.add_products(spec, FUSED, sums, chunk["x"], operands["w"], g, unit)
     return sums, found | rows
 
 
 _STEPS = {FORWARD: _forward, TANGENT: _tangent, BACKWARD: _backward, FUSED: _fused}
+
+
+def _cotangent(
+    spec: LinearCrossEntropySpec,
+    config: Config,
+    operands: Mapping[str, jax.Array],
+    chunk: Arrays,
+    logits: jax.Array,
+    lse: jax.Array,
+    cts: Mapping[str, jax.Array],
+    unit: jax.Array | None,
+) -> jax.Array:
+    """g, the cotangent of the logits for those of the statistics, over the unit."""
+    scaled = [ct if unit is None else ct / unit for ct in cts.values()]
+    # Labels stand for cotangents of a sum that is not there.
+    absent = [] if spec.logit_sum else [chunk["labels"]]
+    return _call(spec, config, "logits_backward", [logits, *_common(operands, chunk), lse, *scaled, *absent], [])["g"]
 
 
 def _common(operands: Mapping[str, jax.Array], chunk: Arrays) -> list[jax.Array]:

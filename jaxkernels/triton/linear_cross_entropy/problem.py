@@ -111,8 +111,6 @@ def unsupported(spec: LinearCrossEntropySpec) -> str | None:
         return "has no work in an empty array"
     if "bias" in spec.gradients:
         return "does not compute the gradient of the bias"
-    if spec.x.dtype == np.float16 and spec.z_loss:
-        return "does not know the scale of float16 gradients with a z-loss before it knows all logsumexps"
     return calls.missing()
 
 
