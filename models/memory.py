@@ -10,11 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import jaxkernels as jk
 from jaxkernels.core import hardware
 from jaxkernels.core.errors import InputError
-from jaxkernels.core.types import ArrayType
 from jaxkernels.models.config import TrainingConfig
-from jaxkernels.ops.linear_cross_entropy.api import has_kernel
 
 __all__ = ["check_compiled", "check_config", "device_bytes", "explained", "step_bytes", "stores_logits"]
 
@@ -49,13 +48,14 @@ def stores_logits(config: TrainingConfig, device: Any) -> bool:
     Without a setting it does if no kernel of `jaxkernels.linear_cross_entropy` computes the loss, or if the model names
     the backends of its products and attention.
     """
-    if config.chunked_loss is not None:
-        return not config.chunked_loss
     m = config.model
-    array = lambda *shape: ArrayType(shape, jnp.dtype(m.dtype))
+    if config.chunked_loss is not None or m.backend is not None:
+        return not config.chunked_loss
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, m.dtype)
     x = array(config.batch_size, config.sequence_length, m.embed_dim)
-    table = array(m.vocab_size, m.embed_dim)
-    return m.backend is not None or not has_kernel(x, table, vocab_axis=0, chip=hardware.chip_of(device))
+    loss = lambda x, w: jk.linear_cross_entropy(x, w, jnp.zeros(x.shape[:2], jnp.int32), vocab_axis=0, reduction="mean")
+    choices = jk.explain(jax.grad(loss, argnums=(0, 1)), x, array(m.vocab_size, m.embed_dim), platform=device.platform)
+    return all(choice.backend == "xla" for choice in choices.choices)
 
 
 def _least_bytes_per_sequence(config: TrainingConfig, device: Any) -> int:

@@ -158,6 +158,7 @@ class Trainer:
         model = dataclasses.replace(config.model, deterministic=config.deterministic)
         self.graphdef, _ = abstract_params(model, attention_fn)
         self._optimizer = optimizer(config)
+        self._stores_logits = memory.stores_logits(config, self.devices[0])
         mesh = jax.make_mesh((len(self.devices),), ("data",), axis_types=(AxisType.Auto,), devices=self.devices)
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec("data"))
@@ -207,8 +208,7 @@ class Trainer:
 
     def _loss(self, params: Any, batch: Int[Array, "B T+1"]) -> Float[Array, ""]:
         model, tokens, targets = nnx.merge(self.graphdef, params), batch[:, :-1], batch[:, 1:]
-        stored = memory.stores_logits(self.config, self.devices[0])
-        return cross_entropy(model(tokens), targets) if stored else model.loss(tokens, targets)
+        return cross_entropy(model(tokens), targets) if self._stores_logits else model.loss(tokens, targets)
 
     def _step(self, state: TrainState, batch: Int[Array, "B T+1"]) -> tuple[TrainState, dict[str, jax.Array]]:
         loss, grads = jax.value_and_grad(self._loss)(state.params, batch)

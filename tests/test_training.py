@@ -42,6 +42,7 @@ from jaxkernels.models.run import Metrics, Run, latest_run
 from jaxkernels.models.tokenizer import ByteTokenizer
 from jaxkernels.models.training import Trainer, TrainState, cross_entropy
 from jaxkernels.models.transformer import Transformer
+from jaxkernels.triton import calls
 
 MODEL = ModelConfig(
     vocab_size=256, num_layers=1, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=48, dtype="float32"
@@ -231,6 +232,23 @@ def test_chunked_loss_and_its_gradients_are_those_of_stored_logits(num_devices, 
         results.append((metrics, jax.tree.map(lambda x: 10 * x, state.opt_state[1][0].mu)))
         np.testing.assert_allclose(t.loss(t.init_state().params, t.put(batch())), metrics["loss"], rtol=1e-5)
     assert_close(*results)
+
+
+@pytest.mark.parametrize(
+    ("target", "chunked", "named", "stored"),
+    [
+        ("NVIDIA H200", None, None, calls.missing() is not None),
+        ("NVIDIA H200", None, "cuda", True),
+        ("NVIDIA H200", True, "cuda", False),
+        ("NVIDIA H200", False, None, True),
+        ("NVIDIA A100-SXM4-80GB", None, None, True),
+    ],
+)
+def test_logits_are_stored_unless_a_kernel_computes_the_loss(target, chunked, named, stored, monkeypatch):
+    monkeypatch.setenv("JAXKERNELS_TARGET", target)
+    config = training_config("124m", platform="gpu", chunked_loss=chunked, backend=named)
+    assert memory.stores_logits(config, types.SimpleNamespace(platform="gpu")) == stored
+    assert memory.stores_logits(config, jax.devices("cpu")[0]) == (not chunked)
 
 
 @pytest.mark.gpu
@@ -1036,6 +1054,7 @@ WRONG = {
     "int": (2.0, "an int"),
     "float": ("1e-3", "a number"),
     "bool": (1, "True or False"),
+    "bool | None": (1, "True or False or None"),
     "str": (3, "a string"),
     "str | None": (3, "a string or None"),
     "ModelConfig": ({}, "a ModelConfig"),

@@ -17,6 +17,7 @@ from projections import make_spec
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.ops.linear_cross_entropy.spec import LinearCrossEntropySpec
 from jaxkernels.ops.matmul.spec import MatmulSpec
 from jaxkernels.ops.norm.spec import NormSpec
 from jaxkernels.ops.qkv_projection.spec import QkvProjectionSpec
@@ -68,6 +69,14 @@ def projection_spec(draw: random.Random) -> QkvProjectionSpec:
     return make_spec(wanted, (size(1, 5), size(6, 12)), 8 * size(0, 9), heads, pairs=pairs, target=H200)
 
 
+def loss_spec(tokens: int, width: int, vocab: int, draw: random.Random) -> LinearCrossEntropySpec:
+    """Sometimes of a power of two of tokens, which may be the size of a chunk."""
+    tokens = draw.choice([tokens, 1 << tokens.bit_length()])
+    cap, logits_dtype = draw.choice([None, 30.0]), draw.choice([jnp.bfloat16, jnp.float32])
+    operands = array(tokens, width), array(width, vocab)
+    return LinearCrossEntropySpec(*operands, jnp.dtype(logits_dtype), H200, soft_cap=cap, gradients=("x", "w"))
+
+
 def random_specs(op: str, count: int) -> list[Any]:
     draw = random.Random(0)
     size = lambda largest: max(1, int(2 ** draw.uniform(0, largest)))
@@ -77,6 +86,8 @@ def random_specs(op: str, count: int) -> list[Any]:
         return [matmul_spec(size(15), size(15), size(14), draw.choice([None, 3, 12])) for _ in range(count)]
     if op.startswith("norm"):
         return [norm_spec(op, size(16), size(17), draw.random() < 0.5) for _ in range(count)]
+    if op.startswith("linear_cross_entropy"):
+        return [loss_spec(size(15), size(13), size(18), draw) for _ in range(count)]
     return [attention_spec(size(8), size(8), length=1 + size(14), causal=draw.random() < 0.5) for _ in range(count)]
 
 
@@ -90,7 +101,8 @@ def test_default_is_in_the_space_of_every_spec(kernel):
         assert len(set(space)) == len(space) <= 400
         default = dispatch.default_config(op, backend, spec)
         assert default in space, spec
-        if len(space) == 1 or op.startswith("norm"):  # Norms have no cost model: the shortlist is the default.
+        # Norms and losses have no cost model: the shortlist is the default.
+        if len(space) == 1 or op.startswith(("norm", "linear_cross_entropy")):
             continue
         estimates = [dispatch.load(op, backend).estimate(spec, config) for config in space]
         assert all(1e-7 < estimate < 1e4 for estimate in estimates)

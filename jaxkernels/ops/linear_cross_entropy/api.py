@@ -12,13 +12,12 @@ from jaxtyping import Array, ArrayLike
 
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.arguments import as_array, as_flag, as_number, as_precision, is_whole
-from jaxkernels.core.hardware import Chip
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.linear_cross_entropy.losses import token_losses
 from jaxkernels.ops.linear_cross_entropy.rules import forward_op, total_loss
-from jaxkernels.ops.linear_cross_entropy.spec import FUSED, LinearCrossEntropySpec
+from jaxkernels.ops.linear_cross_entropy.spec import LinearCrossEntropySpec
 
-__all__ = ["Reduction", "has_kernel", "linear_cross_entropy"]
+__all__ = ["Reduction", "linear_cross_entropy"]
 
 Reduction = Literal["none", "sum", "mean"]
 _REDUCTIONS = ("none", "sum", "mean")
@@ -178,12 +177,6 @@ def linear_cross_entropy(
         losses, lse = losses[0], lse[0]
     losses = losses if reduction == "none" else jnp.sum(losses)
     return (losses, lse) if returns_logsumexp else losses
-
-
-def has_kernel(x: ArrayType, w: ArrayType, vocab_axis: Literal[0, 1], chip: Chip) -> bool:
-    """Whether a call without a backend computes a reduced plain loss and its gradients by a kernel, and not by XLA."""
-    spec = LinearCrossEntropySpec(x, w, x.dtype, chip, vocab_axis=vocab_axis, gradients=("x", "w"))
-    return dispatch.choose(FUSED, spec, None).backend != "xla"
 
 
 def _operands(op: str, x: Any, w: Any, labels: Any, vocab_axis: Any) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -127,7 +127,7 @@ def search_space(spec: LinearCrossEntropySpec) -> Iterator[Config]:
         tile = _SMALL_TILE
     default, *others = chunks.sizes(spec)
     if spec.num_tokens * spec.vocab_size * spec.logits_dtype.itemsize <= _ONE_CHUNK_BYTES:
-        default, others = spec.num_tokens, [default, *others]
+        default, others = spec.num_tokens, [chunk for chunk in (default, *others) if chunk < spec.num_tokens]
     yield Config(default, *tile)
     yield from (Config(chunk, *tile) for chunk in others)
     for block, warps in _TILES:
