@@ -135,8 +135,8 @@ def _kernel(event: Any, groups: Mapping[str, str]) -> tuple[str, str]:
     instruction = str(stats.get("hlo_op", ""))
     if instruction == _GRAPH:
         instruction = ""
-    # A kernel of a CUDA graph may have no instruction. XLA names its own kernels after their instructions. Of a custom
-    # call, the instruction does not say what it computes.
+    # Our kernel's instruction is a custom call: it does not say what the kernel computes. A kernel of a CUDA graph may
+    # have no instruction. XLA's own kernels have the names of their instructions.
     group = _group_of_name(kernel, _OWN_NAMES) or groups.get(instruction) or groups.get(_symbol(event.name))
     named = re.sub(r"[._]\d+$", "", instruction)
     name = kernel if not named or kernel.startswith(_symbol(named)) else f"{named}: {kernel}"

@@ -11,7 +11,7 @@ import jax
 from jaxkernels.core.cases import Case, Direction
 from jaxkernels.core.hardware import Chip
 
-__all__ = ["Baseline", "Contender", "Problem", "Suite", "both_ways", "needs_cuda"]
+__all__ = ["PLAIN_JAX", "Baseline", "Contender", "Problem", "Suite", "both_ways", "needs_cuda"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +119,10 @@ class Baseline:
     refuses: Callable[[Problem[Any], Chip], str | None]
     contenders: Callable[[Problem[Any]], Iterator[Contender]]
     yields: Callable[[Problem[Any], Chip], str | None] = lambda problem, chip: None
+
+
+#: The problem in plain JAX, which XLA compiles.
+PLAIN_JAX = Baseline(lambda problem, chip: None, lambda problem: iter([Contender("xla", problem.case.plain)]))
 
 
 def needs_cuda(chip: Chip) -> str | None:

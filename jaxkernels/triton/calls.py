@@ -7,13 +7,14 @@ derivative, no rule for vmap and none for meshes: ours has them, and reaches a k
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -152,9 +153,8 @@ def call_kernel(
     if in_place is not None:
         options |= dict(input_output_aliases={0: len(results) - 1})
         kernel = in_place if has_out_type else kernel
-    with warnings.catch_warnings():
-        # jax-triton 0.4 would have mutable arrays here, which our primitives do not take.
-        warnings.filterwarnings("ignore", "input_output_aliases", DeprecationWarning)
+    # jax-triton 0.4 would have mutable arrays here, which our primitives do not take.
+    with contextlib.nullcontext() if in_place is None else _without_warning("input_output_aliases"):
         return list(
             _jax_triton().triton_call(
                 *operands,
@@ -167,3 +167,11 @@ def call_kernel(
                 **constants,
             )
         )
+
+
+@contextlib.contextmanager
+def _without_warning(name: str) -> Iterator[None]:
+    """Without the warning that an argument is deprecated. It changes the warnings of all threads meanwhile."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", name, DeprecationWarning)
+        yield

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxkernels.core.problems import Baseline, Contender
+from jaxkernels.core.problems import PLAIN_JAX
 
 BASELINES = {
-    "xla": Baseline(lambda problem, chip: None, lambda problem: iter([Contender("xla", problem.case.plain)])),
+    "xla": PLAIN_JAX,
 }

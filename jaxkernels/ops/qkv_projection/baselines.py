@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from jaxkernels.core.problems import Baseline, Contender
+from jaxkernels.core.problems import PLAIN_JAX, Baseline
 
 __all__ = ["BASELINES"]
 
 #: Name -> baseline.
-BASELINES: dict[str, Baseline] = {
-    "xla": Baseline(lambda problem, chip: None, lambda problem: iter([Contender("xla", problem.case.plain)])),
-}
+BASELINES: dict[str, Baseline] = {"xla": PLAIN_JAX}

@@ -86,7 +86,7 @@ class QkvProjectionCase(Case):
 
     @property
     def flops(self) -> int:
-        """Of the product."""
+        """The FLOPs of the product."""
         return 2 * self.batch * self.tokens * self.embed_dim * self._columns
 
     @property

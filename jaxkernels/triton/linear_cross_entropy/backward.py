@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import jax
+import functools
 
-from jaxkernels.ops.linear_cross_entropy.spec import BACKWARD, LinearCrossEntropySpec
+from jaxkernels.ops.linear_cross_entropy.spec import BACKWARD
 from jaxkernels.triton.linear_cross_entropy import passes
 from jaxkernels.triton.linear_cross_entropy.problem import (
     VERSION,
@@ -17,6 +17,4 @@ from jaxkernels.triton.linear_cross_entropy.problem import (
 
 __all__ = ["VERSION", "Config", "run", "search_space", "shortlist", "unpreferred", "unsupported"]
 
-
-def run(spec: LinearCrossEntropySpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
-    return passes.run(BACKWARD, spec, config, operands)
+run = functools.partial(passes.run, BACKWARD)

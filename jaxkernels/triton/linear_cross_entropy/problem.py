@@ -56,8 +56,8 @@ class Config(chunks.Config):
 
     label: ClassVar[str] = "linear_cross_entropy[triton]"
 
-    block_vocab: int = 4096
-    num_warps: int = 16
+    block_vocab: int = _TILE[0]
+    num_warps: int = _TILE[1]
 
     def __post_init__(self) -> None:
         super().__post_init__()
