@@ -20,8 +20,8 @@ if (_root / "pyproject.toml").exists() and (_root / "pallas" / "__init__.py").ex
 
 from jaxkernels import checkpoint_policies
 from jaxkernels.core.explain import explain
-from jaxkernels.core.kernel_op import each_kernel_once
 from jaxkernels.core.versions import installed_version as _installed_version
+from jaxkernels.layers import scan_layers
 from jaxkernels.ops.attention.api import dot_product_attention
 from jaxkernels.ops.linear_cross_entropy.api import linear_cross_entropy
 from jaxkernels.ops.matmul.api import dot_general, matmul
@@ -31,9 +31,9 @@ from jaxkernels.ops.qkv_projection.api import qkv_projection
 from jaxkernels.tuning.autotune import autotune, tuning
 
 __all__ = [
-    "__version__", "autotune", "checkpoint_policies", "dot_general", "dot_product_attention", "each_kernel_once",
+    "__version__", "autotune", "checkpoint_policies", "dot_general", "dot_product_attention",
     "explain", "ffi", "gated_mlp", "layer_norm", "linear_cross_entropy", "matmul", "models", "qkv_projection",
-    "rms_norm", "tuning",
+    "rms_norm", "scan_layers", "tuning",
 ]  # fmt: skip
 
 #: The installed version; "0+unknown" in a checkout that is not installed.

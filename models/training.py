@@ -26,7 +26,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 from rich.console import Console
 
-import jaxkernels as jk
 from jaxkernels.core import hardware
 from jaxkernels.core.errors import InputError
 from jaxkernels.models import data as data_lib
@@ -168,8 +167,7 @@ class Trainer:
         batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._split)
         on_gpu = self.devices[0].platform in hardware.GPU_PLATFORMS
         options = {"xla_gpu_deterministic_ops": True} if on_gpu and config.deterministic else None
-        with jk.each_kernel_once() if config.model.scan else contextlib.nullcontext():
-            step = jax.jit(self._step, donate_argnums=0, out_shardings=self.replicated).lower(state, batch)
+        step = jax.jit(self._step, donate_argnums=0, out_shardings=self.replicated).lower(state, batch)
         #: (state, batch) -> (next state, metrics); the state's buffers are donated.
         self.step: Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]] = step.compile(options)
         memory.check_compiled(config, self.devices, self.step)  # type: ignore[arg-type]

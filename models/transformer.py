@@ -254,7 +254,10 @@ class Transformer(nnx.Module):
             run = nnx.remat(run, policy=_POLICIES[self.config.remat], prevent_cse=not self.config.scan)
         if self.config.scan:
             layers = _cast_kernels(self.layers, self.config.dtype)
-            return nnx.scan(run, in_axes=(0, nnx.Carry, 0), out_axes=(nnx.Carry, 0))(layers, x, caches)
+            if caches is not None:
+                return nnx.scan(run, in_axes=(0, nnx.Carry, 0), out_axes=(nnx.Carry, 0))(layers, x, caches)
+            graphdef, params = nnx.split(layers)
+            return jk.scan_layers(lambda x, params: run(nnx.merge(graphdef, params), x, None)[0], x, params), None
         updated = []
         for i, block in enumerate(self.layers):
             x, cache = run(block, x, None if caches is None else caches[i])

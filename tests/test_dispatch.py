@@ -19,7 +19,7 @@ from errors import raises_exactly
 from jax import export
 
 import jaxkernels as jk
-from jaxkernels.core import _jax, dispatch, hardware, registry, times
+from jaxkernels.core import dispatch, hardware, registry, times
 from jaxkernels.core.dispatch import Entry
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.reference_forward import Config as ForwardConfig
@@ -597,24 +597,3 @@ def test_config_names_what_a_field_takes():
         config(cluster="x")
     with raises_exactly(ValueError, "matmul[pallas]: strip must be an int; got 1.5. Leave it out for the default."):
         config(strip=1.5)
-
-
-@pytest.mark.parametrize("runs_twice", [True, False])
-def test_each_kernel_once_puts_a_barrier_behind_results(monkeypatch, runs_twice):
-    """The barriers stand behind kernels whose results a scan may stack. JAX 0.12 needs none."""
-    monkeypatch.setattr(_jax, "runs_kernels_of_loops_twice", lambda: runs_twice)
-    x = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
-    heads = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
-
-    def loss(x, heads):
-        out = jk.dot_product_attention(heads, heads, heads, backend="pallas").astype(jnp.float32)
-        return jk.matmul(x, x, backend="pallas").astype(jnp.float32).sum() + out.sum()
-
-    def num_barriers() -> int:
-        traced = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).trace(x, heads)
-        return traced.lower(lowering_platforms=("cuda",)).as_text().count("optimization_barrier")
-
-    usual = num_barriers()
-    with jk.each_kernel_once():
-        assert (num_barriers() >= usual + 2) == runs_twice
-    assert num_barriers() == usual

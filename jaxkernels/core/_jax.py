@@ -38,6 +38,7 @@ __all__ = [
     "convert",
     "cudnn_version",
     "devices_during_lowering",
+    "evaluate",
     "evaluate_eagerly",
     "explicit_axes_of",
     "has_plugin",
@@ -55,8 +56,8 @@ __all__ = [
     "register_nan_check",
     "register_recomputation",
     "register_taylor",
-    "runs_kernels_of_loops_twice",
     "taylor",
+    "uninitialized",
     "with_unknown_devices",
 ]
 
@@ -163,6 +164,16 @@ def concrete_mesh_of(mesh: AbstractMesh, *xs: jax.Array) -> AbstractMesh | Mesh:
     shardings = (x.sharding for x in map(unwrapped, xs) if not isinstance(x, Tracer))
     meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh))
     return next((m for m in meshes if m.abstract_mesh == mesh), mesh)
+
+
+def evaluate(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Evaluates one equation of `jaxpr`, in the context it was traced in (`core.eval_jaxpr`)."""
+    operands = {v: x for v, x in zip(eqn.invars, values) if not isinstance(v, _core.Literal)}
+    outs = [v for v in eqn.outvars if not isinstance(v, _core.DropVar)]
+    info = jaxpr.debug_info.with_unknown_names()
+    alone = jaxpr.replace(constvars=[], invars=list(operands), outvars=outs, eqns=[eqn], debug_info=info)
+    results = iter(_core.eval_jaxpr(alone, (), *operands.values()))
+    return [None if isinstance(v, _core.DropVar) else next(results) for v in eqn.outvars]
 
 
 def register_nan_check(primitive: Any) -> None:
@@ -280,11 +291,6 @@ def has_triton_calls() -> bool:
     except ImportError:
         return False
     return hasattr(gpu_triton, "TritonKernelCall")
-
-
-def runs_kernels_of_loops_twice() -> bool:
-    """Whether XLA runs a kernel again whose result is stacked and read: up to JAX 0.11 (openxla/xla#45799)."""
-    return jax.__version_info__ < (0, 12)
 
 
 def cudnn_version() -> int | None:
@@ -443,3 +449,25 @@ def lower_traced(
     plain = [a.update(manual_axis_type=type(a.manual_axis_type)()) if a.manual_axis_type else a for a in avals]
     with _config._check_vma(False):
         return mlir.lower_fun(fun, multiple_results=multiple_results)(ctx.replace(avals_in=plain), *values)
+
+
+def uninitialized(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """An array whose elements must be written before they are read.
+
+    On a GPU no kernel fills it (`jax.lax.empty`). XLA's partitioner would allocate it whole on each device, and an
+    exported program must not depend on XLA's own custom calls: it is zeros there.
+    """
+    return _uninitialized.bind(shape=tuple(shape), dtype=jnp.dtype(dtype))
+
+
+def _lower_uninitialized(ctx: mlir.LoweringRuleContext, *, shape: tuple[int, ...], dtype: Any, on_gpu: bool) -> Any:
+    fill = jax.lax.empty if on_gpu and not (is_auto_partitioned(ctx) or is_exported(ctx)) else jnp.zeros
+    return lower_traced(ctx, lambda: fill(shape, dtype), (), multiple_results=False)
+
+
+_uninitialized = _core.Primitive("uninitialized")
+_uninitialized.def_impl(lambda *, shape, dtype: jnp.zeros(shape, dtype))
+_uninitialized.def_abstract_eval(lambda *, shape, dtype: _core.ShapedArray(shape, dtype))
+mlir.register_lowering(_uninitialized, functools.partial(_lower_uninitialized, on_gpu=False))
+for _platform in ("cuda", "rocm"):
+    mlir.register_lowering(_uninitialized, functools.partial(_lower_uninitialized, on_gpu=True), platform=_platform)

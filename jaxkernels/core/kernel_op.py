@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,10 +20,7 @@ from jaxkernels.core.operands import Spec
 from jaxkernels.core.sharding import Assignment, assign
 from jaxkernels.core.types import ArrayType
 
-__all__ = ["KernelOp", "each_kernel_once", "usual_promotion"]
-
-#: Whether `each_kernel_once` applies to what is lowered now.
-_ONCE: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxkernels_each_kernel_once", default=False)
+__all__ = ["KernelOp", "usual_promotion"]
 
 
 @contextlib.contextmanager
@@ -32,21 +28,6 @@ def usual_promotion() -> Iterator[None]:
     """Lets our own arithmetic promote dtypes and ranks, whatever the caller's settings forbid in theirs."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
-
-
-@contextlib.contextmanager
-def each_kernel_once() -> Iterator[None]:
-    """Lowers a program with loops so that XLA of JAX 0.11 runs each kernel once. JAX 0.12 needs no help.
-
-    A scan stacks what its backward pass reads. XLA lets a kernel write its result into the stacked array. If the loop's
-    body reads the result too, XLA runs the kernel a second time (https://github.com/openxla/xla/pull/45799). Here a
-    barrier comes between a result and its readers. Outside of loops it would keep XLA from reusing memory.
-    """
-    before = _ONCE.set(_jax.runs_kernels_of_loops_twice())
-    try:
-        yield
-    finally:
-        _ONCE.reset(before)
 
 
 class KernelOp:
@@ -63,12 +44,10 @@ class KernelOp:
       name: the kernel's name in `dispatch.REGISTRY` and in messages.
       primitive: the JAX primitive.
       keeps_weak_types: whether results of weakly typed operands are weakly typed.
-      is_stacked: whether a scan may stack the results for its backward pass.
       loops: whether the reference loops over a dimension that may be sharded. XLA's partitioner would gather it, so the
         reference is split as the kernels are.
     """
 
-    is_stacked = False
     keeps_weak_types = False
     loops = False
 
@@ -236,8 +215,6 @@ class KernelOp:
             ctx = _jax.with_unknown_devices(ctx)
         else:
             run = functools.partial(dispatch.load(self.name, choice.backend).run, choice.spec, choice.config)
-            if self.is_stacked and choice.backend != "xla" and _ONCE.get():
-                run = _behind_barrier(run)
         with usual_promotion(), _jax.ignore_x64([*ctx.avals_in, *ctx.avals_out]):
             return _jax.lower_traced(ctx, run, values, multiple_results=self.primitive.multiple_results)
 
@@ -279,10 +256,6 @@ class KernelOp:
 
     def _list(self, outs: Any) -> list[Any]:
         return list(outs) if self.primitive.multiple_results else [outs]
-
-
-def _behind_barrier(run: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *xs: jax.lax.optimization_barrier(run(*xs))
 
 
 def _same(a: PartitionSpec, b: PartitionSpec) -> bool:

@@ -51,11 +51,7 @@ class _AttentionOp(KernelOp):
         return mapped | {"bias", "dbias"} if mapped & {"bias", "dbias"} else mapped
 
 
-class _ForwardOp(_AttentionOp):
-    is_stacked = True
-
-
-forward_op = _ForwardOp("attention_forward", "jk_attention_forward", multiple_results=True)
+forward_op = _AttentionOp("attention_forward", "jk_attention_forward", multiple_results=True)
 tangent_op = _AttentionOp("attention_tangent", "jk_attention_tangent", multiple_results=True)
 backward_op = _AttentionOp("attention_backward", "jk_attention_backward", multiple_results=True)
 

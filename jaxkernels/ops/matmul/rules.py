@@ -36,7 +36,6 @@ __all__ = ["dot_general_op", "gated_tangent_op", "matmul_op", "pair_op"]
 class _MatmulOp(KernelOp):
     """An operand of the plain product may be a Python scalar: JAX passes literals of a program to the rules as such."""
 
-    is_stacked = True
     keeps_weak_types = True
 
     def local(self, spec: MatmulSpec, assignment: Assignment, **params: Any) -> Callable[..., list[jax.Array]]:

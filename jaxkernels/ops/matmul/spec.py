@@ -73,6 +73,8 @@ class MatmulSpec(Spec):
       preactivation: type of an array of the result's shape, or None; with a multiplier only.
       adds_apart: whether XLA would add the residual in a pass of its own. In a program of its own the product adds the
         residual in cuBLAS. In the training steps that were profiled it did not.
+      copied: names of operands and of the result that XLA would copy in passes of their own, because `jk.scan_layers`
+        has them in arrays for all layers.
       target: the chip.
     """
 
@@ -90,6 +92,7 @@ class MatmulSpec(Spec):
     save_preactivation: bool = False
     preactivation: ArrayType | None = None
     adds_apart: bool = False
+    copied: tuple[str, ...] = ()
 
     def inputs(self, kernel: str) -> tuple[str, ...]:
         optional = {name: getattr(self, name) for name in ("bias", "multiplier", "residual", "preactivation")}
@@ -127,7 +130,7 @@ class MatmulSpec(Spec):
     @property
     def margin(self) -> float | None:
         """Zero where XLA takes one kernel more: the time of that kernel is certain."""
-        return 0.0 if self.adds_apart or self.is_gradient else None
+        return 0.0 if self.adds_apart or self.copied or self.is_gradient else None
 
     @property
     def may_scatter(self) -> bool:

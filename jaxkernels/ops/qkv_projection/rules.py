@@ -25,8 +25,6 @@ __all__ = ["qkv_projection_op"]
 
 
 class _QkvProjectionOp(KernelOp):
-    is_stacked = True
-
     def batch(
         self, args: Sequence[Any], dims: Sequence[int | None], *, static: QkvProjectionSpec, **params: Any
     ) -> tuple[list[jax.Array], list[int]]:
