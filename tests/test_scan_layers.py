@@ -221,7 +221,7 @@ def test_shard_map():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     one = lambda x, p: x + jnp.tanh(x @ p)
     x, w = draw(0, 8, FEATURES), PARAMS["w"]
-    specs = dict(in_specs=(PartitionSpec("data"), PartitionSpec()), out_specs=PartitionSpec("data"))
+    specs: Any = dict(in_specs=(PartitionSpec("data"), PartitionSpec()), out_specs=PartitionSpec("data"))
     sharded = jax.shard_map(functools.partial(jk.scan_layers, one), mesh=mesh, **specs)
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     actual = jax.jit(jax.grad(squares(sharded), argnums=(0, 1)))(jax.device_put(x, sharding), w)
