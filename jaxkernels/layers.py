@@ -64,7 +64,8 @@ def scan_layers(layer: Callable[[Any, Any], Any], x: Any, params: Any) -> Any:
 
     Differentiable any number of times in both modes, in `x`, `params` and what `layer` closes over. Forward mode
     computes the layers twice. Under `jax.vmap`, `jax.jit` and meshes with Auto axes it works like `jax.lax.scan`. It is
-    `jax.lax.scan` inside `jax.shard_map`, on meshes with Explicit axes, and for policies that offload to the host.
+    `jax.lax.scan` inside `jax.shard_map`, on meshes with Explicit axes, and if `layer` names an axis (`jax.lax.psum`).
+    So is its derivative if a layer keeps keys or, by the policy of its checkpoint, arrays in the host's memory.
     """
     x, params = jax.tree.map(jnp.asarray, (x, params))
     stream, stream_tree = jax.tree.flatten(x)
@@ -81,7 +82,7 @@ def scan_layers(layer: Callable[[Any, Any], Any], x: Any, params: Any) -> Any:
     program = _Program(closed.jaxpr, num_layers, len(stream), len(stacked))
     operands = (*stream, *stacked, *map(jnp.asarray, closed.consts))
     mesh = jax.sharding.get_abstract_mesh()
-    if not (mesh.empty or mesh.are_all_axes_auto):
+    if not (mesh.empty or mesh.are_all_axes_auto) or _jax.names_axes(closed.jaxpr):
         return stream_tree.unflatten(program.scan(*operands))
     return stream_tree.unflatten(program(*operands))
 
@@ -135,7 +136,7 @@ class _Program:
         filled = [jnp.zeros_like(x) if isinstance(t, SymbolicZero) else t for x, t in zip(operands, tangents)]
         moving_tangents = list(compress(filled, moves))
         loop = _Differentiated(self, moves, operands)
-        if loop.is_offloaded:
+        if loop.is_plain:
             outs, out_tangents = self.scan(*operands), loop.tangents(*operands, *moving_tangents)
         else:
             outs, kept = loop.forward(operands)
@@ -152,7 +153,8 @@ class _Differentiated:
     arrays that are the same for all layers.
 
     Attributes:
-      is_offloaded: whether a layer keeps arrays in the host's memory.
+      is_plain: whether the arrays for all layers must be those of `jax.lax.scan`, because a layer keeps keys, or arrays
+        in the host's memory.
     """
 
     def __init__(self, program: _Program, moves: Sequence[bool], operands: Sequence[jax.Array]):
@@ -176,7 +178,10 @@ class _Differentiated:
         self._places = [(*place(v), v.aval) for v in self._leaves if not isinstance(v, Literal)]
         same_for_all = [eqn for eqn in self._jaxpr.eqns if eqn.outvars and varying.isdisjoint(eqn.outvars)]
         self._fixed_jaxpr = self._jaxpr.replace(eqns=same_for_all, outvars=list(self._fixed))
-        self.is_offloaded = any(v.aval.memory_space != jax.memory.Space.Device for v in self._slots)
+        self.is_plain = any(
+            v.aval.memory_space != jax.memory.Space.Device or jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
+            for v in self._slots
+        )
 
     def _layer(self, *xs: jax.Array) -> list[Any]:
         """One layer: the next stream, and the leaves of its pullback to the operands that move."""

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from ahead_of_time import h200, needs_aot
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jaxkernels as jk
@@ -39,8 +40,12 @@ def looped(x: Any, params: Any, factor: Any, policy: Any = None) -> Any:
     return jk.scan_layers(one if policy is None else jax.checkpoint(one, policy=policy), x, params)
 
 
+def plain(one: Any, x: Any, params: Any) -> Any:
+    return lax.scan(lambda x, p: (one(x, p), None), x, params)[0]
+
+
 def scanned(x: Any, params: Any, factor: Any) -> Any:
-    return lax.scan(lambda x, p: (layer(factor, x, p), None), x, params)[0]
+    return plain(functools.partial(layer, factor), x, params)
 
 
 def squares(f: Any) -> Any:
@@ -134,7 +139,7 @@ def test_a_stream_of_several_arrays_and_parameters_without_gradients():
 
     actual = run(jk.scan_layers)
     assert actual[0][1] == LAYERS
-    assert_close(actual, run(lambda one, x, params: lax.scan(lambda x, p: (one(x, p), None), x, params)[0]))
+    assert_close(actual, run(plain))
 
 
 W, B, S = PARAMS["w"], PARAMS["b"], draw(7, LAYERS)
@@ -173,7 +178,7 @@ def test_layers_of_many_forms(form):
     one, x, params = FORMS[form]
     grad = lambda f: jax.jit(jax.grad(squares(f), argnums=(0, 1), allow_int=True))(x, params)
     actual = grad(functools.partial(jk.scan_layers, one))
-    expected = grad(lambda x, params: lax.scan(lambda x, p: (one(x, p), None), x, params)[0])
+    expected = grad(functools.partial(plain, one))
     floating = lambda tree: [leaf for leaf in jax.tree.leaves(tree) if leaf.dtype != jax.dtypes.float0]
     assert_close(floating(actual), floating(expected))
 
@@ -181,7 +186,8 @@ def test_layers_of_many_forms(form):
 def test_attention_projection_and_gated_layers():
     """Kernels of several results, views of results, and results that only the backward pass reads."""
     heads, features = 2, 16
-    rotation = tuple(f(jnp.arange(12.0)[:, None] / jnp.arange(1, 5)) for f in (jnp.cos, jnp.sin))
+    angles = jnp.arange(12.0)[:, None] / jnp.arange(1, 5)
+    rotation = jnp.cos(angles), jnp.sin(angles)
     params = dict(
         scale=draw(0, LAYERS, 16), qkv=draw(1, LAYERS, 16, 48), out=draw(2, LAYERS, 16, 16),
         gate=draw(3, LAYERS, 16, 32), up=draw(4, LAYERS, 16, 32), down=draw(5, LAYERS, 32, 16),
@@ -195,8 +201,7 @@ def test_attention_projection_and_gated_layers():
         return jk.gated_mlp(x, p["gate"], p["up"], p["down"], activation="silu", residual=x)
 
     x = draw(7, 2, 12, features)
-    plain = lambda x, params: lax.scan(lambda x, p: (block(x, p), None), x, params)[0]
-    expected = jax.jit(jax.grad(squares(plain), argnums=(0, 1)))(x, params)
+    expected = jax.jit(jax.grad(squares(functools.partial(plain, block)), argnums=(0, 1)))(x, params)
     for one in (block, jax.checkpoint(block, policy=jk.checkpoint_policies.save_products_and_attention)):
         actual = jax.jit(jax.grad(squares(functools.partial(jk.scan_layers, one)), argnums=(0, 1)))(x, params)
         assert_close(actual, expected)
@@ -207,7 +212,6 @@ def test_meshes(axis_type):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:4])
     one = lambda x, p: x + jnp.tanh(x @ p)
     loss = lambda loop: lambda x, w: (loop(one, x, w) ** 2).sum()
-    plain = lambda one, x, w: lax.scan(lambda x, p: (one(x, p), None), x, w)[0]
     x, w = draw(0, 8, FEATURES), PARAMS["w"]
     with jax.set_mesh(mesh):
         args = jax.device_put(x, PartitionSpec("data")), jax.device_put(w, PartitionSpec())
@@ -226,6 +230,34 @@ def test_shard_map():
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     actual = jax.jit(jax.grad(squares(sharded), argnums=(0, 1)))(jax.device_put(x, sharding), w)
     assert_close(actual, jax.grad(squares(functools.partial(jk.scan_layers, one)), argnums=(0, 1))(x, w))
+
+
+def test_keys_that_a_layer_keeps():
+    def one(x: Any, p: Any) -> Any:
+        key = jax.random.fold_in(jax.random.key(3), p["n"])
+        dropout = jax.checkpoint(lambda x, key: x * jax.random.bernoulli(key, 0.5, x.shape) @ p["w"])
+        return dropout(x, key) + x
+
+    params = dict(w=PARAMS["w"], n=jnp.arange(LAYERS))
+    loss = lambda loop: lambda w: (loop(one, X, params | dict(w=w)) ** 2).sum()
+    assert_close(jax.grad(loss(jk.scan_layers))(PARAMS["w"]), jax.grad(loss(plain))(PARAMS["w"]))
+
+
+def test_named_axes():
+    one = lambda x, w: jnp.sin(x @ w) + lax.psum(x, "rows") / 8
+    loss = lambda loop: lambda w: jax.vmap(lambda x: loop(one, x, w), axis_name="rows")(X).sum()
+    assert_close(jax.grad(loss(jk.scan_layers))(PARAMS["w"]), jax.grad(loss(plain))(PARAMS["w"]))
+
+
+def test_arrays_in_the_memory_of_the_host():
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["h"],
+        offload_src="device", offload_dst="pinned_host",
+    )  # fmt: skip
+    one = jax.checkpoint(lambda x, w: jnp.sin(checkpoint_name(x @ w, "h")), policy=policy)
+    grad = lambda loop: jax.jit(jax.grad(lambda w: (loop(one, X, w) ** 2).sum()))
+    assert_close(grad(jk.scan_layers)(PARAMS["w"]), grad(plain)(PARAMS["w"]))
+    assert f"f32<host>[{LAYERS}," in str(jax.make_jaxpr(grad(jk.scan_layers))(PARAMS["w"]))
 
 
 def test_export():
@@ -278,7 +310,6 @@ def test_kernels_write_where_the_backward_pass_reads():
         return jk.matmul(jnp.tanh(up), p[1], residual=x, backend="pallas")
 
     loss = lambda loop: lambda x, p: (loop(one, x, p).astype(jnp.float32) ** 2).sum()
-    plain = lambda one, x, p: lax.scan(lambda x, p: (one(x, p), None), x, p)[0]
 
     def compiled(loop: Any) -> str:
         return str(jax.jit(jax.grad(loss(loop), argnums=(0, 1))).lower(*args).compile().as_text())

@@ -49,6 +49,7 @@ __all__ = [
     "lower_by_device_if_unlike",
     "lower_traced",
     "match_varying_axes",
+    "names_axes",
     "on_auto_axes",
     "partition_specs",
     "register_batcher",
@@ -416,6 +417,11 @@ def with_unknown_devices(ctx: mlir.LoweringRuleContext) -> mlir.LoweringRuleCont
     num_devices = axis_context.num_devices
     unknown = mlir.ShardingContext(num_devices, (None,) * num_devices)
     return ctx.replace(module_context=ctx.module_context.replace(axis_context=unknown))
+
+
+def names_axes(jaxpr: Any) -> bool:
+    """Whether a program refers to a named axis, such as that of a `jax.vmap` around it (`core.NamedAxisEffect`)."""
+    return any(isinstance(effect, _core.NamedAxisEffect) for effect in jaxpr.effects)
 
 
 def on_auto_axes(fun: Callable[..., Any]) -> Callable[..., Any]:
