@@ -16,13 +16,15 @@ from itertools import compress
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
 
-from jaxkernels.core import _jax
+from jaxkernels.core import _jax, hardware
 from jaxkernels.core.custom_transpose import linear_call
 from jaxkernels.ops.attention.rules import forward_op as attention_op
 from jaxkernels.ops.matmul.rules import dot_general_op, matmul_op
@@ -279,39 +281,46 @@ class _Kept:
 
     def __init__(self, stacks: Sequence[jax.Array], i: jax.Array):
         self.stacks, self.i = [*stacks], i
-        self._num_reads = [0] * len(self.stacks)
 
     def write(self, k: int, x: jax.Array, i: Any) -> None:
         """Writes what layer `i` keeps into array `k`."""
         x = x.reshape(self.stacks[k].shape[1:])
         self.stacks[k] = lax.dynamic_update_index_in_dim(self.stacks[k], x, i, 0)
-        self._num_reads[k] += 1
-
-    def read(self, k: int) -> jax.Array:
-        """Returns what this layer keeps in array `k`.
-
-        XLA replaces a slice by what was written there, if it sees that both have the same place. The kernel's result
-        then has two readers, so it is copied, or the kernel runs twice. XLA also reads once for all equal slices, into
-        an array of its own. So each reader has another expression for i.
-        """
-        num_reads, i = self._num_reads[k], self.i
-        self._num_reads[k] += 1
-        if num_reads > 0:
-            shift = 1 + (num_reads - 1) % 12  # 12: far from an overflow of int32.
-            i = lax.shift_right_logical(lax.shift_left(i, shift) + 1, shift)
-        return _at(self.stacks[k], i)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Slice:
-    """What this layer keeps in one array for all layers, in the shape that its readers expect."""
+    """What this layer has in one array for all layers, in the shape that its readers expect.
+
+    Attributes:
+      value: the same as an array of its own, if this layer computes it.
+    """
 
     kept: _Kept
     k: int
     shape: tuple[int, ...]
+    value: jax.Array | None = None
 
     def read(self) -> jax.Array:
-        return self.kept.read(self.k).reshape(self.shape)
+        x = _at(self.kept.stacks[self.k], self.kept.i).reshape(self.shape)
+        return x if self.value is None else _same_p.bind(self.value.reshape(self.shape), x)
+
+
+def _lower_same(ctx: mlir.LoweringRuleContext, value: Any, x: Any) -> Any:
+    """A kernel's result, or the slice where it is kept, which is the same.
+
+    On Hopper, kernels read and write slices. Other chips' kernels are Triton's, and XLA would copy the slice.
+    """
+    return [x if hardware.cuda_target(_jax.devices_during_lowering(ctx)).is_hopper else value]
+
+
+_same_p = jax.extend.core.Primitive("same_as_slice")
+_same_p.def_impl(lambda value, x: value)
+_same_p.def_abstract_eval(lambda value, x: value)
+ad.primitive_jvps[_same_p] = lambda primals, tangents: (_same_p.bind(*primals), tangents[0])
+batching.primitive_batchers[_same_p] = lambda args, dims: (args[0], dims[0])
+mlir.register_lowering(_same_p, lambda ctx, value, x: [value])
+mlir.register_lowering(_same_p, _lower_same, platform="cuda")
 
 
 def _read(x: Any) -> Any:
@@ -343,7 +352,7 @@ def _evaluate(
             if v in slots:
                 kept.write(slots[v], env[v], kept.i)
                 if eqn.primitive in _KERNELS:
-                    env[v] = _Slice(kept, slots[v], env[v].shape)
+                    env[v] = _Slice(kept, slots[v], env[v].shape, env[v])
     return list(map(lookup, jaxpr.outvars))
 
 

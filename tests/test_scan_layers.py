@@ -16,6 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jaxkernels as jk
+from jaxkernels import layers
+from jaxkernels.core import hardware
 
 LAYERS, TOKENS, FEATURES = 4, 3, 8
 
@@ -295,6 +297,13 @@ def test_no_layers():
 def test_errors(error, run, message):
     with pytest.raises(error, match=f"^scan_layers: .*{message}"):
         run()
+
+
+@pytest.mark.parametrize(("chip", "read"), [("NVIDIA H200", "arg1"), ("NVIDIA A100-SXM4-80GB", "arg0")])
+def test_only_kernels_for_hopper_read_slices(chip, read, monkeypatch):
+    monkeypatch.setattr(hardware, "cuda_target", lambda devices: hardware.lookup(chip))
+    traced = jax.jit(lambda value, kept: layers._same_p.bind(value, kept)).trace(X, X)
+    assert f"return %{read} " in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @needs_aot

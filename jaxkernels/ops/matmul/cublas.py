@@ -88,9 +88,7 @@ def estimate(spec: MatmulSpec, config: Any, constants: Constants = CONSTANTS) ->
     if spec.adds_apart:
         # Reads the product and the residual, and writes the sum.
         epilogue += tensor_cores.pass_seconds(spec.target, 3 * tensor_cores.result_bytes(spec))
-    arrays = spec.arrays()
-    copies = sum(tensor_cores.pass_seconds(spec.target, 2 * arrays[name].type.num_bytes) for name in spec.copied)
-    return constants.launch_seconds + seconds + epilogue + copies
+    return constants.launch_seconds + seconds + epilogue + tensor_cores.copies_seconds(spec)
 
 
 def _tiles(spec: MatmulSpec, constants: Constants) -> float:

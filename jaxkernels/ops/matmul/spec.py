@@ -73,8 +73,8 @@ class MatmulSpec(Spec):
       preactivation: type of an array of the result's shape, or None; with a multiplier only.
       adds_apart: whether XLA would add the residual in a pass of its own. In a program of its own the product adds the
         residual in cuBLAS. In the training steps that were profiled it did not.
-      copied: names of operands and of the result that XLA would copy in passes of their own, because `jk.scan_layers`
-        has them in arrays for all layers.
+      copied: names of operands and of the result that are copied in passes of their own around a product by XLA or
+        Triton, because `jk.scan_layers` has them in arrays for all layers.
       target: the chip.
     """
 

@@ -21,6 +21,7 @@ from jaxkernels.ops.matmul.spec import MatmulSpec
 __all__ = [
     "INPUTS",
     "OUTPUTS",
+    "copies_seconds",
     "fills_parts",
     "gradients_seconds",
     "is_default",
@@ -113,6 +114,12 @@ def gradients_seconds(spec: MatmulSpec) -> float:
     It reads the product and two operands, and writes both gradients.
     """
     return pass_seconds(spec.target, 5 * result_bytes(spec)) if spec.is_gradient else 0.0
+
+
+def copies_seconds(spec: MatmulSpec) -> float:
+    """What copies take around a kernel that cannot read and write slices of arrays for all layers."""
+    arrays = spec.arrays()
+    return sum(pass_seconds(spec.target, 2 * arrays[name].type.num_bytes) for name in spec.copied)
 
 
 def result_bytes(spec: MatmulSpec) -> int:

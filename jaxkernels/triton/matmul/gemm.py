@@ -422,7 +422,8 @@ def estimate(spec: MatmulSpec, config: Config, constants: Constants = CONSTANTS)
     if config.split_k > 1:
         parts = 2 * config.split_k * (g.batch or 1) * g.m * g.n * 4
         seconds += constants.add_seconds + parts / (rates.memory_bytes * num_sms)
-    return constants.launch_seconds + seconds + tensor_cores.gradients_seconds(spec)
+    passes = tensor_cores.gradients_seconds(spec) + tensor_cores.copies_seconds(spec)
+    return constants.launch_seconds + seconds + passes
 
 
 def not_estimated(spec: MatmulSpec, config: Config) -> str | None:
