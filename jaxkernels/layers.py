@@ -340,8 +340,13 @@ def _evaluate(
         values = [lookup(v) for v in eqn.invars]
         if (inner := _inner(eqn)) is not None:  # The kernel is inside, and so is the writing.
             root = _roots(inner.jaxpr)
-            inner_slots = {root(result): slots[v] for v, result in zip(eqn.outvars, inner.jaxpr.outvars) if v in slots}
+            results = {v: root(result) for v, result in zip(eqn.outvars, inner.jaxpr.outvars) if v in slots}
+            is_inside = lambda result: not isinstance(result, Literal) and result not in inner.jaxpr.invars
+            inner_slots = {result: slots[v] for v, result in results.items() if is_inside(result)}
             env.update(zip(eqn.outvars, _evaluate(inner.jaxpr, inner.consts, values, inner_slots, kept)))
+            for v, result in results.items():
+                if not is_inside(result):
+                    kept.write(slots[v], _read(env[v]), kept.i)
             continue
         if _is_view(eqn) and isinstance(values[0], _Slice) and eqn.outvars[0] not in slots:
             env[eqn.outvars[0]] = _reshaped(values[0], eqn.outvars[0].aval)
@@ -390,24 +395,26 @@ def _roots(jaxpr: Jaxpr) -> Callable[[Any], Any]:
     `jax.checkpoint` gives what it saves another name. A kernel can write into the array for all layers only if its
     readers and the backward pass have the same one.
     """
-    views: dict[Var, Any] = {}
+    views: dict[Var, Var] = {}
 
     def root(v: Any) -> Any:
         while not isinstance(v, Literal) and v in views:
             v = views[v]
         return v
 
+    def see(v: Var, x: Any) -> None:
+        if x is not v and not isinstance(x, Literal):
+            views[v] = x
+
     for eqn in jaxpr.eqns:
         if _is_view(eqn):
-            views[eqn.outvars[0]] = eqn.invars[0]
+            see(eqn.outvars[0], eqn.invars[0])
         elif (inner := _inner(eqn)) is not None:
             inner_root = _roots(inner.jaxpr)
             outside = dict(zip(inner.jaxpr.invars, eqn.invars))
             for v, result in zip(eqn.outvars, map(inner_root, inner.jaxpr.outvars)):
-                if isinstance(result, Literal):
-                    views[v] = result
-                elif outside.setdefault(result, v) is not v:  # An operand of the call, or a result once more.
-                    views[v] = outside[result]
+                if not isinstance(result, Literal):  # It may be an operand of the call, or a result once more.
+                    see(v, outside.setdefault(result, v))
     return root
 
 

@@ -170,6 +170,14 @@ FORMS = {
         lambda x, p: lax.scan(lambda x, _: (jnp.sin(jk.matmul(x, p["w"])), None), x, length=3)[0], X, dict(w=W)
     ),
     "a jit": (lambda x, p: jax.jit(lambda h: jnp.sin(jk.matmul(h, p["w"])))(x) + x, X, dict(w=W)),
+    "a jit that returns a number": (
+        lambda x, p: (lambda h, c: h * c * jnp.sin(h * c))(*jax.jit(lambda x: (jnp.sin(x @ p["w"]), 2.0))(x)),
+        X, dict(w=W),
+    ),
+    "a number with a name": (lambda x, p: jnp.sin(x @ p["w"] * checkpoint_name(jnp.float32(2), "two")), X, dict(w=W)),
+    "a jit that returns an operand": (
+        lambda x, p: (lambda h, x: h * jnp.sin(x))(*jax.jit(lambda x: (jk.matmul(x, p["w"]), x))(x)), X, dict(w=W)
+    ),
     "layers": (lambda x, p: jk.scan_layers(lambda x, w: jnp.sin(jk.matmul(x, w)), x, p["w"][None]), X, dict(w=W)),
     "a checkpoint with barriers": (jax.checkpoint(lambda x, p: jnp.sin(jk.matmul(jnp.sin(x), p["w"]))), X, dict(w=W)),
 }  # fmt: skip
