@@ -31,9 +31,9 @@ from jaxkernels.ops.qkv_projection.api import qkv_projection
 from jaxkernels.tuning.autotune import autotune, tuning
 
 __all__ = [
-    "__version__", "autotune", "checkpoint_policies", "dot_general", "dot_product_attention",
-    "explain", "ffi", "gated_mlp", "layer_norm", "linear_cross_entropy", "matmul", "models", "qkv_projection",
-    "rms_norm", "scan_layers", "tuning",
+    "__version__", "autotune", "checkpoint_policies", "dot_general", "dot_product_attention", "explain", "ffi",
+    "gated_mlp", "layer_norm", "linear_cross_entropy", "matmul", "models", "qkv_projection", "rms_norm",
+    "scan_layers", "tuning",
 ]  # fmt: skip
 
 #: The installed version; "0+unknown" in a checkout that is not installed.

@@ -94,7 +94,7 @@ class _Program:
     """The loop. Its operands are the leaves of the stream and of the parameters, and what the layer closes over.
 
     Attributes:
-      jaxpr: one layer. What it closes over are its constants.
+      jaxpr: one layer. Its constants are the arrays that the layer closes over.
       num_layers, num_stream, num_stacked: how many layers there are, and leaves of the stream and of the parameters.
     """
 
@@ -142,7 +142,8 @@ class _Program:
             outs, out_tangents = self.scan(*operands), loop.tangents(*operands, *moving_tangents)
         else:
             outs, kept = loop.forward(operands)
-            out_tangents = linear_call(loop.tangents, loop.transpose, [*operands, *kept], moving_tangents)
+            given, like = [*operands, *kept], list(compress(outs, moves))
+            out_tangents = linear_call(loop.tangents, loop.transpose, given, moving_tangents, like=like)
         rest = iter(out_tangents)
         return outs, [next(rest) if moving else _no_tangent(out) for out, moving in zip(outs, moves)]
 
@@ -248,9 +249,8 @@ class _Differentiated:
         # A product writes a gradient of the parameters where the gradients of all layers are.
         root = _roots(closed.jaxpr)
         results = [root(v) for v in closed.jaxpr.outvars]
-        is_computed = lambda v: not isinstance(v, Literal) and v not in closed.jaxpr.invars
         of_stacked = results[num_stream : num_stream + num_stacked]
-        slots = {v: k for k, v in enumerate(of_stacked) if is_computed(v)}
+        slots = {v: k for k, v in enumerate(of_stacked) if _is_computed(closed.jaxpr, v)}
 
         def body(step: jax.Array, carry: Any) -> Any:
             cotangents, gradients, sums = carry
@@ -261,7 +261,7 @@ class _Differentiated:
             outs = _evaluate(closed.jaxpr, closed.consts, [*leaves, *cotangents], slots, kept)
             cotangents, of_one, of_closed_over = _split(outs, num_stream, num_stacked)
             for k, (v, ct) in enumerate(zip(of_stacked, of_one)):
-                if not (is_computed(v) and slots[v] == k):
+                if not (_is_computed(closed.jaxpr, v) and slots[v] == k):
                     kept.write(k, _read(ct), i)
             return list(map(_read, cotangents)), kept.stacks, [x + _read(ct) for x, ct in zip(sums, of_closed_over)]
 
@@ -341,11 +341,10 @@ def _evaluate(
         if (inner := _inner(eqn)) is not None:  # The kernel is inside, and so is the writing.
             root = _roots(inner.jaxpr)
             results = {v: root(result) for v, result in zip(eqn.outvars, inner.jaxpr.outvars) if v in slots}
-            is_inside = lambda result: not isinstance(result, Literal) and result not in inner.jaxpr.invars
-            inner_slots = {result: slots[v] for v, result in results.items() if is_inside(result)}
+            inner_slots = {result: slots[v] for v, result in results.items() if _is_computed(inner.jaxpr, result)}
             env.update(zip(eqn.outvars, _evaluate(inner.jaxpr, inner.consts, values, inner_slots, kept)))
             for v, result in results.items():
-                if not is_inside(result):
+                if not _is_computed(inner.jaxpr, result):
                     kept.write(slots[v], _read(env[v]), kept.i)
             continue
         if _is_view(eqn) and isinstance(values[0], _Slice) and eqn.outvars[0] not in slots:
@@ -426,6 +425,11 @@ def _is_view(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name == "reshape":
         return eqn.params["dimensions"] is None
     return eqn.primitive.name in _VIEWS
+
+
+def _is_computed(jaxpr: Jaxpr, v: Any) -> bool:
+    """Whether an equation of the program has this result, which is then no literal and no argument."""
+    return not isinstance(v, Literal) and v not in jaxpr.invars
 
 
 def _depend_on(jaxpr: Jaxpr, variables: Sequence[Var]) -> set[Var]:

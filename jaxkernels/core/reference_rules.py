@@ -64,9 +64,9 @@ def _typed(op: KernelOp, reference: Reference, spec: Spec) -> Callable[..., list
 
 
 def differentiate(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """The tangents of f, by jax.jvp in its floating arguments that move; the others are constants."""
-    floating = [i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.floating)]
-    moving = [i for i in floating if type(tangents[i]) is not ad.Zero]
+    """The tangents of f, by jax.jvp in its inexact arguments that move; the others are constants."""
+    inexact = [i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    moving = [i for i in inexact if type(tangents[i]) is not ad.Zero]
 
     def g(*xs: jax.Array) -> Any:
         args = list(primals)
