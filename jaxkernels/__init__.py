@@ -28,11 +28,11 @@ from jaxkernels.ops.matmul.api import dot_general, matmul
 from jaxkernels.ops.matmul.gated import gated_mlp
 from jaxkernels.ops.norm.api import layer_norm, rms_norm
 from jaxkernels.ops.qkv_projection.api import qkv_projection
-from jaxkernels.tuning.autotune import autotune, tuning
+from jaxkernels.tuning.autotune import autotune, comparing, tuning
 
 __all__ = [
-    "__version__", "autotune", "checkpoint_policies", "dot_general", "dot_product_attention", "explain", "ffi",
-    "gated_mlp", "layer_norm", "linear_cross_entropy", "matmul", "models", "qkv_projection", "rms_norm",
+    "__version__", "autotune", "checkpoint_policies", "comparing", "dot_general", "dot_product_attention", "explain",
+    "ffi", "gated_mlp", "layer_norm", "linear_cross_entropy", "matmul", "models", "qkv_projection", "rms_norm",
     "scan_layers", "tuning",
 ]  # fmt: skip
 

@@ -116,6 +116,7 @@ def _untuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Which configuration a kernel gets depends neither on this machine's tuning nor on the table that is shipped."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXKERNELS_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("JAXKERNELS_AUTOTUNE", "0")
         patch.setattr(winners, "_TABLES", tmp_path_factory.mktemp("tables"))
         jax.config.update("jax_enable_compilation_cache", False)  # Commands would switch it on for all later tests.
         yield

@@ -32,7 +32,7 @@ from numerics import assert_close, assert_same_bits, compile_quickly
 from PIL import Image
 from rich.console import Console
 
-from jaxkernels.core import hardware
+from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.errors import InputError
 from jaxkernels.models import memory, progress, sampling, training
 from jaxkernels.models.checkpoints import Checkpoints, complete_steps
@@ -831,6 +831,17 @@ def test_config_that_was_edited_is_refused(finished):
     )
     path.write_text(json.dumps(values, indent=7))  # The same values.
     assert Run.open(finished.folder) == finished
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_equal_runs_measure_no_backends(deterministic, monkeypatch):
+    """Two measurements may find different kernels fastest."""
+    monkeypatch.setattr(dispatch, "_estimates", lambda op, spec, names: dict.fromkeys(names, 1.0) | dict(other=1.0))
+    measured = []
+    monkeypatch.setattr(dispatch, "_compare", lambda op, spec, backends: measured.append(op))
+    Trainer(dataclasses.replace(CONFIG, deterministic=deterministic), jax.devices("cpu")[:1])
+    kernels = {"matmul", "attention_forward", "attention_backward"}
+    assert not measured if deterministic else kernels <= {*measured}
 
 
 # The program of a GPU.

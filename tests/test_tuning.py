@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import json
 import re
@@ -120,6 +121,7 @@ def lab(registry, monkeypatch, tmp_path) -> Lab:
 
     monkeypatch.setattr(autotune_lib, "tune", stopwatch)
     monkeypatch.setattr(tuner, "tune", stopwatch)
+    monkeypatch.setattr(tuner, "compare", functools.partial(tuner.compare, measure=lab.measure))
     return lab
 
 
@@ -604,6 +606,244 @@ def test_results_are_the_same_bits_with_and_without(lab):
     tuned = [jax.jit(lambda a: jk.matmul(a, B))(x) for _ in range(2)]
     np.testing.assert_array_equal(default, tuned[0])
     np.testing.assert_array_equal(tuned[0], tuned[1])
+
+
+# Calls that name no backend.
+
+
+@pytest.fixture
+def estimates(lab, monkeypatch) -> dict[str, float]:
+    """Estimates of the two backends that run here: close."""
+    monkeypatch.setenv("JAXKERNELS_AUTOTUNE", "1")
+    estimates = dict(fake=1.0e-5, xla=1.3e-5)
+    of = lambda op, spec, names: {name: estimates[name] for name in names if name in estimates}
+    monkeypatch.setattr(dispatch, "_estimates", of)
+    return estimates
+
+
+@pytest.mark.parametrize("fastest", ["fake", "xla"])
+def test_backends_with_close_estimates_are_measured_once(lab, estimates, fastest):
+    lab.microseconds = lambda backend, config: 5.0 if backend == fastest else 6.0
+    before = jk.explain(jk.matmul, A, B)
+    assert [choice.backend for choice in before.choices] == ["fake"]
+    assert lab.measured == []  # It runs nothing.
+    with dispatch.recording() as choices:
+        for f in (jax.jit(jk.matmul), jax.jit(lambda a, b: jk.matmul(a, b))):
+            f(A, B)
+    assert lab.measured == [["fake Config(block=64, depth=1)", "xla Config()"]]
+    assert [(choice.backend, choice.source) for choice in choices] == [(fastest, "compared")] * 2
+    assert winners.entries(CPU) == []  # It is no result of tuning.
+    jax.clear_caches()
+    after = jk.explain(jk.matmul, A, B)
+    assert [choice.backend for choice in after.choices] == [fastest]
+    assert ("not fake: measured slower than xla" in str(after)) == (fastest == "xla")
+
+
+def test_another_process_takes_what_was_measured(lab, estimates, monkeypatch):
+    lab.microseconds = lambda backend, config: 5.0 if backend == "xla" else 6.0
+    assert dispatch.choose("matmul", make_spec(), None).backend == "xla"
+    monkeypatch.setattr(winners, "_memo", {})
+    assert dispatch.choose("matmul", make_spec(), None).backend == "xla"
+    assert len(lab.measured) == 1
+
+
+def test_tune_goes_on_after_a_comparison(lab, estimates):
+    """A comparison measures one configuration of each backend."""
+    lab.microseconds = lambda backend, config: 5.5 if backend == "xla" else 6.0 - config.depth
+    assert dispatch.choose("matmul", make_spec(), None).backend == "fake"
+    assert not dispatch.is_tuned("matmul", make_spec(), None)
+    jk.autotune(jk.matmul, A, B)
+    assert dispatch.choose("matmul", make_spec(), None).config == Config(64, 3)
+
+
+def _named() -> Any:
+    return dispatch.choose("matmul", make_spec(), "fake")
+
+
+def _exported() -> Any:
+    return dispatch.choose("matmul", make_spec(), None, is_exported=True)
+
+
+def _partitioned() -> Any:
+    return dispatch.choose("matmul", make_spec(), None, is_partitioned=True)
+
+
+def _without_winners() -> Any:
+    with jk.tuning(False):
+        return dispatch.choose("matmul", make_spec(), None)
+
+
+def _not_comparing() -> Any:
+    with jk.comparing(False):
+        return dispatch.choose("matmul", make_spec(), None)
+
+
+def _in_a_loop() -> Any:
+    """Alone, XLA would not copy."""
+    return dispatch.choose("matmul", dataclasses.replace(make_spec(), copied=("lhs",)), None)
+
+
+def _elsewhere() -> Any:
+    chip = hardware.lookup("NVIDIA H200")
+    return dispatch.choose("matmul", dataclasses.replace(make_spec(), target=chip), None)
+
+
+@pytest.mark.parametrize(
+    "choose", [_named, _exported, _partitioned, _without_winners, _not_comparing, _in_a_loop, _elsewhere]
+)
+def test_what_is_not_measured(choose, lab, estimates):
+    assert choose().backend == "fake"
+    assert lab.measured == []
+    assert dispatch.choose("matmul", make_spec(m=4), None).backend == "fake"
+    assert len(lab.measured) == 1
+
+
+def test_backends_far_apart_are_not_measured(lab, estimates):
+    lab.microseconds = lambda backend, config: 5.0 if backend == "xla" else 6.0
+    estimates["xla"] = 1.71e-5
+    assert dispatch.choose("matmul", make_spec(), None).backend == "fake"
+    estimates["xla"] = 1.69e-5
+    assert dispatch.choose("matmul", make_spec(), None).backend == "xla"
+    assert len(lab.measured) == 1
+
+
+def test_what_was_measured_can_be_ignored(lab, estimates):
+    lab.microseconds = lambda backend, config: 5.0 if backend == "xla" else 6.0
+    f = jax.jit(jk.matmul)
+    f(A, B)
+    with dispatch.recording() as choices:
+        with jk.comparing(False):
+            f(A, B)
+        with jk.comparing(False), jk.comparing():
+            jk.explain(jk.matmul, A, B)
+    assert [choice.backend for choice in choices] == ["fake"]
+    with jk.comparing(False):
+        assert jk.explain(jk.matmul, A, B).choices[0].backend == "fake"
+    assert jk.explain(jk.matmul, A, B).choices[0].backend == "xla"
+    with raises_exactly(ValueError, "comparing: enabled must be True or False; got 1."), jk.comparing(1):
+        pass
+
+
+def test_nothing_is_measured_in_several_processes(lab, estimates, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert dispatch.choose("matmul", make_spec(), None).backend == "fake"
+    assert lab.measured == []
+
+
+def test_measuring_can_be_switched_off(lab, estimates, monkeypatch):
+    monkeypatch.setenv("JAXKERNELS_AUTOTUNE", "0")
+    assert dispatch.choose("matmul", make_spec(), None).backend == "fake"
+    assert lab.measured == []
+    monkeypatch.setenv("JAXKERNELS_AUTOTUNE", "off")
+    message = "JAXKERNELS_AUTOTUNE: must be 1 (measure backends whose estimates are close) or 0 (do not); got 'off'."
+    with raises_exactly(ValueError, message):
+        dispatch.choose("matmul", make_spec(), None)
+
+
+@pytest.mark.parametrize("key", ["backend", "versions"])
+def test_a_damaged_comparison_is_made_again(key, lab, estimates, monkeypatch, tmp_path):
+    dispatch.choose("matmul", make_spec(), None)
+    (path,) = tmp_path.glob("tuning/*/matmul-compared/*.json")
+    entry = json.loads(path.read_text())
+    entry["winner"][key] = "new"
+    path.write_text(json.dumps(entry))
+    monkeypatch.setattr(winners, "_memo", {})
+    with pytest.warns(UserWarning, match="ignored"):
+        assert dispatch.choose("matmul", make_spec(), None).source == "compared"
+    assert len(lab.measured) == 2
+    assert json.loads(path.read_text())["winner"]["backend"] == "fake"
+
+
+def test_a_comparison_does_not_count_for_other_versions(lab, estimates):
+    lab.microseconds = lambda backend, config: 5.0 if backend == "xla" else 6.0
+    assert dispatch.choose("matmul", make_spec(), None).backend == "xla"
+    sys.modules["backend_fake_matmul"].VERSION += 1
+    lab.microseconds = lambda backend, config: 5.0 if backend == "fake" else 6.0
+    assert dispatch.choose("matmul", make_spec(), None).backend == "fake"
+    assert len(lab.measured) == 2
+
+
+def test_a_backend_that_fails_is_not_chosen(lab, estimates):
+    lab.broken = {Config()}
+    assert dispatch.choose("matmul", make_spec(), None).backend == "xla"
+
+
+def test_estimates_choose_if_nothing_can_be_measured(lab, estimates, monkeypatch):
+    def fail(*args: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(tuner, "_operands", fail)
+    match = r"compare: cannot measure matmul  f32.*: RESOURCE_EXHAUSTED: out of memory\. Estimates choose the backend\."
+    with pytest.warns(UserWarning, match=match):
+        assert dispatch.choose("matmul", make_spec(), None).backend == "fake"
+    monkeypatch.undo()
+
+
+def test_estimates_choose_if_the_clock_fails(lab, estimates, monkeypatch):
+    def busy(*args: Any, **options: Any) -> Any:
+        raise MeasureError("measure: another profiler records the device")
+
+    monkeypatch.setattr(tuner, "compare", functools.partial(tuner.compare, measure=busy))
+    with pytest.warns(UserWarning, match=r"fake not measured: measure: another profiler .*; xla not measured: "):
+        assert dispatch.choose("matmul", make_spec(), None).backend == "fake"
+
+
+def test_threads_that_choose_at_once_measure_once(lab, estimates):
+    lab.microseconds = lambda backend, config: 5.0 if backend == "xla" else 6.0
+    barrier = threading.Barrier(3)
+    chosen: list[str] = []
+
+    def work() -> None:
+        barrier.wait()
+        chosen.append(dispatch.choose("matmul", make_spec(), None).backend)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (chosen, len(lab.measured)) == (["xla"] * 3, 1)
+
+
+def test_backends_are_measured_inside_other_programs(lab, estimates, meshes):
+    """While XLA's partitioner asks for the kernel of a shard, and under vmap and grad."""
+    lab.microseconds = lambda backend, config: 5.0 if backend == "xla" else 6.0
+    x = np.ones((2, 5, 7), np.float32)
+    total = lambda a, b: jax.vmap(jk.matmul, (0, None))(a, b).sum()
+    with dispatch.recording() as choices:
+        gradient = jax.jit(jax.grad(total))(x, B)
+    np.testing.assert_array_equal(gradient, np.full(x.shape, 3))
+    assert choices
+    assert {choice.backend for choice in choices} == {"xla"}
+    shard = jax.NamedSharding(meshes.auto, jax.P("x", None))
+    whole = jax.device_put(np.ones((16, 7), np.float32), shard)
+    before = len(lab.measured)
+    np.testing.assert_array_equal(jax.jit(jk.matmul)(whole, B), np.full((16, 3), 7))
+    assert len(lab.measured) == before + 1
+    of_shard = dataclasses.replace(make_spec(), lhs=ArrayType((4, 7), jnp.dtype(jnp.float32)))
+    assert dispatch.compared("matmul", of_shard) == "xla"
+
+
+@pytest.mark.gpu
+def test_close_backends_are_measured_on_this_gpu(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXKERNELS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("JAXKERNELS_AUTOTUNE", "1")
+    monkeypatch.setattr(winners, "_memo", {})
+    monkeypatch.setattr(dispatch, "CLOSE", 1000.0)
+    x, w = (jnp.ones(shape, jnp.bfloat16) for shape in ((520, 136), (136, 264)))
+    q = jnp.ones((2, 77, 4, 64), jnp.bfloat16)
+    with dispatch.recording() as choices:
+        y = jax.jit(jk.matmul)(x, w)
+        jax.jit(jax.grad(lambda q: jk.dot_product_attention(q, q, q, is_causal=True).astype(jnp.float32).sum()))(q)
+    np.testing.assert_array_equal(y, np.full((520, 264), 136))
+    assert {choice.op for choice in choices} == {"matmul", "attention_forward", "attention_backward"}
+    stored = [json.loads(path.read_text()) for path in tmp_path.glob("tuning/*/*-compared/*.json")]
+    stored = {entry["key"]["op"]: entry for entry in stored}
+    for choice in choices:
+        assert choice.source == "compared"
+        assert len(choice.estimates) > 2
+        assert stored[choice.op]["winner"]["backend"] == choice.backend
+        assert 1e-6 < stored[choice.op]["seconds"] < 1e-3
 
 
 # The command.

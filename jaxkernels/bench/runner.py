@@ -115,6 +115,8 @@ def run(
                 plan.fall_back()
             for plan in plans:
                 plan.wait()
+            for plan in plans:
+                plan.choose()
                 plan.seconds["compile"] = (time.perf_counter() - begin) / len(chunk)
             while plans:  # Dropping a plan frees its programs and their device memory.
                 plan = plans.pop(0)
@@ -204,7 +206,8 @@ class _Plan:
             else:
                 self._contestants[key] = future.result()
                 self._programs[key] = future.result().seconds
-        self._contestants = dict(sorted(self._contestants.items(), key=lambda item: not item[1].is_ours))
+        order = lambda item: (not item[1].is_ours, item[0] != _AUTO_KEY)
+        self._contestants = dict(sorted(self._contestants.items(), key=order))
         if _AUTO_KEY in compiling:
             self._share_program()
         self._drop_repeats()
@@ -232,12 +235,19 @@ class _Plan:
                 del self._contestants[key]
                 self._refused[key] = "auto is the same program"
 
+    def choose(self) -> None:
+        """Compiles what `backend=None` takes. It may measure backends, so nothing else is compiled meanwhile."""
+        if self._settings.auto:
+            self._compile_ours(AUTO)
+            self.wait()
+
     def fall_back(self) -> None:
         """Compiles the xla backend if none of ours supports the problem, and no backend was named.
 
         If no baseline compiled, also compiles those that yield to others.
         """
-        if self._settings.backends is None and not any(c.is_ours for c in self._contestants.values()):
+        has_ours = self._settings.auto or any(c.is_ours for c in self._contestants.values())
+        if self._settings.backends is None and not has_ours:
             self._compile_ours(_FALLBACK)
         if all(c.is_ours for c in self._contestants.values()):
             for name in self._yielding:
@@ -386,10 +396,11 @@ class _Plan:
 
 
 def _our_backends(settings: Settings) -> tuple[str, ...]:
+    """The backends that are named: `backend=None` is compiled after them."""
     names = settings.backends
     if names is None:
         names = tuple(name for name in dispatch.backend_names() if name != _FALLBACK)
-    return (AUTO, *names) if settings.auto else names
+    return names
 
 
 class _WrongResultError(RuntimeError):

@@ -37,8 +37,9 @@ class Explanation:
 def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Explanation:
     """Says which kernel and configuration every operation in `f(*args, **kwargs)` gets.
 
-    Nothing is run: the function is traced and lowered. On a mesh with Auto axes the choice shown is
-    the one for the whole arrays; XLA's partitioner asks again with each shard's shapes.
+    Nothing is run: the function is traced and lowered. A program may measure backends whose estimates are close when
+    it is lowered. `explain` shows what was measured before, else what the estimates choose. On a mesh with Auto axes
+    the choice shown is the one for the whole arrays; XLA's partitioner asks again with each shard's shapes.
 
     Args:
       f: a function; it may be jitted.
@@ -64,6 +65,9 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
         return f(*args, **kwargs)
 
     traced = jax.jit(program).trace(arrays)
-    with dispatch.recording() as choices:
+    now = dispatch.policy.value
+    if now.comparisons == "made":
+        now = dataclasses.replace(now, comparisons="known")
+    with dispatch.policy(now), dispatch.recording() as choices:
         traced.lower(lowering_platforms=(platform,))
     return Explanation(platform, tuple(choices))

@@ -7,9 +7,10 @@ write at once (the last one wins), and a file that another user may have written
     {"key": {"device": ..., "num_sms": ..., "op": ..., "backend": ..., "version": ..., "spec": {...}},
      "winner": {"block_m": 128, ...}, "seconds": 0.000168}
 
-Under the backend "auto" the winner is the fastest backend. The package's own table (`tables/`, a list of the same
-entries) stands behind the user's cache. An entry that is damaged, untrusted or not what its name says is ignored with
-one warning. What one process stores, another sees when it first asks for that key; what it found then, it keeps.
+Under the backend "auto" the winner is the fastest backend, under "compared" the fastest of some. The package's own
+table (`tables/`, a list of the same entries) stands behind the user's cache. An entry that is damaged, untrusted or not
+what its name says is ignored with one warning. What one process stores, another sees when it first asks for that key;
+what it found then, it keeps.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ from jaxkernels.core import plain
 from jaxkernels.core.folders import cache_root, read_entry, write_entry
 from jaxkernels.core.hardware import Chip
 
-__all__ = ["AUTO", "Key", "adopt", "entries", "lookup", "measured_backends", "slug", "store"]
+__all__ = ["AUTO", "COMPARED", "Key", "adopt", "entries", "lookup", "measured_backends", "slug", "store"]
 
 #: The backend under which the fastest backend is kept; its version is 0: the winner names the versions that took part.
 AUTO = "auto"
+
+#: The backend under which the fastest of those with close estimates is kept, in the same way.
+COMPARED = "compared"
 
 _TABLES = pathlib.Path(__file__).parent / "tables"
 
@@ -49,7 +53,7 @@ class Key:
       chip: the device; its name and its number of SMs count.
       op: the operation.
       spec: what is computed.
-      backend: a backend, or `AUTO`.
+      backend: a backend, or `AUTO`, or `COMPARED`.
       version: the kernel's version.
     """
 
@@ -124,12 +128,17 @@ def store(key: Key, winner: Any, values: Mapping[str, Any], seconds: float) -> N
 
 
 def entries(chip: Chip) -> list[dict[str, Any]]:
-    """Every sound entry of the user's cache for a chip, ordered by path: what the package's table is made of."""
+    """Every sound entry of the user's cache for a chip, ordered by path: what the package's table is made of.
+
+    Comparisons are left out: they are brief, and of few configurations.
+    """
     folder = cache_root() / "tuning"
     found = []
     for path in sorted((folder / slug(chip.name)).glob("*/*.json")):
         try:
             entry = json.loads(read_entry(path))
+            if entry["key"]["backend"] == COMPARED:
+                continue
             if entry["key"]["num_sms"] == chip.num_sms and folder / _relative_path(entry["key"]) == path:
                 found.append(_check(entry, entry["key"]))
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -172,7 +181,7 @@ def measured_backends(chip: Chip) -> set[str]:
 
 def _relative_path(described: Mapping[str, Any]) -> pathlib.Path:
     kernel = f"{described['op']}-{described['backend']}"
-    if described["backend"] != AUTO:
+    if described["backend"] not in (AUTO, COMPARED):
         kernel += f"-v{described['version']}"
     return pathlib.Path(slug(described["device"])) / kernel / f"{_digest(described)}.json"
 

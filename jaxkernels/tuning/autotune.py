@@ -1,12 +1,15 @@
-"""The public functions: `autotune(f, *args)` tunes a program, `with tuning():` tunes all that is lowered inside."""
+"""`autotune(f, *args)` tunes a program, `with tuning():` tunes all that is lowered inside, and `compare` measures close
+backends for calls that name none.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,9 +17,13 @@ import jax
 
 from jaxkernels.core import dispatch
 from jaxkernels.core.explain import explain
+from jaxkernels.tuning import tuner
 from jaxkernels.tuning.tuner import Result, TuningError, check_settings, device_for, tune
 
-__all__ = ["Report", "autotune", "tuning"]
+__all__ = ["Report", "autotune", "compare", "comparing", "tuning"]
+
+#: Set to 0, this environment variable keeps calls that name no backend from measuring.
+_VARIABLE = "JAXKERNELS_AUTOTUNE"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,15 +115,81 @@ class _OnTheSpot:
                     return
                 tune(op, spec, backend, top=self.top, budget_s=self.budget_s)
 
-        # A new thread has no trace, lowering or recording in progress.
         try:
-            with ThreadPoolExecutor(1) as thread:
-                thread.submit(run).result()
+            _in_a_thread(run)
         except TuningError as e:
             warnings.warn(f"{e}. The default configuration stays.", stacklevel=2)
 
 
 _tuning = threading.Lock()
+
+
+def _in_a_thread(work: Callable[[], None]) -> None:
+    """Calls it while a program is being lowered: a new thread has no trace, lowering or recording in progress."""
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(work).result()
+
+
+def compare(op: str, spec: Any, backends: Sequence[str]) -> None:
+    """Measures the default configurations of backends, and stores the fastest backend, for a call that names none.
+
+    Nothing happens if the program is for another machine, or runs in several processes: each would choose its own
+    kernels. Nor if the environment variable `JAXKERNELS_AUTOTUNE` is 0. If the measurement fails, a warning has the
+    reason.
+    """
+    if not _may_compare() or device_for(spec.target) is None or jax.process_count() > 1:
+        return
+
+    def run() -> None:
+        with _tuning, dispatch.policy(dispatch.Policy(use_winners=False)):
+            if dispatch.compared(op, spec) is None:  # Another thread may have measured them meanwhile.
+                tuner.compare(op, spec, backends)
+
+    try:
+        _in_a_thread(run)
+    except TuningError as e:
+        warnings.warn(f"{e}. Estimates choose the backend. {_VARIABLE}=0 avoids measurements.", stacklevel=2)
+
+
+dispatch.compare_by(compare)
+
+
+def _may_compare() -> bool:
+    value = os.environ.get(_VARIABLE, "1")
+    if value not in ("0", "1"):
+        raise ValueError(
+            f"{_VARIABLE}: must be 1 (measure backends whose estimates are close) or 0 (do not); got {value!r}."
+        )
+    return value == "1"
+
+
+@contextlib.contextmanager
+def comparing(enabled: bool = True) -> Iterator[None]:
+    """With False, programs that are lowered inside the block do not measure backends whose estimates are close.
+
+    By default they do, if the GPU is at hand: a call that names no backend, and whose operation was not tuned, compares
+    the backends by measurements when its program is first lowered. This takes a few seconds. Results are kept in the
+    cache on disk. Two measurements may find different kernels fastest, so two machines may compute different bits.
+    Inside `with jk.comparing(False):` estimates choose the backend, whatever was measured before. The environment
+    variable `JAXKERNELS_AUTOTUNE=0` avoids new measurements in the whole process.
+
+    >>> with jk.comparing(False):
+    ...     y = train_step(x)  # the same kernels on all machines with this GPU
+
+    Programs depend on the block as they depend on `jk.tuning`. The shards of an Auto mesh do if the program is compiled
+    inside.
+
+    Args:
+      enabled: whether backends are compared by measurements.
+
+    Raises:
+      ValueError: `enabled` is not a bool.
+    """
+    if not isinstance(enabled, bool):
+        raise ValueError(f"comparing: enabled must be True or False; got {enabled!r}.")
+    now = dispatch.policy.value
+    with dispatch.policy(dataclasses.replace(now, comparisons="made" if enabled else "ignored")):
+        yield
 
 
 @contextlib.contextmanager

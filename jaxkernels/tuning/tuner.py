@@ -28,7 +28,7 @@ from jaxkernels.core.measure import Call, MeasureError, num_rotations
 from jaxkernels.core.measure import measure as bench_measure
 from jaxkernels.core.types import ArrayType
 
-__all__ = ["Candidate", "Measure", "Result", "TuningError", "check_settings", "device_for", "tune"]
+__all__ = ["Candidate", "Measure", "Result", "TuningError", "check_settings", "compare", "device_for", "tune"]
 
 # The errors of a wrong kernel are as large as the results. Rounding errors are below a hundredth of them.
 _MAX_RMS_ERROR = 0.03
@@ -40,8 +40,12 @@ _COMPILE_SHARE = 0.5
 _measuring = threading.Lock()
 
 
+#: The budget of a comparison: its defaults are measured in any case, for the fewest rounds.
+_BRIEF_SECONDS = 0.0
+
+
 class TuningError(RuntimeError):
-    """The operands or the reference of an operation could not be made on this device."""
+    """An operation could not be measured on this device."""
 
 
 class Samples(Protocol):
@@ -187,6 +191,37 @@ def tune(
     return result
 
 
+def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure = bench_measure) -> Result:
+    """Measures the default configurations of backends once, and stores the fastest backend.
+
+    It is brief, as it runs while a program is compiled: no results are checked, and there are few rounds.
+
+    Args:
+      op, spec: the operation and the spec of the kernel. Its target must be a device of this process.
+      backends: backends that can run the spec.
+      measure: a function that times calls, like `jaxkernels.core.measure.measure`.
+
+    Raises:
+      TuningError: none could be measured. The message has the reason.
+    """
+    begin = time.monotonic()
+    device = device_for(spec.target)
+    try:
+        with _measuring, dispatch.policy(dispatch.Policy(use_winners=False)):
+            trial = _Trial(op, spec, device, begin, _BRIEF_SECONDS, measure, checks=False)
+            for name in backends:
+                trial.add(name, [dispatch.default_config(op, name, spec)])
+            trial.run()
+    except Exception as e:  # No memory, or another profiler records the device: the program can run nevertheless.
+        raise TuningError(f"compare: cannot measure {op}  {spec}: {_first_line(e)}") from e
+    result = Result(op, spec, None, trial.candidates(), time.monotonic() - begin)
+    if result.winner is None or result.winner.seconds is None:
+        reasons = "; ".join(f"{candidate.backend} {candidate.reason}" for candidate in result.candidates)
+        raise TuningError(f"compare: cannot measure {op}  {spec}: {reasons}")
+    dispatch.store_compared(op, result.winner.backend, spec, result.winner.seconds)
+    return result
+
+
 def _estimate(op: str, backend: str, spec: Any, config: Any) -> float | None:
     return dispatch.load(op, backend).estimate(spec, config)
 
@@ -234,8 +269,10 @@ def _part_to_check(kernel: str, spec: Any) -> tuple[Any, Cut, Cut]:
 class _Trial:
     """The candidates of one spec: compiled, checked and timed in batches."""
 
-    def __init__(self, op: str, spec: Any, device: Any, begin: float, budget_s: float, measure: Measure):
-        self._op, self._spec, self._measure = op, spec, measure
+    def __init__(
+        self, op: str, spec: Any, device: Any, begin: float, budget_s: float, measure: Measure, *, checks: bool = True
+    ):
+        self._op, self._spec, self._measure, self._checks = op, spec, measure, checks
         self._end, self._end_of_compiling = begin + budget_s, begin + budget_s * _COMPILE_SHARE
         self._device = device
         self._tried: dict[tuple[str, Any], Candidate] = {}
@@ -244,11 +281,12 @@ class _Trial:
             self._operands = _operands(op, spec, device)
             run, config = dispatch.load(op, "xla").run, dispatch.default_config(op, "xla", spec)
             self._types = jax.eval_shape(lambda *xs: jax.tree.leaves(run(spec, config, *xs)), *self._operands)
-            small, cut_operands, cut_results = _part_to_check(op, spec)
-            reference = jax.jit(lambda *xs: jax.tree.leaves(run(small, config, *cut_operands(xs))))
-            with self._tracing():
-                self._expected = jax.block_until_ready(reference(*self._operands))
-            self._errors = jax.jit(lambda xs, ys: [_errors(x, y) for x, y in zip(cut_results(xs), ys, strict=True)])
+            if checks:
+                small, cut_operands, cut_results = _part_to_check(op, spec)
+                reference = jax.jit(lambda *xs: jax.tree.leaves(run(small, config, *cut_operands(xs))))
+                with self._tracing():
+                    self._expected = jax.block_until_ready(reference(*self._operands))
+                self._errors = jax.jit(lambda xs, ys: [_errors(x, y) for x, y in zip(cut_results(xs), ys, strict=True)])
             num_bytes = sum(x.nbytes for x in self._operands)
             copy = lambda: tuple(jnp.copy(x) for x in self._operands)
             self._rotated = [self._operands, *(copy() for _ in range(num_rotations(num_bytes)[0] - 1))]
@@ -317,7 +355,8 @@ class _Trial:
         for candidate, future in futures:
             try:
                 compiled = future.result()
-                wrong = self._compare(jax.tree.leaves(compiled(*self._operands)))
+                results = jax.block_until_ready(jax.tree.leaves(compiled(*self._operands)))
+                wrong = self._compare(results) if self._checks else None
             except Exception as e:  # A candidate that fails must not stop the others.
                 self._settle(candidate, reason=f"dropped: {_first_line(e)}")
                 continue
