@@ -171,7 +171,7 @@ class Trainer:
 
         def compiled(function: Callable[..., Any], *args: Any, **jit_options: Any) -> Any:
             # Two measurements may find different kernels fastest.
-            with jk.comparing(not config.deterministic):
+            with jk.comparing(False) if config.deterministic else contextlib.nullcontext():
                 return jax.jit(function, **jit_options).lower(*args).compile(options)
 
         #: (state, batch) -> (next state, metrics); the state's buffers are donated.

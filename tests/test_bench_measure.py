@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from ahead_of_time import h200, needs_aot
 from errors import raises_exactly
 
 from jaxkernels.core import measure as lib
@@ -15,6 +16,7 @@ from jaxkernels.core.measure import (
     Call,
     CuptiClock,
     MeasureError,
+    QueueClock,
     Samples,
     Visit,
     WallClock,
@@ -316,3 +318,83 @@ def test_the_host_clock_waits_for_results():
     samples = measure({"small": Call(f, [(small,)]), "large": Call(f, [(large,)])}, rounds=3)
     assert samples["large"].median > 2 * samples["small"].median
     assert isinstance(lib.clock_for("cpu"), WallClock)
+
+
+class Machine:
+    """A host and a device with a queue, on a clock that only they move."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = self.free = 0.0
+        monkeypatch.setattr(lib.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(jax, "block_until_ready", self.wait)
+        monkeypatch.setattr(lib, "_passes", lambda x: self.enqueue(2e-3))
+
+    def enqueue(self, seconds: float, host_seconds: float = 1e-5) -> None:
+        """The host takes its time, then the device does the work when it is free."""
+        self.now += host_seconds
+        self.free = max(self.free, self.now) + seconds
+
+    def wait(self, result: Any) -> None:
+        self.now = max(self.now, self.free) + 1e-5
+
+
+@pytest.mark.parametrize(
+    ("seconds", "host_seconds"),
+    [
+        (2e-6, 3e-5),
+        (2e-6, 3e-4),  # The host takes longer than the work before: more work is put before.
+        (1e-4, 3e-5),
+        (3e-3, 3e-4),
+    ],
+)
+def test_the_clock_of_the_queue_leaves_out_the_host(seconds, host_seconds, monkeypatch):
+    machine = Machine(monkeypatch)
+    clock = QueueClock(jax.devices("cpu")[0])
+    count = 50
+    launches = lambda: iter([lambda: machine.enqueue(seconds, host_seconds)] * count)
+    probed = []
+    visit = Visit(None, launches, count, lambda: probed.append(machine.now))
+    first, second = clock.times([visit, visit])
+    assert len(first) == len(second) == count
+    assert first == pytest.approx([seconds] * count, rel=0.05)
+    assert second == pytest.approx([seconds] * count, rel=0.05)
+    assert len(probed) == 2
+
+
+def test_the_clock_of_the_queue_ends_with_a_host_that_is_too_slow(monkeypatch):
+    machine = Machine(monkeypatch)
+    clock = QueueClock(jax.devices("cpu")[0])
+    launches = lambda: iter([lambda: machine.enqueue(2e-6, 1e-2)] * 12)
+    ((first, *_),) = clock.times([Visit(None, launches, 12, lambda: None)])
+    assert 2e-6 < first <= 1e-2
+
+
+def test_the_clock_of_the_queue_keeps_few_launches_in_flight(monkeypatch):
+    """JAX blocks the host at 32 computations of a device."""
+    machine = Machine(monkeypatch)
+    clock = QueueClock(jax.devices("cpu")[0])
+    queues, queue = [], clock._queue
+    monkeypatch.setattr(clock, "_queue", lambda part: (queues.append(len(part)), queue(part))[1])
+    clock.times([Visit(None, lambda: iter([lambda: machine.enqueue(1e-5)] * 50), 50, lambda: None)])
+    assert max(queues) + lib._MOST_PASSES < 32
+    assert sum(queues) == 50
+    assert min(n for n in queues if n) > 10  # No short part: its time would be less exact.
+
+
+@needs_aot
+def test_the_work_before_the_queue_is_not_fused():
+    x = jax.ShapeDtypeStruct((lib._PASS_SIZE,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(h200()))
+    program = lib._passes.trace(x).lower().compile().as_text()
+    assert program.count(" fusion(") == lib._PASSES
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 512, 4096])
+def test_both_clocks_agree_on_a_gpu(size):
+    """A launch has one kernel. In the queue, kernels also have pauses between them."""
+    device = jax.devices()[0]
+    x = jnp.ones((size, size))
+    calls = {"a": Call(jax.jit(lambda x: jnp.sin(x) + 1).lower(x).compile(), [(x,)] * 2)}
+    exact = measure(calls, rounds=5, clock=CuptiClock())["a"].median
+    brief = measure(calls, rounds=20, clock=QueueClock(device))["a"].median
+    assert exact * 0.9 - 1e-6 < brief < exact * 1.1 + 3e-6

@@ -838,6 +838,7 @@ def test_equal_runs_measure_no_backends(deterministic, monkeypatch):
     """Two measurements may find different kernels fastest."""
     monkeypatch.setattr(dispatch, "_estimates", lambda op, spec, names: dict.fromkeys(names, 1.0) | dict(other=1.0))
     measured = []
+    monkeypatch.setenv("JAXKERNELS_AUTOTUNE", "1")
     monkeypatch.setattr(dispatch, "_compare", lambda op, spec, backends: measured.append(op))
     Trainer(dataclasses.replace(CONFIG, deterministic=deterministic), jax.devices("cpu")[:1])
     kernels = {"matmul", "attention_forward", "attention_backward"}

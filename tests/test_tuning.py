@@ -730,10 +730,17 @@ def test_nothing_is_measured_in_several_processes(lab, estimates, monkeypatch):
     assert lab.measured == []
 
 
-def test_measuring_can_be_switched_off(lab, estimates, monkeypatch):
-    monkeypatch.setenv("JAXKERNELS_AUTOTUNE", "0")
+def test_backends_are_compared_if_asked_for(lab, estimates, monkeypatch):
+    lab.microseconds = lambda backend, config: 5.0 if backend == "xla" else 6.0
+    monkeypatch.delenv("JAXKERNELS_AUTOTUNE")
     assert dispatch.choose("matmul", make_spec(), None).backend == "fake"
     assert lab.measured == []
+    with jk.comparing():
+        assert dispatch.choose("matmul", make_spec(), None).backend == "xla"
+    # What was measured is taken outside, too.
+    assert dispatch.choose("matmul", make_spec(), None).backend == "xla"
+    assert dispatch.choose("matmul", make_spec(m=4), None).backend == "fake"
+    assert len(lab.measured) == 1
     monkeypatch.setenv("JAXKERNELS_AUTOTUNE", "off")
     message = "JAXKERNELS_AUTOTUNE: must be 1 (measure backends whose estimates are close) or 0 (do not); got 'off'."
     with raises_exactly(ValueError, message):

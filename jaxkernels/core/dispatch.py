@@ -51,6 +51,7 @@ import dataclasses
 import functools
 import importlib
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, Literal, Protocol
@@ -140,15 +141,16 @@ class Policy:
     Attributes:
       use_winners: whether they are taken.
       tune: called with (op, spec, backend or None) where there is none, to measure and store one; or None.
-      comparisons: what backends with close estimates are to it. "made": they are measured, if the GPU is at hand;
-        "known": what was measured before is taken; "ignored": the estimates choose.
+      comparisons: what becomes of backends with close estimates. "made": they are measured, if the GPU is at hand;
+        "known": what was measured before is taken; "ignored": the estimates choose. None: "made" if the environment
+        variable `JAXKERNELS_AUTOTUNE` is 1, else "known".
       exports_all: whether a program for `jax.export` gets the same kernels as any other. The exporter then disables the
         checks of custom calls.
     """
 
     use_winners: bool = True
     tune: Callable[[str, Any, str | None], None] | None = None
-    comparisons: Literal["made", "known", "ignored"] = "made"
+    comparisons: Literal["made", "known", "ignored"] | None = None
     exports_all: bool = False
 
 
@@ -472,14 +474,24 @@ def compare_by(function: Callable[[str, Any, Sequence[str]], None]) -> None:
     _compare = function
 
 
+def _autotunes() -> bool:
+    """Whether programs compare backends by measurements, unless they are lowered inside `jk.comparing`."""
+    if (value := os.environ.get("JAXKERNELS_AUTOTUNE", "0")) not in ("0", "1"):
+        raise ValueError(
+            f"JAXKERNELS_AUTOTUNE: must be 1 (measure backends whose estimates are close) or 0 (do not); got {value!r}."
+        )
+    return value == "1"
+
+
 def _comparison(op: str, spec: Spec, estimates: dict[str, float], now: Policy) -> str | None:
     """The backend that was measured fastest of those with close estimates, or None."""
-    if now.comparisons == "ignored" or spec.margin is not None:
+    comparisons = now.comparisons or ("made" if _autotunes() else "known")
+    if comparisons == "ignored" or spec.margin is not None:
         return None  # With a margin, XLA takes kernels in the program that it does not take for the operation alone.
     close = [name for name, seconds in estimates.items() if seconds <= CLOSE * min(estimates.values())]
     if len(close) < 2:
         return None
-    if now.comparisons == "made" and _compare is not None and compared(op, spec) is None:
+    if comparisons == "made" and _compare is not None and compared(op, spec) is None:
         _compare(op, spec, close)
     return compared(op, spec)
 

@@ -66,7 +66,7 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
 
     traced = jax.jit(program).trace(arrays)
     now = dispatch.policy.value
-    if now.comparisons == "made":
+    if now.comparisons != "ignored":
         now = dataclasses.replace(now, comparisons="known")
     with dispatch.policy(now), dispatch.recording() as choices:
         traced.lower(lowering_platforms=(platform,))

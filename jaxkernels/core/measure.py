@@ -5,7 +5,7 @@
 
 On a CUDA device a time is the sum of the durations of the kernels that one call launches, as CUPTI records them: what
 the host does in between is not in it, nor are copies and fills that are no kernels. Elsewhere it is wall-clock time
-until the result is ready.
+until the result is ready. `QueueClock` needs no profiler.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from jaxkernels.core import hardware
 
 __all__ = [
-    "REGIMES", "Call", "Clock", "CuptiClock", "MeasureError", "Regime", "Samples", "Visit", "WallClock", "clock_for",
-    "measure", "num_rotations", "ratio",
+    "REGIMES", "Call", "Clock", "CuptiClock", "MeasureError", "QueueClock", "Regime", "Samples", "Visit", "WallClock",
+    "clock_for", "measure", "num_rotations", "ratio",
 ]  # fmt: skip
 
 #: "burst": a few launches after a pause, at the clocks of a cool chip. "sustained": launches back to back, at the
@@ -284,6 +285,91 @@ class WallClock:
 
     def rough_seconds(self, launch: Callable[[], Any]) -> float:
         return _host_seconds(launch)
+
+
+#: Launches that a `QueueClock` keeps in the queue: JAX lets 32 computations of a device be in flight.
+_QUEUED = 24
+
+#: The work before them: passes over an array of so many float32 values, and how often they are repeated at most.
+_PASSES, _PASS_SIZE, _MOST_PASSES = 48, 2**24, 4
+
+#: So many seconds of work must be left when the last launch is in the queue.
+_LEFT_SECONDS = 5e-5
+
+
+class QueueClock:
+    """The host's clock around launches that wait in the queue of a device, behind other work.
+
+    The host puts launches into the queue while the device does the other work. So the device does not wait for the
+    host, and the time beyond that of the other work is that of the launches, with the pauses between their kernels.
+    Launches of one visit have the same time, up to `_QUEUED` of them.
+
+    It is less exact than `CuptiClock` for launches of few microseconds. But CUPTI has one user in a process, and JAX's
+    recorder ends the process if records are lost, which happened after a trace by `jax.profiler`.
+
+    Args:
+      device: the device of the launches.
+    """
+
+    rests = (0.0, 0.0)
+
+    def __init__(self, device: Any):
+        with jax.default_device(device):
+            self._array = jnp.zeros(_PASS_SIZE, jnp.float32)
+        self._repeats = 1
+        #: Repeats -> the seconds of the other work.
+        self._alone: dict[int, float] = {}
+        for _ in range(_FEW):  # Compiles it, and puts it into a CUDA graph.
+            jax.block_until_ready(_passes(self._array))
+
+    def times(self, visits: Sequence[Visit]) -> list[list[float]]:
+        return [self._times(visit) for visit in visits]
+
+    def rough_seconds(self, launch: Callable[[], Any]) -> float:
+        return _host_seconds(launch)
+
+    def _times(self, visit: Visit) -> list[float]:
+        time.sleep(visit.rest)
+        launches, times = list(visit.launches()), []
+        parts = math.ceil(len(launches) / _QUEUED)
+        for i in range(parts):
+            part = launches[i::parts]
+            times += [self._seconds(part) / len(part)] * len(part)
+        visit.probe()
+        return times
+
+    def _seconds(self, launches: Sequence[Callable[[], Any]]) -> float:
+        while True:
+            total, left = self._queue(launches)
+            if left > _LEFT_SECONDS or self._repeats == _MOST_PASSES:
+                return max(total - self._seconds_alone(), 0.0)
+            self._repeats *= 2  # The device may have waited for the host.
+
+    def _seconds_alone(self) -> float:
+        if self._repeats not in self._alone:
+            self._alone[self._repeats] = statistics.median(self._queue(())[0] for _ in range(2 * _FEW + 1))
+        return self._alone[self._repeats]
+
+    def _queue(self, launches: Sequence[Callable[[], Any]]) -> tuple[float, float]:
+        """Seconds of all, and those after the last launch was in the queue."""
+        result, begin = None, time.perf_counter()
+        for _ in range(self._repeats):
+            result = _passes(self._array)
+        for launch in launches:
+            # The previous result's memory is free for the next one: its kernels are ahead in the same stream.
+            result = launch()
+        queued = time.perf_counter()
+        jax.block_until_ready(result)
+        end = time.perf_counter()
+        return end - begin, end - queued
+
+
+@jax.jit
+def _passes(x: jax.Array) -> jax.Array:
+    """Some milliseconds of work for a GPU that is compiled in a moment: passes that XLA cannot fuse."""
+    for _ in range(_PASSES):
+        x = jax.lax.optimization_barrier(x + 1)
+    return x
 
 
 def _host_seconds(launch: Callable[[], Any]) -> float:

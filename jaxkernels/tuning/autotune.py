@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +20,6 @@ from jaxkernels.tuning import tuner
 from jaxkernels.tuning.tuner import Result, TuningError, check_settings, device_for, tune
 
 __all__ = ["Report", "autotune", "compare", "comparing", "tuning"]
-
-#: Set to 0, this environment variable keeps calls that name no backend from measuring.
-_VARIABLE = "JAXKERNELS_AUTOTUNE"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,10 +130,9 @@ def compare(op: str, spec: Any, backends: Sequence[str]) -> None:
     """Measures the default configurations of backends, and stores the fastest backend, for a call that names none.
 
     Nothing happens if the program is for another machine, or runs in several processes: each would choose its own
-    kernels. Nor if the environment variable `JAXKERNELS_AUTOTUNE` is 0. If the measurement fails, a warning has the
-    reason.
+    kernels. If the measurement fails, a warning has the reason.
     """
-    if not _may_compare() or device_for(spec.target) is None or jax.process_count() > 1:
+    if device_for(spec.target) is None or jax.process_count() > 1:
         return
 
     def run() -> None:
@@ -148,39 +143,34 @@ def compare(op: str, spec: Any, backends: Sequence[str]) -> None:
     try:
         _in_a_thread(run)
     except TuningError as e:
-        warnings.warn(f"{e}. Estimates choose the backend. {_VARIABLE}=0 avoids measurements.", stacklevel=2)
+        warnings.warn(f"{e}. Estimates choose the backend.", stacklevel=2)
 
 
 dispatch.compare_by(compare)
 
 
-def _may_compare() -> bool:
-    value = os.environ.get(_VARIABLE, "1")
-    if value not in ("0", "1"):
-        raise ValueError(
-            f"{_VARIABLE}: must be 1 (measure backends whose estimates are close) or 0 (do not); got {value!r}."
-        )
-    return value == "1"
-
-
 @contextlib.contextmanager
 def comparing(enabled: bool = True) -> Iterator[None]:
-    """With False, programs that are lowered inside the block do not measure backends whose estimates are close.
+    """Compares backends by measurements, for programs that are lowered inside the block.
 
-    By default they do, if the GPU is at hand: a call that names no backend, and whose operation was not tuned, compares
-    the backends by measurements when its program is first lowered. This takes a few seconds. Results are kept in the
-    cache on disk. Two measurements may find different kernels fastest, so two machines may compute different bits.
-    Inside `with jk.comparing(False):` estimates choose the backend, whatever was measured before. The environment
-    variable `JAXKERNELS_AUTOTUNE=0` avoids new measurements in the whole process.
+    >>> with jk.comparing():
+    ...     y = train_step(x)  # measures the backends of each operation that may be the fastest, once
 
-    >>> with jk.comparing(False):
-    ...     y = train_step(x)  # the same kernels on all machines with this GPU
+    A call that names no backend takes the one with the least estimate, and estimates have errors. Inside the block,
+    such a call measures the backends whose estimates are close, each in its default configuration, if the GPU is at
+    hand and the operation was not tuned. This takes a few seconds for each new problem. `jk.tuning` also measures
+    configurations and checks results, which takes longer. The environment variable `JAXKERNELS_AUTOTUNE=1` does the
+    same for the whole process.
+
+    What was measured is kept in the cache on disk, and programs outside take it, too. Two measurements may find
+    different kernels fastest, so two machines may compute different bits. With False, estimates choose, whatever was
+    measured.
 
     Programs depend on the block as they depend on `jk.tuning`. The shards of an Auto mesh do if the program is compiled
     inside.
 
     Args:
-      enabled: whether backends are compared by measurements.
+      enabled: True: backends are compared; False: comparisons are neither made nor taken.
 
     Raises:
       ValueError: `enabled` is not a bool.

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxkernels.core import _jax, dispatch, hardware, registry
 from jaxkernels.core.arguments import positive_number, positive_whole
 from jaxkernels.core.cases import Cut
-from jaxkernels.core.measure import Call, MeasureError, num_rotations
+from jaxkernels.core.measure import Call, MeasureError, QueueClock, num_rotations
 from jaxkernels.core.measure import measure as bench_measure
 from jaxkernels.core.types import ArrayType
 
@@ -40,8 +40,8 @@ _COMPILE_SHARE = 0.5
 _measuring = threading.Lock()
 
 
-#: The budget of a comparison: its defaults are measured in any case, for the fewest rounds.
-_BRIEF_SECONDS = 0.0
+#: A comparison measures for so long after all is compiled, and at most for so many rounds.
+_BRIEF_SECONDS, _BRIEF_ROUNDS = 0.3, 40
 
 
 class TuningError(RuntimeError):
@@ -191,15 +191,16 @@ def tune(
     return result
 
 
-def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure = bench_measure) -> Result:
+def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | None = None) -> Result:
     """Measures the default configurations of backends once, and stores the fastest backend.
 
-    It is brief, as it runs while a program is compiled: no results are checked, and there are few rounds.
+    It is brief, as it runs while a program is compiled, and checks no results. On a GPU it uses the clock that needs no
+    profiler.
 
     Args:
       op, spec: the operation and the spec of the kernel. Its target must be a device of this process.
       backends: backends that can run the spec.
-      measure: a function that times calls, like `jaxkernels.core.measure.measure`.
+      measure: a function that times calls, like `jaxkernels.core.measure.measure`; None: that one.
 
     Raises:
       TuningError: none could be measured. The message has the reason.
@@ -208,11 +209,14 @@ def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure = b
     device = device_for(spec.target)
     try:
         with _measuring, dispatch.policy(dispatch.Policy(use_winners=False)):
-            trial = _Trial(op, spec, device, begin, _BRIEF_SECONDS, measure, checks=False)
+            if measure is None:
+                clock = QueueClock(device) if spec.target.platform in hardware.GPU_PLATFORMS else None
+                measure = functools.partial(bench_measure, rounds=_BRIEF_ROUNDS, clock=clock)
+            trial = _Trial(op, spec, device, begin, _BRIEF_SECONDS, measure, is_brief=True)
             for name in backends:
                 trial.add(name, [dispatch.default_config(op, name, spec)])
             trial.run()
-    except Exception as e:  # No memory, or another profiler records the device: the program can run nevertheless.
+    except Exception as e:  # Most likely there is not enough memory. The program can run nevertheless.
         raise TuningError(f"compare: cannot measure {op}  {spec}: {_first_line(e)}") from e
     result = Result(op, spec, None, trial.candidates(), time.monotonic() - begin)
     if result.winner is None or result.winner.seconds is None:
@@ -270,9 +274,18 @@ class _Trial:
     """The candidates of one spec: compiled, checked and timed in batches."""
 
     def __init__(
-        self, op: str, spec: Any, device: Any, begin: float, budget_s: float, measure: Measure, *, checks: bool = True
+        self,
+        op: str,
+        spec: Any,
+        device: Any,
+        begin: float,
+        budget_s: float,
+        measure: Measure,
+        *,
+        is_brief: bool = False,
     ):
-        self._op, self._spec, self._measure, self._checks = op, spec, measure, checks
+        """`is_brief`: results are not checked, and the budget is for measurements alone."""
+        self._op, self._spec, self._measure, self._is_brief = op, spec, measure, is_brief
         self._end, self._end_of_compiling = begin + budget_s, begin + budget_s * _COMPILE_SHARE
         self._device = device
         self._tried: dict[tuple[str, Any], Candidate] = {}
@@ -281,7 +294,7 @@ class _Trial:
             self._operands = _operands(op, spec, device)
             run, config = dispatch.load(op, "xla").run, dispatch.default_config(op, "xla", spec)
             self._types = jax.eval_shape(lambda *xs: jax.tree.leaves(run(spec, config, *xs)), *self._operands)
-            if checks:
+            if not is_brief:
                 small, cut_operands, cut_results = _part_to_check(op, spec)
                 reference = jax.jit(lambda *xs: jax.tree.leaves(run(small, config, *cut_operands(xs))))
                 with self._tracing():
@@ -306,7 +319,7 @@ class _Trial:
         calls = {f"{c.backend} {c.config}": Call(compiled, self._rotated) for c, compiled in fits.items()}
         if not calls:
             return
-        left = max(self._end - time.monotonic(), 0.0)
+        left = _BRIEF_SECONDS if self._is_brief else max(self._end - time.monotonic(), 0.0)
         try:
             samples = self._measure(calls, regime="burst", budget_s=left)
         except MeasureError as e:
@@ -356,7 +369,7 @@ class _Trial:
             try:
                 compiled = future.result()
                 results = jax.block_until_ready(jax.tree.leaves(compiled(*self._operands)))
-                wrong = self._compare(results) if self._checks else None
+                wrong = None if self._is_brief else self._compare(results)
             except Exception as e:  # A candidate that fails must not stop the others.
                 self._settle(candidate, reason=f"dropped: {_first_line(e)}")
                 continue
