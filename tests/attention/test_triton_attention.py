@@ -233,13 +233,19 @@ def test_random(seed):
 # Ranges of blocks.
 
 
-def ranges_in_kernel(p: problem.Problem, offset: int, num_blocks: int, over_queries: bool) -> np.ndarray:
-    """What the kernels compute for each block where indices alone decide."""
+def ranges_in_kernel(
+    p: problem.Problem, ends: tuple[int, int], offset: int, num_blocks: int, over_queries: bool
+) -> np.ndarray:
+    """What the kernels compute for each block of a batch element without segments.
+
+    Args:
+      ends: of queries and keys, as `tile_kernel.place_of` has them.
+    """
     with tritons.interpreted(functions, tile_kernel, triton_ranges_kernel):
         (ranges,) = calls.call_kernel(
             triton_ranges_kernel.store_ranges, [], [ArrayType((num_blocks, 4), np.dtype(np.int32))], target=H200,
             grid=(num_blocks,), num_warps=4, num_stages=1,
-            constants=dict(p=p, offset=offset, over_queries=over_queries),
+            constants=dict(p=p, offset=offset, query_end=ends[0], key_end=ends[1], over_queries=over_queries),
         )  # fmt: skip
     return np.asarray(ranges)
 
@@ -263,10 +269,17 @@ def test_ranges_hold_every_visible_pair(seed):
     p = problem.Problem.of(spec, 16, 8)
     by_queries = np.asarray(problem.key_ranges(spec, p, values))
     by_keys = np.asarray(problem.query_ranges(spec, turned := dataclasses.replace(p, block_q=8, block_kv=16), values))
-    if not p.ranges_per_batch:
+    for element in range(batch if not p.segments else 0):
         offset = int(values["query_offset"]) if spec.query_offset else 0
-        np.testing.assert_array_equal(ranges_in_kernel(p, offset, len(by_queries[0]), False), by_queries[0])
-        np.testing.assert_array_equal(ranges_in_kernel(turned, offset, len(by_keys[0]), True), by_keys[0])
+        query_end, key_end = offset + queries, keys
+        if spec.query_lengths:
+            query_end = min(query_end, int(values["query_lengths"][element]))
+        if spec.key_lengths:
+            key_end = min(key_end, int(values["key_lengths"][element]))
+        for tile, ranges, over_queries in ((p, by_queries, False), (turned, by_keys, True)):
+            expected = ranges[min(element, len(ranges) - 1)]
+            found = ranges_in_kernel(tile, (query_end, key_end), offset, len(expected), over_queries)
+            np.testing.assert_array_equal(found, expected)
     for element in range(batch):
         for axis, ranges, others in ((0, by_queries, keys), (1, by_keys, queries)):
             for i, (first, whole_first, whole_end, end) in enumerate(ranges[min(element, len(ranges) - 1)]):
@@ -414,7 +427,9 @@ def test_measured_tiles_are_in_the_search_space():
         (tile_kernel, "change", "s = tanh(s)", "s = s", "forward", "soft-cap"),
         (tile_kernel, "slope", "1 - s * s", "1 - s", "backward", "soft-cap"),
         (tile_kernel, "load_pairs", "query * shape[3]", "query * shape[2]", "forward", "mask"),
-        (tile_kernel, "visited", "batch * p.num_blocks + block", "block", "forward", "key-lengths"),
+        (tile_kernel, "visited", "batch * p.num_blocks + block", "block", "forward", "segments"),
+        (tile_kernel, "visited", "tl.maximum(at.key_end, 0)", "at.offset + p.num_keys", "forward", "key-lengths"),
+        (tile_kernel, "visited", "at.query_end - at.offset", "p.num_queries + 0 * block", "backward", "both-lengths"),
         (forward_kernel, "attend", "acc = acc * fade[:, None]", "acc = acc", "forward", "plain"),
         (forward_kernel, "attend", "total * fade", "total", "forward", "plain"),
         (forward_kernel, "attention_forward", "head // p.group", "head % p.num_kv_heads", "forward", "plain"),

@@ -9,7 +9,7 @@ One kernel has a block of keys in each program and sums dK and dV over the queri
 of queries and sums dQ. Both sum in registers, in a fixed order: equal operands give equal bits. The kernel of the bias
 sums dS over what the bias has not, so that dS is never stored.
 
-XLA computes delta and the ranges of blocks, and adds to dV what comes from queries that see no key.
+XLA computes delta, and with segments the ranges of blocks. It adds to dV what comes from queries that see no key.
 
 Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691), appendix B.
 """

@@ -1,7 +1,8 @@
-"""Attention's forward pass in Triton: FlashAttention-2 with ranges of blocks that XLA computes before the kernel.
+"""Attention's forward pass in Triton: FlashAttention-2 with ranges of blocks.
 
 A program has a tile of rows and runs through the blocks of keys that its rows see. It keeps the largest logit, the sum
-of the weights and the weighted sum of the values. Blocks inside of all masks are visited by a loop without masks.
+of the weights and the weighted sum of the values. Blocks inside of all masks are visited by a loop without masks. With
+segments, XLA computes before the kernel which blocks these are.
 
 Where there are few queries (decoding), the query heads of a key head share a tile, and the keys are divided among
 several programs. A second kernel combines their results.

@@ -78,7 +78,6 @@ class Problem:
       left, right: query i sees the keys from i - left to i + right; None leaves a side open.
       query_lengths, key_lengths, segments, query_offset: whether these operands are given.
       is_ragged: whether the last block of keys is not whole.
-      ranges_per_batch: whether each batch element has ranges of its own.
       has_left_edge, has_right_edge: whether blocks before, and behind, those that need no mask are visited. They are
         blocks of keys, or with `over_queries` blocks of queries.
       may_be_blind: whether queries may see no key, or none in a part of the keys; or only logits that are minus
@@ -111,7 +110,6 @@ class Problem:
     segments: bool
     query_offset: bool
     is_ragged: bool
-    ranges_per_batch: bool
     has_left_edge: bool
     has_right_edge: bool
     may_be_blind: bool
@@ -166,7 +164,6 @@ class Problem:
             segments=spec.segments,
             query_offset=spec.query_offset,
             is_ragged=is_ragged,
-            ranges_per_batch=at_run_time,
             has_left_edge=before is not None or spec.segments,
             has_right_edge=behind is not None or is_last_ragged or at_run_time,
             may_be_blind=bool(band.left is not None or at_run_time or spec.bias or spec.mask or num_splits > 1),
@@ -243,7 +240,7 @@ def _aligned(x: jax.Array | ArrayType) -> tuple[int, int, int, int]:
 
 def key_ranges(spec: AttentionSpec, p: Problem, named: Mapping[str, jax.Array]) -> Int32[Array, "b blocks 4"]:
     """For each tile along the rows, the blocks of keys that it visits: the first, the first and the end of those that
-    need no mask, and the end. The batch axis has size 1 where all elements have the same ranges: those kernels compute.
+    need no mask, and the end. The batch axis has size 1 where all elements have the same ranges.
     """
     offset = named.get("query_offset", 0)
     first_row = jnp.arange(p.num_blocks, dtype=jnp.int32) * p.block_q
@@ -280,15 +277,15 @@ def query_ranges(spec: AttentionSpec, p: Problem, named: Mapping[str, jax.Array]
 
 
 def ranges_of_keys(spec: AttentionSpec, p: Problem, named: Mapping[str, jax.Array]) -> jax.Array:
-    """The table of `key_ranges` as an operand of a kernel. Where indices alone decide, q stands for it, and is not read
-    as such.
+    """The table of `key_ranges` as an operand of a kernel. Without segments kernels compute the ranges: q stands for
+    the table, and is not read as such. To make the table takes XLA a kernel, which short kernels would wait for.
     """
-    return key_ranges(spec, p, named) if p.ranges_per_batch else named["q"]
+    return key_ranges(spec, p, named) if p.segments else named["q"]
 
 
 def ranges_of_queries(spec: AttentionSpec, p: Problem, named: Mapping[str, jax.Array]) -> jax.Array:
     """The table of `query_ranges`, likewise."""
-    return query_ranges(spec, p, named) if p.ranges_per_batch else named["q"]
+    return query_ranges(spec, p, named) if p.segments else named["q"]
 
 
 def _per_batch(p: Problem, named: Mapping[str, Any], start: Any, end: Any) -> tuple[Any, Any, Any]:

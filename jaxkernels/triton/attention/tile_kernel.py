@@ -75,10 +75,10 @@ def block_and_rest(num_blocks: tl.constexpr):
 def visited(ranges, batch, block, at, p: tl.constexpr, over_queries: tl.constexpr):
     """The first block that is visited, the first and the end of those that need no mask, and the end.
 
-    A tile of rows visits blocks of keys. With `over_queries`, a block of keys visits blocks of queries. Indices alone
-    give the ranges, unless arrays decide: then they are in a table.
+    A tile of rows visits blocks of keys. With `over_queries`, a block of keys visits blocks of queries. Indices and
+    lengths give the ranges. With segments they are in a table.
     """
-    if p.ranges_per_batch:
+    if p.segments:
         if over_queries:
             row = batch * ((p.num_keys + p.block_kv - 1) // p.block_kv) + block
         else:
@@ -90,11 +90,17 @@ def visited(ranges, batch, block, at, p: tl.constexpr, over_queries: tl.constexp
     elif over_queries:
         start = block * p.block_kv - at.offset
         stop = tl.minimum((block + 1) * p.block_kv, p.num_keys) - at.offset
-        first, whole_first, whole_end, end = _blocks_in_band(start, stop, p.right, p.left, p.num_queries, p.block_q)
+        size = tl.maximum(at.query_end - at.offset, 0)
+        if p.key_lengths:
+            size = tl.where(start + at.offset < at.key_end, size, 0)
+        first, whole_first, whole_end, end = _blocks_in_band(start, stop, p.right, p.left, size, p.block_q)
     else:
         start = block * p.block_q // p.pack + at.offset
         stop = (tl.minimum((block + 1) * p.block_q, p.num_queries * p.pack) - 1) // p.pack + 1 + at.offset
-        first, whole_first, whole_end, end = _blocks_in_band(start, stop, p.left, p.right, p.num_keys, p.block_kv)
+        size = tl.maximum(at.key_end, 0)
+        if p.query_lengths:  # Padding alone visits nothing; beside others it is set to zero at the end.
+            size = tl.where(start < at.query_end, size, 0)
+        first, whole_first, whole_end, end = _blocks_in_band(start, stop, p.left, p.right, size, p.block_kv)
     return first, whole_first, whole_end, end
 
 
@@ -110,14 +116,12 @@ def part_of(split, first, whole_first, whole_end, end, p: tl.constexpr):
 
 
 @triton.jit
-def _blocks_in_band(
-    start, stop, before: tl.constexpr, behind: tl.constexpr, size: tl.constexpr, block: tl.constexpr
-):  # fmt: skip
+def _blocks_in_band(start, stop, before: tl.constexpr, behind: tl.constexpr, size, block: tl.constexpr):
     """What `visited` returns, for the places from `start` to before `stop`. A place sees the `size` indices from
     `before` before it to `behind` behind it; None leaves a side open.
     """
     first, whole_first = start * 0, start * 0
-    whole_end, end = start * 0 + size // block, start * 0 + (size + block - 1) // block
+    whole_end, end = size // block, (size + block - 1) // block
     if before is not None:
         first = tl.maximum(start - before, 0) // block
         whole_first = (tl.maximum(stop - 1 - before, 0) + block - 1) // block
