@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -345,6 +346,9 @@ class Machine:
         (2e-6, 3e-4),  # The host takes longer than the work before: more work is put before.
         (1e-4, 3e-5),
         (3e-3, 3e-4),
+        (1e-4, 4e-4),  # The last launch is long: that it is left does not tell that the device has not waited.
+        (6e-5, 1.5e-4),
+        (1.5e-4, 3e-4),
     ],
 )
 def test_the_clock_of_the_queue_leaves_out_the_host(seconds, host_seconds, monkeypatch):
@@ -379,6 +383,30 @@ def test_the_clock_of_the_queue_keeps_few_launches_in_flight(monkeypatch):
     assert max(queues) + lib._MOST_PASSES < 32
     assert sum(queues) == 50
     assert min(n for n in queues if n) > 10  # No short part: its time would be less exact.
+
+
+@pytest.mark.parametrize(("copies", "count"), [(3, 50), (2, 25), (6, 50)])
+def test_the_clock_of_the_queue_keeps_the_rotation(copies, count, monkeypatch):
+    """Each part of a visit has all operands, in their order: with one of them, it would be in the cache."""
+    Machine(monkeypatch)
+    clock = QueueClock(jax.devices("cpu")[0])
+    parts = []
+
+    def queue(part: Sequence[Callable[[], Any]]) -> tuple[float, float]:
+        parts.append([launch() for launch in part])
+        return 1.0, 1.0
+
+    monkeypatch.setattr(clock, "_queue", queue)
+    launches = lambda: iter([lambda i=i: i % copies for i in range(count)])
+    clock.times([Visit(None, launches, count, lambda: None)])
+    parts = [part for part in parts if part]
+    assert [*itertools.chain(*parts)] == [i % copies for i in range(count)]
+    assert all({*part} == {*range(copies)} for part in parts)
+
+
+def test_the_clock_of_the_queue_works_on_its_device():
+    device = jax.devices("cpu")[1]
+    assert lib._passes(QueueClock(device)._array).devices() == {device}
 
 
 @needs_aot

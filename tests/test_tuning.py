@@ -28,7 +28,7 @@ from jaxkernels.bench.lowering import kernels_of
 from jaxkernels.cli import tune as tune_cli
 from jaxkernels.core import dispatch, hardware, winners
 from jaxkernels.core.dispatch import Entry
-from jaxkernels.core.measure import Call, MeasureError
+from jaxkernels.core.measure import Call, MeasureError, QueueClock
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention import tuning as attention_tuning
 from jaxkernels.ops.attention.spec import AttentionSpec
@@ -618,6 +618,7 @@ def estimates(lab, monkeypatch) -> dict[str, float]:
     estimates = dict(fake=1.0e-5, xla=1.3e-5)
     of = lambda op, spec, names: {name: estimates[name] for name in names if name in estimates}
     monkeypatch.setattr(dispatch, "_estimates", of)
+    monkeypatch.setattr(autotune_lib, "_failed", set())
     return estimates
 
 
@@ -637,6 +638,7 @@ def test_backends_with_close_estimates_are_measured_once(lab, estimates, fastest
     after = jk.explain(jk.matmul, A, B)
     assert [choice.backend for choice in after.choices] == [fastest]
     assert ("not fake: measured slower than xla" in str(after)) == (fastest == "xla")
+    assert "not xla" not in str(after)
 
 
 def test_another_process_takes_what_was_measured(lab, estimates, monkeypatch):
@@ -711,11 +713,8 @@ def test_what_was_measured_can_be_ignored(lab, estimates):
     lab.microseconds = lambda backend, config: 5.0 if backend == "xla" else 6.0
     f = jax.jit(jk.matmul)
     f(A, B)
-    with dispatch.recording() as choices:
-        with jk.comparing(False):
-            f(A, B)
-        with jk.comparing(False), jk.comparing():
-            jk.explain(jk.matmul, A, B)
+    with dispatch.recording() as choices, jk.comparing(False):
+        f(A, B)
     assert [choice.backend for choice in choices] == ["fake"]
     with jk.comparing(False):
         assert jk.explain(jk.matmul, A, B).choices[0].backend == "fake"
@@ -725,9 +724,13 @@ def test_what_was_measured_can_be_ignored(lab, estimates):
 
 
 def test_nothing_is_measured_in_several_processes(lab, estimates, monkeypatch):
+    lab.microseconds = lambda backend, config: 5.0 if backend == "xla" else 6.0
+    assert dispatch.choose("matmul", make_spec(), None).backend == "xla"
+    # Each process may have another cache.
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert dispatch.choose("matmul", make_spec(), None).backend == "fake"
-    assert lab.measured == []
+    assert dispatch.choose("matmul", make_spec(m=4), None).backend == "fake"
+    assert len(lab.measured) == 1
 
 
 def test_backends_are_compared_if_asked_for(lab, estimates, monkeypatch):
@@ -775,6 +778,78 @@ def test_a_backend_that_fails_is_not_chosen(lab, estimates):
     assert dispatch.choose("matmul", make_spec(), None).backend == "xla"
 
 
+def test_a_backend_without_memory_does_not_lose(lab, estimates, monkeypatch):
+    def fail(spec: Any, config: Any, *xs: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(sys.modules["backend_fake_matmul"], "run", fail)
+    with pytest.warns(UserWarning, match="fake dropped: RESOURCE_EXHAUSTED: out of memory. Estimates choose"):
+        assert dispatch.choose("matmul", make_spec(), None).source == "default"
+    assert dispatch.compared("matmul", make_spec(), ["fake", "xla"]) is None
+
+
+def test_the_configuration_that_a_call_gets_is_measured(lab, estimates):
+    lab.microseconds = lambda backend, config: dict(xla=5.0).get(backend, 6.0 if config == Config() else 1.0)
+    dispatch.store_winner("matmul", "fake", make_spec(), Config(192, 2), 1e-6)
+    choice = dispatch.choose("matmul", make_spec(), None)
+    assert (choice.backend, choice.config, choice.source) == ("fake", Config(192, 2), "tuned")
+    assert lab.measured == [["fake Config(block=192, depth=2)", "xla Config()"]]
+
+
+def test_a_comparison_does_not_count_for_other_backends(lab, estimates, registry):
+    """After new estimates, others are close."""
+    lab.microseconds = lambda backend, config: 5.0 if backend == "xla" else 6.0
+    assert dispatch.choose("matmul", make_spec(), None).backend == "xla"
+    estimates["xla"] = 1.0
+    assert dispatch.choose("matmul", make_spec(), None).backend == "fake"
+    # The first of the order has no estimate: it is taken, as without comparisons.
+    estimates["xla"] = estimates.pop("fake")
+    assert dispatch.choose("matmul", make_spec(), None).backend == "fake"
+    assert len(lab.measured) == 1
+
+
+def test_what_was_not_measured_is_told(lab, estimates, registry):
+    lab.microseconds = lambda backend, config: 5.0 if backend == "xla" else 6.0
+    others = dict(registry)
+    registry.clear()
+    registry["matmul", "far"] = others["matmul", "fake"]
+    registry.update(others)
+    estimates["far"] = 4e-5
+    choice = dispatch.choose("matmul", make_spec(), None)
+    assert choice.backend == "xla"
+    reasons = dict(choice.passed_over)
+    assert (reasons["far"], reasons["fake"]) == ("estimated at 40 us: not measured", "measured slower than xla")
+
+
+def test_kernels_inside_of_a_candidate_are_not_compared(lab, estimates, monkeypatch):
+    """A backend may call an operation of ours. To measure it meanwhile would wait for the lock of the measurement."""
+    seen = []
+    module = sys.modules["backend_fake_matmul"]
+    run = module.run
+
+    def nested(spec: Any, config: Any, *xs: Any) -> Any:
+        seen.append(dispatch.choose("matmul", make_spec(m=3), None).source)
+        return run(spec, config, *xs)
+
+    monkeypatch.setattr(module, "run", nested)
+    assert dispatch.choose("matmul", make_spec(), None).source == "compared"
+    jk.autotune(jk.matmul, A[:4], B)
+    assert {*seen} == {"default"}
+
+
+def test_a_comparison_works_under_a_transfer_guard(lab, estimates, monkeypatch):
+    def measure(calls: Mapping[str, Call], **options: Any) -> dict[str, Any]:
+        QueueClock(jax.devices("cpu")[0])  # As on a GPU.
+        return lab.measure(calls, **options)
+
+    monkeypatch.setattr(tuner, "compare", functools.partial(tuner.compare.func, measure=measure))
+    jax.config.update("jax_transfer_guard", "disallow_explicit")
+    try:
+        assert dispatch.choose("matmul", make_spec(), None).source == "compared"
+    finally:
+        jax.config.update("jax_transfer_guard", "allow")
+
+
 def test_estimates_choose_if_nothing_can_be_measured(lab, estimates, monkeypatch):
     def fail(*args: Any) -> Any:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
@@ -783,7 +858,8 @@ def test_estimates_choose_if_nothing_can_be_measured(lab, estimates, monkeypatch
     match = r"compare: cannot measure matmul  f32.*: RESOURCE_EXHAUSTED: out of memory\. Estimates choose the backend\."
     with pytest.warns(UserWarning, match=match):
         assert dispatch.choose("matmul", make_spec(), None).backend == "fake"
-    monkeypatch.undo()
+    # Programs do not wait for a second attempt.
+    assert dispatch.choose("matmul", make_spec(), None).backend == "fake"
 
 
 def test_estimates_choose_if_the_clock_fails(lab, estimates, monkeypatch):
@@ -828,7 +904,7 @@ def test_backends_are_measured_inside_other_programs(lab, estimates, meshes):
     np.testing.assert_array_equal(jax.jit(jk.matmul)(whole, B), np.full((16, 3), 7))
     assert len(lab.measured) == before + 1
     of_shard = dataclasses.replace(make_spec(), lhs=ArrayType((4, 7), jnp.dtype(jnp.float32)))
-    assert dispatch.compared("matmul", of_shard) == "xla"
+    assert dispatch.compared("matmul", of_shard, ["fake", "xla"]) == "xla"
 
 
 @pytest.mark.gpu

@@ -38,7 +38,7 @@ that supports its spec on the platform being lowered; in a program for `jax.expo
 unasked. It gets an unpreferred backend only if all that support its spec are unpreferred. Estimates that measured times
 of similar problems correct (`jaxkernels.core.times`) put another backend in its place, unpreferred or not: that with
 the least estimate, or XLA if no other one is faster by more than `times.MARGIN` (or the spec's own `margin`). Where the
-GPU is at hand, backends whose estimates are close are compared by measurements instead (`compare_by`). The
+GPU is at hand, backends whose estimates are close are measured instead, if that is asked for (`jk.comparing`). The
 configuration is the caller's, else the measured winner, else the one that the cost models find fastest among all
 designs of the backend.
 """
@@ -50,6 +50,7 @@ import contextvars
 import dataclasses
 import functools
 import importlib
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -64,8 +65,8 @@ from jaxkernels.core.registry import Entry
 
 __all__ = [
     "CLOSE", "REGISTRY", "WAY_OUT", "Backend", "Choice", "Entry", "Policy", "backend_names", "check", "check_backend",
-    "choose", "compare_by", "compared", "default_config", "is_tuned", "load", "policy", "recording", "runs_on",
-    "search_space", "store_compared", "store_fastest", "store_winner", "usable_backends",
+    "choose", "compare_by", "compared", "config_of", "default_config", "is_tuned", "load", "policy", "recording",
+    "runs_on", "search_space", "store_compared", "store_fastest", "store_winner", "usable_backends",
 ]  # fmt: skip
 
 
@@ -83,7 +84,7 @@ WAY_OUT = 'Use backend=None (chooses by itself) or backend="xla".'
 
 #: Backends whose estimates are at most so many times the least may be the fastest. By cross-validation, estimates alone
 #: choose a backend below 0.95 of the fastest for 16 % of the products, 13 % of the attentions and 17 % of their
-#: gradients. If those within this factor are measured, it is below 1 %, and 2.6 to 3 backends are measured.
+#: gradients. If those within this factor are measured, it is below 1 %, and 2.6 to 3.1 backends are measured.
 CLOSE = 1.7
 
 #: (operation, backend) -> where it lives; for one operation, first listed is first preferred.
@@ -107,7 +108,8 @@ class Choice:
         "compared": the default of a backend that was measured fastest of those with close estimates.
       requested: the backend that the caller named, or None.
       design: the backend's design; empty where it has one only.
-      estimates: (backend, seconds) of those whose estimates are corrected by measured times, if nothing else decided.
+      estimates: (backend, seconds) of those whose estimates are corrected by measured times, if they decided, or which
+        backends were compared.
     """
 
     op: str
@@ -374,17 +376,9 @@ def choose(
             reason = _export_refusal(op, name, is_partitioned)
         return reason
 
-    fastest: str | None = None
-    is_compared, estimates = False, {}
-    if backend is None:
-        fastest = _fastest(op, spec) if now.use_winners else None
-        if fastest is not None and refusal(fastest) is not None:
-            fastest = None
-        if fastest is None:
-            estimates = _estimates(op, spec, [name for name in _backends_of(op) if refusal(name) is None])
-            if now.use_winners and not is_partitioned and not is_exported:
-                fastest = _comparison(op, spec, estimates, now)
-                is_compared = fastest is not None
+    fastest = _fastest(op, spec) if now.use_winners and backend is None else None
+    if fastest is not None and refusal(fastest) is not None:
+        fastest = None
 
     def objection(name: str) -> str | None:
         reason = refusal(name)
@@ -397,9 +391,18 @@ def choose(
     if name is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
         raise NotImplementedError(f"{op}: no backend supports {spec}: {reasons}.")
-    if fastest is None and name in estimates:
+    estimates: dict[str, float] = {}
+    is_compared = False
+    if backend is None and fastest is None:
+        estimates = _estimates(op, spec, [other for other in _backends_of(op) if refusal(other) is None])
+    if name in estimates:
         margin = times.MARGIN if spec.margin is None else spec.margin
-        if (sooner := times.least(estimates, margin)) != name:
+        close = [] if is_partitioned or is_exported else _close(spec, estimates, now)
+        if (measured := _comparison(op, spec, close, now)) is not None:
+            is_compared, name = True, measured
+            before = itertools.takewhile(lambda other: other != measured, _backends_of(op))
+            passed_over = tuple((x, refusal(x) or _slower(x, measured, estimates, close)) for x in before)
+        elif (sooner := times.least(estimates, margin)) != name:
             slower = f"estimated at {_microseconds(estimates[name])}, {sooner} at {_microseconds(estimates[sooner])}"
             if estimates[sooner] >= estimates[name]:
                 slower += f": less than {margin:.0%} apart"
@@ -465,7 +468,7 @@ def _estimates(op: str, spec: Spec, names: list[str]) -> dict[str, float]:
     return {x.backend: x.seconds * math.exp(corrections[x.backend]) for x in found if x.backend in corrections}
 
 
-_compare: Callable[[str, Any, Sequence[str]], None] | None = None
+_compare: Callable[[str, Any, Sequence[str]], None] = lambda op, spec, backends: None
 
 
 def compare_by(function: Callable[[str, Any, Sequence[str]], None]) -> None:
@@ -476,24 +479,37 @@ def compare_by(function: Callable[[str, Any, Sequence[str]], None]) -> None:
 
 def _autotunes() -> bool:
     """Whether programs compare backends by measurements, unless they are lowered inside `jk.comparing`."""
-    if (value := os.environ.get("JAXKERNELS_AUTOTUNE", "0")) not in ("0", "1"):
+    if (value := os.environ.get("JAXKERNELS_AUTOTUNE") or "0") not in ("0", "1"):
         raise ValueError(
             f"JAXKERNELS_AUTOTUNE: must be 1 (measure backends whose estimates are close) or 0 (do not); got {value!r}."
         )
     return value == "1"
 
 
-def _comparison(op: str, spec: Spec, estimates: dict[str, float], now: Policy) -> str | None:
-    """The backend that was measured fastest of those with close estimates, or None."""
-    comparisons = now.comparisons or ("made" if _autotunes() else "known")
-    if comparisons == "ignored" or spec.margin is not None:
-        return None  # With a margin, XLA takes kernels in the program that it does not take for the operation alone.
-    close = [name for name, seconds in estimates.items() if seconds <= CLOSE * min(estimates.values())]
+def _close(spec: Spec, estimates: dict[str, float], now: Policy) -> list[str]:
+    """The backends that may be the fastest by their estimates, if a comparison may decide among them."""
+    if now.comparisons == "ignored" or not now.use_winners or jax.process_count() > 1:
+        return []
+    if spec.margin is not None:
+        return []  # XLA takes kernels in the program that it does not take for the operation alone.
+    return [name for name, seconds in estimates.items() if seconds <= CLOSE * min(estimates.values())]
+
+
+def _slower(name: str, measured: str, estimates: dict[str, float], close: list[str]) -> str:
+    """Why a backend is not the fastest after a comparison."""
+    if name in close:
+        return f"measured slower than {measured}"
+    return f"estimated at {_microseconds(estimates[name])}: not measured" if name in estimates else "no estimate"
+
+
+def _comparison(op: str, spec: Spec, close: list[str], now: Policy) -> str | None:
+    """The fastest of close backends, if they were measured or are measured now; else None."""
     if len(close) < 2:
         return None
-    if comparisons == "made" and _compare is not None and compared(op, spec) is None:
+    comparisons = now.comparisons or ("made" if _autotunes() else "known")
+    if comparisons == "made" and compared(op, spec, close) is None:
         _compare(op, spec, close)
-    return compared(op, spec)
+    return compared(op, spec, close)
 
 
 # Configurations: a backend's own, and those that were measured.
@@ -546,6 +562,12 @@ def _winner(op: str, name: str, spec: Spec) -> Any | None:
     return winners.lookup(winners.Key(spec.target, op, spec, name, backend.version), decode)
 
 
+def config_of(op: str, backend: str, spec: Spec) -> Any:
+    """The configuration that was measured fastest, else the default."""
+    winner = _winner(op, backend, spec)
+    return default_config(op, backend, spec) if winner is None else winner
+
+
 def _fastest(op: str, spec: Spec) -> str | None:
     """The backend that was measured fastest, or None; also None where the field has changed since.
 
@@ -554,15 +576,23 @@ def _fastest(op: str, spec: Spec) -> str | None:
     if sum(_runs_on(REGISTRY[op, name], spec.target) for name in _backends_of(op)) < 2:
         return None
 
-    return _fastest_under(winners.AUTO, op, spec)
+    if (found := _stored(winners.AUTO, op, spec)) is None:
+        return None
+    fastest, measured = found
+    usable = usable_backends(op, spec)
+    field = [name for name in usable if name in measured or load(op, name).unpreferred(spec) is None]
+    return fastest if measured == _versions(op, field) else None
 
 
-def compared(op: str, spec: Spec) -> str | None:
-    """The same of backends with close estimates."""
-    return _fastest_under(winners.COMPARED, op, spec)
+def compared(op: str, spec: Spec, backends: Sequence[str]) -> str | None:
+    """The fastest of some backends, if these have been compared by measurements."""
+    fastest, measured = _stored(winners.COMPARED, op, spec) or (None, {})
+    return fastest if measured == _versions(op, backends) else None
 
 
-def _fastest_under(heading: str, op: str, spec: Spec) -> str | None:
+def _stored(heading: str, op: str, spec: Spec) -> tuple[str, dict[str, int]] | None:
+    """The fastest backend, and the versions of those that were measured."""
+
     def decode(values: dict[str, Any]) -> tuple[str, dict[str, int]]:
         versions = values.get("versions")
         if set(values) != {"backend", "versions"} or not isinstance(versions, dict):
@@ -571,16 +601,10 @@ def _fastest_under(heading: str, op: str, spec: Spec) -> str | None:
             raise ValueError(f"its backend {values['backend']!r} is not among those measured")
         return values["backend"], versions
 
-    found = winners.lookup(winners.Key(spec.target, op, spec, heading, 0), decode)
-    if found is None:
-        return None
-    fastest, measured = found
-    usable = usable_backends(op, spec)
-    field = [name for name in usable if name in measured or load(op, name).unpreferred(spec) is None]
-    return fastest if measured == _versions(op, field) else None
+    return winners.lookup(winners.Key(spec.target, op, spec, heading, 0), decode)
 
 
-def _versions(op: str, backends: list[str]) -> dict[str, int]:
+def _versions(op: str, backends: Sequence[str]) -> dict[str, int]:
     return {name: load(op, name).version for name in backends}
 
 
@@ -593,16 +617,16 @@ def store_winner(op: str, backend: str, spec: Spec, config: Any, seconds: float)
 
 def store_fastest(op: str, backend: str, spec: Spec, seconds: float) -> None:
     """Keeps the backend that was measured fastest of all that can run the spec."""
-    _store_under(winners.AUTO, op, backend, spec, seconds)
+    _store(winners.AUTO, op, backend, spec, usable_backends(op, spec), seconds)
 
 
-def store_compared(op: str, backend: str, spec: Spec, seconds: float) -> None:
-    """Keeps the backend that was measured fastest of those with close estimates."""
-    _store_under(winners.COMPARED, op, backend, spec, seconds)
+def store_compared(op: str, backend: str, spec: Spec, backends: Sequence[str], seconds: float) -> None:
+    """Keeps the backend that was measured fastest of some."""
+    _store(winners.COMPARED, op, backend, spec, backends, seconds)
 
 
-def _store_under(heading: str, op: str, backend: str, spec: Spec, seconds: float) -> None:
-    versions = _versions(op, usable_backends(op, spec))
+def _store(heading: str, op: str, backend: str, spec: Spec, backends: Sequence[str], seconds: float) -> None:
+    versions = _versions(op, backends)
     key = winners.Key(spec.target, op, spec, heading, 0)
     winners.store(key, (backend, versions), {"backend": backend, "versions": versions}, seconds)
 

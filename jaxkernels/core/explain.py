@@ -66,8 +66,7 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
 
     traced = jax.jit(program).trace(arrays)
     now = dispatch.policy.value
-    if now.comparisons != "ignored":
-        now = dataclasses.replace(now, comparisons="known")
+    now = dataclasses.replace(now, tune=None, comparisons="known" if now.comparisons != "ignored" else "ignored")
     with dispatch.policy(now), dispatch.recording() as choices:
         traced.lower(lowering_platforms=(platform,))
     return Explanation(platform, tuple(choices))

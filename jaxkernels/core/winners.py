@@ -176,7 +176,7 @@ def measured_backends(chip: Chip) -> set[str]:
     """Backends with a configuration that was measured on such a chip: in the user's cache or in the package's table."""
     table = _from_table(_TABLES / f"{slug(chip.name)}.json").values()
     keys = [entry["key"] for entry in (*entries(chip), *table)]
-    return {key["backend"] for key in keys if key["num_sms"] == chip.num_sms} - {AUTO}
+    return {key["backend"] for key in keys if key["num_sms"] == chip.num_sms} - {AUTO, COMPARED}
 
 
 def _relative_path(described: Mapping[str, Any]) -> pathlib.Path:

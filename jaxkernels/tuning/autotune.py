@@ -119,6 +119,9 @@ class _OnTheSpot:
 
 _tuning = threading.Lock()
 
+#: (operation, spec) of comparisons that failed in this process. Programs with them are not kept waiting again.
+_failed: set[tuple[str, Any]] = set()
+
 
 def _in_a_thread(work: Callable[[], None]) -> None:
     """Calls it while a program is being lowered: a new thread has no trace, lowering or recording in progress."""
@@ -127,22 +130,22 @@ def _in_a_thread(work: Callable[[], None]) -> None:
 
 
 def compare(op: str, spec: Any, backends: Sequence[str]) -> None:
-    """Measures the default configurations of backends, and stores the fastest backend, for a call that names none.
+    """Measures backends for a call that names none, and stores the fastest.
 
-    Nothing happens if the program is for another machine, or runs in several processes: each would choose its own
-    kernels. If the measurement fails, a warning has the reason.
+    Nothing happens if the program is for another machine. If the measurement fails, a warning has the reason.
     """
-    if device_for(spec.target) is None or jax.process_count() > 1:
+    if device_for(spec.target) is None or (op, spec) in _failed:
         return
 
     def run() -> None:
         with _tuning, dispatch.policy(dispatch.Policy(use_winners=False)):
-            if dispatch.compared(op, spec) is None:  # Another thread may have measured them meanwhile.
+            if dispatch.compared(op, spec, backends) is None:  # Another thread may have measured them meanwhile.
                 tuner.compare(op, spec, backends)
 
     try:
         _in_a_thread(run)
     except TuningError as e:
+        _failed.add((op, spec))
         warnings.warn(f"{e}. Estimates choose the backend.", stacklevel=2)
 
 
@@ -157,10 +160,14 @@ def comparing(enabled: bool = True) -> Iterator[None]:
     ...     y = train_step(x)  # measures the backends of each operation that may be the fastest, once
 
     A call that names no backend takes the one with the least estimate, and estimates have errors. Inside the block,
-    such a call measures the backends whose estimates are close, each in its default configuration, if the GPU is at
-    hand and the operation was not tuned. This takes a few seconds for each new problem. `jk.tuning` also measures
+    such a call measures the backends whose estimates are close, each in one configuration, if the GPU is at hand and
+    the operation was not tuned. This takes a few seconds for each new problem. `jk.tuning` also measures
     configurations and checks results, which takes longer. The environment variable `JAXKERNELS_AUTOTUNE=1` does the
     same for the whole process.
+
+    Products and attentions on an H100 or H200 have estimates; other operations and chips have none, and are not
+    compared. Nor is anything compared in a program for `jax.export`, on Auto mesh axes before XLA splits the arrays,
+    in programs that several processes run, and inside `jk.tuning(False)`.
 
     What was measured is kept in the cache on disk, and programs outside take it, too. Two measurements may find
     different kernels fastest, so two machines may compute different bits. With False, estimates choose, whatever was
@@ -218,6 +225,6 @@ def tuning(enabled: bool = True, *, top: int = 8, budget_s: float = 15.0) -> Ite
             f"got {jax.process_count()} processes. Tune in one process first, with a JAXKERNELS_CACHE_DIR that all "
             "share, and run the program without jk.tuning."
         )
-    policy = dispatch.Policy(tune=_OnTheSpot(top, budget_s)) if enabled else dispatch.Policy(use_winners=False)
-    with dispatch.policy(policy):
+    tune_now = _OnTheSpot(top, budget_s) if enabled else None
+    with dispatch.policy(dataclasses.replace(dispatch.policy.value, use_winners=enabled, tune=tune_now)):
         yield

@@ -192,7 +192,7 @@ def tune(
 
 
 def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | None = None) -> Result:
-    """Measures the default configurations of backends once, and stores the fastest backend.
+    """Measures backends once, each in the configuration that a call gets, and stores the fastest.
 
     It is brief, as it runs while a program is compiled, and checks no results. On a GPU it uses the clock that needs no
     profiler.
@@ -207,22 +207,26 @@ def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | N
     """
     begin = time.monotonic()
     device = device_for(spec.target)
+    configs = {name: dispatch.config_of(op, name, spec) for name in backends}
     try:
-        with _measuring, dispatch.policy(dispatch.Policy(use_winners=False)):
+        # The operands and the clock's own work come from the host.
+        with _measuring, dispatch.policy(dispatch.Policy(use_winners=False)), jax.transfer_guard("allow"):
             if measure is None:
                 clock = QueueClock(device) if spec.target.platform in hardware.GPU_PLATFORMS else None
                 measure = functools.partial(bench_measure, rounds=_BRIEF_ROUNDS, clock=clock)
             trial = _Trial(op, spec, device, begin, _BRIEF_SECONDS, measure, is_brief=True)
-            for name in backends:
-                trial.add(name, [dispatch.default_config(op, name, spec)])
+            for name, config in configs.items():
+                trial.add(name, [config])
             trial.run()
     except Exception as e:  # Most likely there is not enough memory. The program can run nevertheless.
         raise TuningError(f"compare: cannot measure {op}  {spec}: {_first_line(e)}") from e
     result = Result(op, spec, None, trial.candidates(), time.monotonic() - begin)
-    if result.winner is None or result.winner.seconds is None:
-        reasons = "; ".join(f"{candidate.backend} {candidate.reason}" for candidate in result.candidates)
-        raise TuningError(f"compare: cannot measure {op}  {spec}: {reasons}")
-    dispatch.store_compared(op, result.winner.backend, spec, result.winner.seconds)
+    reasons = [f"{candidate.backend} {candidate.reason}" for candidate in result.candidates if candidate.reason]
+    # A backend that does not compile is not the fastest. One that has not enough memory now may be.
+    has_memory = not any("RESOURCE_EXHAUSTED" in reason for reason in reasons)
+    if result.winner is None or result.winner.seconds is None or not has_memory:
+        raise TuningError(f"compare: cannot measure {op}  {spec}: {'; '.join(reasons)}")
+    dispatch.store_compared(op, result.winner.backend, spec, backends, result.winner.seconds)
     return result
 
 
@@ -286,6 +290,7 @@ class _Trial:
     ):
         """`is_brief`: results are not checked, and the budget is for measurements alone."""
         self._op, self._spec, self._measure, self._is_brief = op, spec, measure, is_brief
+        self._budget_s = budget_s
         self._end, self._end_of_compiling = begin + budget_s, begin + budget_s * _COMPILE_SHARE
         self._device = device
         self._tried: dict[tuple[str, Any], Candidate] = {}
@@ -319,7 +324,7 @@ class _Trial:
         calls = {f"{c.backend} {c.config}": Call(compiled, self._rotated) for c, compiled in fits.items()}
         if not calls:
             return
-        left = _BRIEF_SECONDS if self._is_brief else max(self._end - time.monotonic(), 0.0)
+        left = self._budget_s if self._is_brief else max(self._end - time.monotonic(), 0.0)
         try:
             samples = self._measure(calls, regime="burst", budget_s=left)
         except MeasureError as e:
@@ -355,11 +360,12 @@ class _Trial:
         defaults = {dispatch.default_config(self._op, c.backend, self._spec) for c in candidates}
 
         def compile_one(candidate: Candidate) -> Callable[..., Any]:
-            is_default = not tried_before and candidate.config in defaults
-            if not is_default and time.monotonic() > (self._end if tried_before else self._end_of_compiling):
+            is_certain = self._is_brief or (not tried_before and candidate.config in defaults)
+            if not is_certain and time.monotonic() > (self._end if tried_before else self._end_of_compiling):
                 raise TimeoutError("out of time")
             run = dispatch.load(self._op, candidate.backend).run
-            with self._tracing():
+            # A thread does not have the policy of the thread that started it.
+            with dispatch.policy(dispatch.Policy(use_winners=False)), self._tracing():
                 return jax.jit(functools.partial(run, self._spec, candidate.config)).lower(*structs).compile()
 
         fits = {}

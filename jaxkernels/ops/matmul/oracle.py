@@ -15,7 +15,7 @@ __all__ = ["plain_matmul"]
 
 _ACTIVATIONS = {
     None: lambda x: x,
-    "relu": lambda x: jnp.where(x > 0, x, 0),  # The gradient of jnp.maximum at 0 is a half.
+    "relu": lambda x: jnp.where(x <= 0, 0, x),  # The gradient of jnp.maximum at 0 is a half.
     "relu_squared": lambda x: jnp.maximum(x, 0) ** 2,
     "silu": lambda x: x * jax.nn.sigmoid(x),
     "gelu": lambda x: 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi).astype(x.dtype) * (x + 0.044715 * x**3))),
