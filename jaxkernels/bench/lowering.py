@@ -165,8 +165,12 @@ def _timed(choice: dispatch.Choice) -> TimedKernel:
     return TimedKernel(choice.op, choice.backend, backend.version, config, spec)
 
 
-def kernels_of(problem: Problem, backend: str | None) -> list[tuple[str, Any]]:
-    """The (operation, spec) of every kernel that a problem calls, including the kernels of gradients."""
+def kernels_of(problem: Problem, backend: str | None, platform: str | None = None) -> list[tuple[str, Any]]:
+    """The (operation, spec) of every kernel that a problem calls, including the kernels of gradients.
+
+    Args:
+      platform: what the program is lowered for, as in `jk.explain`. XLA refuses some precisions on a CPU.
+    """
     case = problem.case
     operands: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(draw.shape, jnp.dtype(draw.dtype)) for name, draw in case.draws.items()
@@ -180,7 +184,7 @@ def kernels_of(problem: Problem, backend: str | None) -> list[tuple[str, Any]]:
         out, pull = jax.vjp(run, {name: operands[name] for name in case.moving})
         return out, pull(out)
 
-    return [(choice.op, choice.spec) for choice in jk.explain(program, operands).choices]
+    return [(choice.op, choice.spec) for choice in jk.explain(program, operands, platform=platform).choices]
 
 
 class Workers:

@@ -227,7 +227,7 @@ def _kernels_of(row: Row, target: Chip) -> list[tuple[str, Any]] | None:
     if problem is None:
         return None
     of_op = registry.OPERATIONS[suites.registry_name(row.op) or ""].kernels
-    kernels = kernels_of(problem, "xla")
+    kernels = kernels_of(problem, "xla", target.platform)
     if len(of_op) > 1:  # The forward pass of a backward problem is not timed, nor the other way round.
         forward, is_forward = next(iter(of_op)), problem.direction == "forward"
         kernels = [(op, spec) for op, spec in kernels if (op == forward) == is_forward]

@@ -83,7 +83,7 @@ class Spec(Protocol):
 WAY_OUT = 'Use backend=None (chooses by itself) or backend="xla".'
 
 #: Backends whose estimates are at most so many times the least may be the fastest. By cross-validation, estimates alone
-#: choose a backend below 0.95 of the fastest for 16 % of the products, 13 % of the attentions and 17 % of their
+#: choose a backend below 0.95 of the fastest for 15 % of the products, 13 % of the attentions and 17 % of their
 #: gradients. If those within this factor are measured, it is below 1 %, and 2.6 to 3.1 backends are measured.
 CLOSE = 1.7
 

@@ -37,6 +37,8 @@ def features(kernel: str, spec: MatmulSpec, config: Any) -> tuple[float, ...] | 
         return None
     if not tensor_cores.is_default(spec.precision):
         return None
+    if 0 in (g.m, g.n, g.k, batch):
+        return None
     sizes = dict(m=g.m, n=g.n, k=g.k)
     rows = (sizes[g.lhs_layout[1]], sizes[g.rhs_layout[1]], g.n, g.k)
     compute, memory = g.m * g.n * g.k / _FLOPS, ((g.m + g.n) * g.k + g.m * g.n) / _BYTES
