@@ -380,7 +380,7 @@ def test_the_clock_of_the_queue_keeps_few_launches_in_flight(monkeypatch):
     queues, queue = [], clock._queue
     monkeypatch.setattr(clock, "_queue", lambda part: (queues.append(len(part)), queue(part))[1])
     clock.times([Visit(None, lambda: iter([lambda: machine.enqueue(1e-5)] * 50), 50, lambda: None)])
-    assert max(queues) + lib._MOST_PASSES < 32
+    assert max(queues) + lib._MOST_REPEATS < 32
     assert sum(queues) == 50
     assert min(n for n in queues if n) > 10  # No short part: its time would be less exact.
 

@@ -740,7 +740,7 @@ def test_backends_are_compared_if_asked_for(lab, estimates, monkeypatch):
     assert lab.measured == []
     with jk.comparing():
         assert dispatch.choose("matmul", make_spec(), None).backend == "xla"
-    # What was measured is taken outside, too.
+    # Programs outside the block take the fastest backend, too.
     assert dispatch.choose("matmul", make_spec(), None).backend == "xla"
     assert dispatch.choose("matmul", make_spec(m=4), None).backend == "fake"
     assert len(lab.measured) == 1

@@ -112,12 +112,12 @@ def run(
             for plan in plans:
                 plan.wait()
             for plan in plans:
+                plan.choose()
+            for plan in plans:
                 plan.fall_back()
             for plan in plans:
                 plan.wait()
                 plan.seconds["compile"] = (time.perf_counter() - begin) / len(chunk)
-            for plan in plans:
-                plan.choose()
             while plans:  # Dropping a plan frees its programs and their device memory.
                 plan = plans.pop(0)
                 status(f"timing {start + len(chunk) - len(plans)} of {len(problems)}: {plan.problem.shape}")
@@ -236,26 +236,17 @@ class _Plan:
                 self._refused[key] = "auto is the same program"
 
     def choose(self) -> None:
-        """Compiles what `backend=None` takes. It may measure backends, so nothing else is compiled meanwhile.
-
-        If it does not compile and no other backend of ours did, compiles the xla backend.
-        """
-        if not self._settings.auto:
-            return
-        with self._counted("compile"):
+        """Compiles the backend that `backend=None` takes. It may measure, so nothing else is compiled meanwhile."""
+        if self._settings.auto:
             self._compile_ours(AUTO)
             self.wait()
-            if self._settings.backends is None and not any(c.is_ours for c in self._contestants.values()):
-                self._compile_ours(_FALLBACK)
-                self.wait()
 
     def fall_back(self) -> None:
         """Compiles the xla backend if none of ours supports the problem, and no backend was named.
 
         If no baseline compiled, also compiles those that yield to others.
         """
-        has_ours = self._settings.auto or any(c.is_ours for c in self._contestants.values())
-        if self._settings.backends is None and not has_ours:
+        if self._settings.backends is None and not any(c.is_ours for c in self._contestants.values()):
             self._compile_ours(_FALLBACK)
         if all(c.is_ours for c in self._contestants.values()):
             for name in self._yielding:
@@ -404,7 +395,7 @@ class _Plan:
 
 
 def _our_backends(settings: Settings) -> tuple[str, ...]:
-    """The backends that are timed by their names. `choose` compiles what `backend=None` takes."""
+    """The backends that are timed by their names. The side `auto` is compiled after them."""
     names = settings.backends
     if names is None:
         names = tuple(name for name in dispatch.backend_names() if name != _FALLBACK)

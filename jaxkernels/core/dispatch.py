@@ -108,8 +108,8 @@ class Choice:
         "compared": the default of a backend that was measured fastest of those with close estimates.
       requested: the backend that the caller named, or None.
       design: the backend's design; empty where it has one only.
-      estimates: (backend, seconds) of those whose estimates are corrected by measured times, if they decided, or which
-        backends were compared.
+      estimates: (backend, seconds) of those whose estimates are corrected by measured times. Empty if a tuned or a
+        named backend was taken.
     """
 
     op: str
@@ -143,9 +143,9 @@ class Policy:
     Attributes:
       use_winners: whether they are taken.
       tune: called with (op, spec, backend or None) where there is none, to measure and store one; or None.
-      comparisons: what becomes of backends with close estimates. "made": they are measured, if the GPU is at hand;
-        "known": what was measured before is taken; "ignored": the estimates choose. None: "made" if the environment
-        variable `JAXKERNELS_AUTOTUNE` is 1, else "known".
+      comparisons: how a backend is chosen among those with close estimates. "made": they are measured, if the GPU is at
+        hand; "known": the one that was measured fastest before is taken; "ignored": estimates choose. None: "made" if
+        the environment variable `JAXKERNELS_AUTOTUNE` is 1, else "known".
       exports_all: whether a program for `jax.export` gets the same kernels as any other. The exporter then disables the
         checks of custom calls.
     """
@@ -472,7 +472,9 @@ _compare: Callable[[str, Any, Sequence[str]], None] = lambda op, spec, backends:
 
 
 def compare_by(function: Callable[[str, Any, Sequence[str]], None]) -> None:
-    """Sets what compares backends: it gets (op, spec, backends), and stores the fastest, if it can measure them."""
+    """Sets the function that compares backends. It gets (op, spec, backends). If it can measure them, it stores the
+    fastest.
+    """
     global _compare
     _compare = function
 

@@ -291,7 +291,7 @@ class WallClock:
 _QUEUED = 24
 
 #: The work before them: passes over an array of so many float32 values, and how often they are repeated at most.
-_PASSES, _PASS_SIZE, _MOST_PASSES = 48, 2**24, 4
+_PASSES, _PASS_SIZE, _MOST_REPEATS = 48, 2**24, 4
 
 #: So many seconds of work must be left when the last launch is in the queue.
 _LEFT_SECONDS = 5e-5
@@ -343,7 +343,7 @@ class QueueClock:
             total, left = self._queue(launches)
             seconds = max(total - self._seconds_alone(), 0.0)
             # More is left than the last launch, or the device has waited for the host.
-            if left > _LEFT_SECONDS + seconds / len(launches) or self._repeats == _MOST_PASSES:
+            if left > _LEFT_SECONDS + seconds / len(launches) or self._repeats == _MOST_REPEATS:
                 return seconds
             self._repeats *= 2
 

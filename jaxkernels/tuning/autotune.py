@@ -1,5 +1,5 @@
-"""`autotune(f, *args)` tunes a program, `with tuning():` tunes all that is lowered inside, and `compare` measures close
-backends for calls that name none.
+"""`autotune(f, *args)` tunes a program. `with tuning():` tunes all that is lowered inside. `with comparing():` measures
+the backends that may be the fastest.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def compare(op: str, spec: Any, backends: Sequence[str]) -> None:
         return
 
     def run() -> None:
-        with _tuning, dispatch.policy(dispatch.Policy(use_winners=False)):
+        with _tuning:
             if dispatch.compared(op, spec, backends) is None:  # Another thread may have measured them meanwhile.
                 tuner.compare(op, spec, backends)
 
@@ -169,9 +169,9 @@ def comparing(enabled: bool = True) -> Iterator[None]:
     compared. Nor is anything compared in a program for `jax.export`, on Auto mesh axes before XLA splits the arrays,
     in programs that several processes run, and inside `jk.tuning(False)`.
 
-    What was measured is kept in the cache on disk, and programs outside take it, too. Two measurements may find
-    different kernels fastest, so two machines may compute different bits. With False, estimates choose, whatever was
-    measured.
+    The fastest backend is kept in the cache on disk. Programs outside the block take it, too. Two measurements may find
+    different kernels fastest, so two machines may compute different bits. With False, estimates choose the backend,
+    even if it was measured before.
 
     Programs depend on the block as they depend on `jk.tuning`. The shards of an Auto mesh do if the program is compiled
     inside.

@@ -36,6 +36,9 @@ _MAX_ERROR = 0.1
 #: After this share of the budget no further candidate is compiled, so that the others can still be measured.
 _COMPILE_SHARE = 0.5
 
+#: The policy of kernels that are measured. The caller's policy applies to the program being lowered only.
+_INSIDE = dispatch.Policy(use_winners=False)
+
 #: One measurement at a time: two would slow each other down.
 _measuring = threading.Lock()
 
@@ -167,8 +170,7 @@ def tune(
     begin = time.monotonic()
     if sum(len(dispatch.search_space(op, name, spec)) for name in backends) <= 1:
         return Result(op, spec, backend, (), 0.0)
-    # The caller's policy applies to the program being lowered, not to the kernels measured here.
-    with _measuring, dispatch.policy(dispatch.Policy(use_winners=False)):
+    with _measuring, dispatch.policy(_INSIDE):
         try:
             trial = _Trial(op, spec, device, begin, budget_s, measure)
         except jax.errors.JaxRuntimeError as e:
@@ -191,7 +193,7 @@ def tune(
     return result
 
 
-def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | None = None) -> Result:
+def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | None = None) -> None:
     """Measures backends once, each in the configuration that a call gets, and stores the fastest.
 
     It is brief, as it runs while a program is compiled, and checks no results. On a GPU it uses the clock that needs no
@@ -205,29 +207,27 @@ def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | N
     Raises:
       TuningError: none could be measured. The message has the reason.
     """
-    begin = time.monotonic()
     device = device_for(spec.target)
     configs = {name: dispatch.config_of(op, name, spec) for name in backends}
     try:
         # The operands and the clock's own work come from the host.
-        with _measuring, dispatch.policy(dispatch.Policy(use_winners=False)), jax.transfer_guard("allow"):
+        with _measuring, dispatch.policy(_INSIDE), jax.transfer_guard("allow"):
             if measure is None:
                 clock = QueueClock(device) if spec.target.platform in hardware.GPU_PLATFORMS else None
                 measure = functools.partial(bench_measure, rounds=_BRIEF_ROUNDS, clock=clock)
-            trial = _Trial(op, spec, device, begin, _BRIEF_SECONDS, measure, is_brief=True)
+            trial = _Trial(op, spec, device, time.monotonic(), _BRIEF_SECONDS, measure, is_brief=True)
             for name, config in configs.items():
                 trial.add(name, [config])
             trial.run()
     except Exception as e:  # Most likely there is not enough memory. The program can run nevertheless.
         raise TuningError(f"compare: cannot measure {op}  {spec}: {_first_line(e)}") from e
-    result = Result(op, spec, None, trial.candidates(), time.monotonic() - begin)
-    reasons = [f"{candidate.backend} {candidate.reason}" for candidate in result.candidates if candidate.reason]
+    best = trial.best()
+    reasons = [f"{candidate.backend} {candidate.reason}" for candidate in trial.candidates() if candidate.reason]
     # A backend that does not compile is not the fastest. One that has not enough memory now may be.
     has_memory = not any("RESOURCE_EXHAUSTED" in reason for reason in reasons)
-    if result.winner is None or result.winner.seconds is None or not has_memory:
+    if best is None or best.seconds is None or not has_memory:
         raise TuningError(f"compare: cannot measure {op}  {spec}: {'; '.join(reasons)}")
-    dispatch.store_compared(op, result.winner.backend, spec, backends, result.winner.seconds)
-    return result
+    dispatch.store_compared(op, best.backend, spec, backends, best.seconds)
 
 
 def _estimate(op: str, backend: str, spec: Any, config: Any) -> float | None:
@@ -365,7 +365,7 @@ class _Trial:
                 raise TimeoutError("out of time")
             run = dispatch.load(self._op, candidate.backend).run
             # A thread does not have the policy of the thread that started it.
-            with dispatch.policy(dispatch.Policy(use_winners=False)), self._tracing():
+            with dispatch.policy(_INSIDE), self._tracing():
                 return jax.jit(functools.partial(run, self._spec, candidate.config)).lower(*structs).compile()
 
         fits = {}

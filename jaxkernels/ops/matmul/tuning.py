@@ -35,9 +35,7 @@ def features(kernel: str, spec: MatmulSpec, config: Any) -> tuple[float, ...] | 
     g, batch = spec.gemm, spec.gemm.batch or 1
     if spec.lhs.dtype != spec.rhs.dtype or spec.lhs.dtype not in tensor_cores.INPUTS or g.lhs_perm or g.rhs_perm:
         return None
-    if not tensor_cores.is_default(spec.precision):
-        return None
-    if 0 in (g.m, g.n, g.k, batch):
+    if not tensor_cores.is_default(spec.precision) or tensor_cores.unsupported_sizes(spec) is not None:
         return None
     sizes = dict(m=g.m, n=g.n, k=g.k)
     rows = (sizes[g.lhs_layout[1]], sizes[g.rhs_layout[1]], g.n, g.k)
