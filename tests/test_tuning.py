@@ -28,7 +28,7 @@ from jaxkernels.bench.lowering import kernels_of
 from jaxkernels.cli import tune as tune_cli
 from jaxkernels.core import dispatch, hardware, winners
 from jaxkernels.core.dispatch import Entry
-from jaxkernels.core.measure import Call, MeasureError, QueueClock
+from jaxkernels.core.measure import Call, MeasureError
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention import tuning as attention_tuning
 from jaxkernels.ops.attention.spec import AttentionSpec
@@ -55,21 +55,25 @@ class Lab:
 
     Attributes:
       microseconds: of a backend's configuration.
+      loaded_microseconds: the same under load; None: as without.
       broken, wrong: configurations that do not compile, or compute something else.
       measured: the names of the calls of each measurement.
       runs: (operation, configuration) of every kernel traced.
     """
 
     microseconds: Callable[[str, Any], float] = lambda backend, config: 1.0
+    loaded_microseconds: Callable[[str, Any], float] | None = None
     broken: set[Any] = dataclasses.field(default_factory=set)
     wrong: set[Any] = dataclasses.field(default_factory=set)
     measured: list[list[str]] = dataclasses.field(default_factory=list)
     runs: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
     estimate: Callable[[Any], float] = lambda config: config.block * 1e-6
 
-    def measure(self, calls: Mapping[str, Call], *, regime: str, budget_s: float) -> dict[str, Any]:
-        assert regime == "burst"
-        assert budget_s >= 0
+    def measure(self, calls: Mapping[str, Call], *, regime: str, **options: Any) -> dict[str, Any]:
+        if regime == "burst":
+            assert options.pop("budget_s") >= 0
+            assert not options
+        microseconds = (regime == "sustained" and self.loaded_microseconds) or self.microseconds
         self.measured.append(list(calls))
         for call in calls.values():
             call.function(*call.operands[0])  # They run: what cannot be called cannot be timed.
@@ -77,7 +81,7 @@ class Lab:
         for name in calls:
             backend, text = name.split(" ", 1)
             config = next((c for c in SPACE if str(c) == text), None)
-            times[name] = types.SimpleNamespace(median=self.microseconds(backend, config) * 1e-6)
+            times[name] = types.SimpleNamespace(median=microseconds(backend, config) * 1e-6)
         return times
 
 
@@ -709,6 +713,40 @@ def test_backends_far_apart_are_not_measured(lab, estimates):
     assert len(lab.measured) == 1
 
 
+@pytest.mark.parametrize(
+    ("turns", "loaded", "near", "fastest"),
+    [
+        ((103.0, 104.0), (120.0, 110.0), ["fake", "xla"], "xla"),
+        ((104.0, 103.0), (110.0, 120.0), ["fake", "xla"], "fake"),
+        # In turns, one is too slow already.
+        ((103.0, 108.0), (120.0, 110.0), None, "fake"),
+        # Short kernels run at a higher clock.
+        ((98.0, 99.0), (120.0, 110.0), None, "fake"),
+    ],
+)
+def test_long_kernels_are_compared_under_load(turns, loaded, near, fastest, lab, estimates):
+    lab.microseconds = lambda backend, config: turns[backend == "xla"]
+    lab.loaded_microseconds = lambda backend, config: loaded[backend == "xla"]
+    assert dispatch.choose("matmul", make_spec(), None).backend == fastest
+    names = [sorted(name.split()[0] for name in names) for names in lab.measured]
+    assert names == [["fake", "xla"]] + [near] * bool(near)
+
+
+def test_a_third_backend_is_out_if_the_fastest_are_compared_under_load(lab, estimates, registry):
+    """Its time in turns is less than theirs under load."""
+    others = dict(registry)
+    registry.clear()
+    registry["matmul", "far"] = others["matmul", "fake"]
+    registry.update(others)
+    estimates["far"] = 1e-5
+    lab.microseconds = lambda backend, config: {"far": 118.0, "fake": 111.0, "xla": 110.0}[backend]
+    lab.loaded_microseconds = lambda backend, config: {"fake": 119.0, "xla": 120.0}[backend]
+    choice = dispatch.choose("matmul", make_spec(), None)
+    assert choice.backend == "fake"
+    assert dict(choice.passed_over)["far"] == "measured slower than fake"
+    assert len(lab.measured) == 2
+
+
 def test_what_was_measured_can_be_ignored(lab, estimates):
     lab.microseconds = lambda backend, config: 5.0 if backend == "xla" else 6.0
     f = jax.jit(jk.matmul)
@@ -839,7 +877,7 @@ def test_kernels_inside_of_a_candidate_are_not_compared(lab, estimates, monkeypa
 
 def test_a_comparison_works_under_a_transfer_guard(lab, estimates, monkeypatch):
     def measure(calls: Mapping[str, Call], **options: Any) -> dict[str, Any]:
-        QueueClock(jax.devices("cpu")[0])  # As on a GPU.
+        np.asarray(jax.device_put(np.zeros(1, np.int32), jax.devices("cpu")[0]))  # As the clock of a GPU does.
         return lab.measure(calls, **options)
 
     monkeypatch.setattr(tuner, "compare", functools.partial(tuner.compare.func, measure=measure))

@@ -290,36 +290,34 @@ class WallClock:
 #: Launches that a `QueueClock` keeps in the queue: JAX lets 32 computations of a device be in flight.
 _QUEUED = 24
 
-#: The work before them: passes over an array of so many float32 values, and how often they are repeated at most.
-_PASSES, _PASS_SIZE, _MOST_REPEATS = 48, 2**24, 4
+#: The device waits for so many nanoseconds before the launches: at first and at most.
+_WAITS = (500_000, 16_000_000)
 
-#: So many seconds of work must be left when the last launch is in the queue.
-_LEFT_SECONDS = 5e-5
+#: So many seconds must have been left of the wait when the last launch was in the queue.
+_LEFT_SECONDS = 2e-5
 
 
 class QueueClock:
-    """The host's clock around launches that wait in the queue of a device, behind other work.
+    """The device's clock before and after launches that wait in its queue.
 
-    The host puts launches into the queue while the device does the other work. So the device does not wait for the
-    host, and the time beyond that of the other work is that of the launches, with the pauses between their kernels.
-    Launches of one visit have the same time, up to `_QUEUED` of them.
+    The host puts a kernel that waits and then reads the clock, the launches, and a second reading into the queue. While
+    the device waits, the host is ahead of it. So the time between the readings is that of the launches, with the pauses
+    between their kernels. Launches of one visit have the same time, up to `_QUEUED` of them.
 
     It is less exact than `CuptiClock` for launches of few microseconds. But CUPTI has one user in a process, and JAX's
     recorder ends the process if records are lost, which happened after a trace by `jax.profiler`.
 
     Args:
-      device: the device of the launches.
+      read: puts a kernel into the queue that waits for so many nanoseconds and then reads the device's clock. It
+        returns an array of one element: nanoseconds modulo 2**32.
     """
 
     rests = (0.0, 0.0)
 
-    def __init__(self, device: Any):
-        self._array = jax.device_put(np.zeros(_PASS_SIZE, np.float32), device)  # Committed: its programs run there.
-        self._repeats = 1
-        #: Repeats -> the seconds of the other work.
-        self._alone: dict[int, float] = {}
-        for _ in range(_FEW):  # Compiles it, and puts it into a CUDA graph.
-            jax.block_until_ready(_passes(self._array))
+    def __init__(self, read: Callable[[int], Any]):
+        self._read = read
+        self._wait, _ = _WAITS
+        jax.block_until_ready(read(0))  # Compiles it.
 
     def times(self, visits: Sequence[Visit]) -> list[list[float]]:
         return [self._times(visit) for visit in visits]
@@ -340,38 +338,20 @@ class QueueClock:
 
     def _seconds(self, launches: Sequence[Callable[[], Any]]) -> float:
         while True:
-            total, left = self._queue(launches)
-            seconds = max(total - self._seconds_alone(), 0.0)
-            # More is left than the last launch, or the device has waited for the host.
-            if left > _LEFT_SECONDS + seconds / len(launches) or self._repeats == _MOST_REPEATS:
+            begin, result = self._read(self._wait), None
+            for launch in launches:
+                # The previous result's memory is free for the next one: its kernels are ahead in the same stream.
+                result = launch()
+            end = self._read(0)
+            queued = time.perf_counter()
+            jax.block_until_ready((result, end))
+            left = time.perf_counter() - queued
+            nanoseconds = (np.asarray(end).item() - np.asarray(begin).item()) % 2**32
+            seconds = nanoseconds / 1e9
+            # More is left than the launches take, or the device has waited for the host.
+            if left > _LEFT_SECONDS + seconds or self._wait >= _WAITS[1]:
                 return seconds
-            self._repeats *= 2
-
-    def _seconds_alone(self) -> float:
-        if self._repeats not in self._alone:
-            self._alone[self._repeats] = statistics.median(self._queue(())[0] for _ in range(2 * _FEW + 1))
-        return self._alone[self._repeats]
-
-    def _queue(self, launches: Sequence[Callable[[], Any]]) -> tuple[float, float]:
-        """Seconds of all, and those after the last launch was in the queue."""
-        result, begin = None, time.perf_counter()
-        for _ in range(self._repeats):
-            result = _passes(self._array)
-        for launch in launches:
-            # The previous result's memory is free for the next one: its kernels are ahead in the same stream.
-            result = launch()
-        queued = time.perf_counter()
-        jax.block_until_ready(result)
-        end = time.perf_counter()
-        return end - begin, end - queued
-
-
-@jax.jit
-def _passes(x: jax.Array) -> jax.Array:
-    """Some milliseconds of work for a GPU that is compiled in a moment: passes that XLA cannot fuse."""
-    for _ in range(_PASSES):
-        x = jax.lax.optimization_barrier(x + 1)
-    return x
+            self._wait *= 2
 
 
 def _host_seconds(launch: Callable[[], Any]) -> float:
@@ -402,6 +382,7 @@ def measure(
     budget_s: float = math.inf,
     clock: Clock | None = None,
     probe: Callable[[], float | None] = lambda: None,
+    turn: tuple[float, float] | None = None,
 ) -> dict[str, Samples]:
     """Times every call in turns: A B C, C B A, A B C, ...
 
@@ -414,6 +395,7 @@ def measure(
       clock: the clock; None: the one for the devices of the operands.
       probe: called once for each side and round while its launches are under way; a number it returns (the chip's
         clock rate, say) goes into `Samples.probed`.
+      turn: seconds of a turn in the sustained regime that do not count, and that count. None: short ones.
 
     Returns:
       The samples of each side.
@@ -437,7 +419,7 @@ def measure(
     if regime == "burst":
         _bursts(turns, clock, rounds, begin + budget_s)
     else:
-        _load(turns, clock, rounds, budget_s)
+        _load(turns, clock, rounds, budget_s, *(turn or (_TURN_SECONDS, _COUNTED_SECONDS)))
     return {name: Samples.of(side.rounds, side.probed) for name, side in sides.items()}
 
 
@@ -454,17 +436,19 @@ def _bursts(sides: list[_Side], clock: Clock, rounds: int | None, deadline: floa
             side.rounds.append(times)
 
 
-def _load(sides: list[_Side], clock: Clock, rounds: int | None, budget_s: float) -> None:
+def _load(
+    sides: list[_Side], clock: Clock, rounds: int | None, budget_s: float, uncounted_s: float, counted_s: float
+) -> None:
     """All rounds in one go: between two calls of the clock the chip would cool."""
     if rounds is None:
         at_least, at_most = _ROUNDS["sustained"]
-        fitting = (budget_s - _WARM_SECONDS) / sum(side.turn_seconds for side in sides)
+        fitting = (budget_s - _WARM_SECONDS) / sum(side.turn_seconds(uncounted_s, counted_s) for side in sides)
         rounds = max(at_least, int(min(fitting, at_most)))
     turns = [(side, done) for done in range(rounds) for side in sides[:: -1 if done % 2 else 1]]
-    uncounted = [_WARM_SECONDS / len(sides) if done == 0 else _TURN_SECONDS for _, done in turns]
-    visits = [side.load(seconds) for (side, _), seconds in zip(turns, uncounted)]
+    uncounted = [max(_WARM_SECONDS / len(sides), uncounted_s) if done == 0 else uncounted_s for _, done in turns]
+    visits = [side.load(seconds, counted_s) for (side, _), seconds in zip(turns, uncounted)]
     for (side, _), times in zip(turns, clock.times(visits), strict=True):
-        side.rounds.append(times[-side.counted :])
+        side.rounds.append(times[-side.counted(counted_s) :])
 
 
 def _settled(sides: Sequence[_Side]) -> bool:
@@ -502,18 +486,16 @@ class _Side:
         least, most = rests
         return self._visit(count, rest=min(max(_REST * count * self._estimate, least), most))
 
-    @property
-    def counted(self) -> int:
+    def counted(self, seconds: float) -> int:
         """Launches that count in one turn of the sustained regime."""
-        return self._launches_in(_COUNTED_SECONDS, *_SUSTAINED_LAUNCHES)
+        return self._launches_in(seconds, *_SUSTAINED_LAUNCHES)
 
-    @property
-    def turn_seconds(self) -> float:
-        return self._estimate * (self.counted + self._launches_in(_TURN_SECONDS, 1, _SUSTAINED_LAUNCHES[1]))
+    def turn_seconds(self, uncounted: float, counted: float) -> float:
+        return self._estimate * (self.counted(counted) + self._launches_in(uncounted, 1, _SUSTAINED_LAUNCHES[1]))
 
-    def load(self, uncounted_seconds: float) -> Visit:
+    def load(self, uncounted: float, counted: float) -> Visit:
         """A turn of the sustained regime: only its last launches count."""
-        return self._visit(self._launches_in(uncounted_seconds, 1, 5 * _SUSTAINED_LAUNCHES[1]) + self.counted)
+        return self._visit(self._launches_in(uncounted, 1, 5 * _SUSTAINED_LAUNCHES[1]) + self.counted(counted))
 
     def _launches_in(self, seconds: float, few: int, many: int) -> int:
         return min(max(math.ceil(seconds / max(self._estimate, 1e-7)), few), many)
