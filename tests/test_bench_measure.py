@@ -159,7 +159,7 @@ def test_sustained_counts_only_what_comes_after_the_warm_up():
 def test_turns_of_the_sustained_regime_can_be_longer():
     """The first ones still warm the chip up."""
     clock = FakeClock(lambda result: 1e-2)
-    calls = {name: Call(lambda: name, [()], seconds=1e-2) for name in "ab"}
+    calls = {name: Call(lambda name=name: name, [()], seconds=1e-2) for name in "ab"}
     samples = measure(calls, regime="sustained", rounds=2, clock=clock, turn=(0.05, 0.2))
     assert len(clock.launched) == 2 * (15 + 20) + 2 * (5 + 20)
     assert samples["a"].count == 40

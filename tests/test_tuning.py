@@ -771,9 +771,9 @@ def test_nothing_is_measured_in_several_processes(lab, estimates, monkeypatch):
     assert len(lab.measured) == 1
 
 
-def test_backends_are_compared_if_asked_for(lab, estimates, monkeypatch):
+def test_comparisons_can_be_switched_off(lab, estimates, monkeypatch):
     lab.microseconds = lambda backend, config: 5.0 if backend == "xla" else 6.0
-    monkeypatch.delenv("JAXKERNELS_AUTOTUNE")
+    monkeypatch.setenv("JAXKERNELS_AUTOTUNE", "0")
     assert dispatch.choose("matmul", make_spec(), None).backend == "fake"
     assert lab.measured == []
     with jk.comparing():
@@ -782,6 +782,11 @@ def test_backends_are_compared_if_asked_for(lab, estimates, monkeypatch):
     assert dispatch.choose("matmul", make_spec(), None).backend == "xla"
     assert dispatch.choose("matmul", make_spec(m=4), None).backend == "fake"
     assert len(lab.measured) == 1
+    monkeypatch.setenv("JAXKERNELS_AUTOTUNE", "")
+    assert dispatch.choose("matmul", make_spec(m=4), None).backend == "xla"
+    monkeypatch.delenv("JAXKERNELS_AUTOTUNE")
+    assert dispatch.choose("matmul", make_spec(m=3), None).backend == "xla"
+    assert len(lab.measured) == 3
     monkeypatch.setenv("JAXKERNELS_AUTOTUNE", "off")
     message = "JAXKERNELS_AUTOTUNE: must be 1 (measure backends whose estimates are close) or 0 (do not); got 'off'."
     with raises_exactly(ValueError, message):
@@ -948,7 +953,7 @@ def test_backends_are_measured_inside_other_programs(lab, estimates, meshes):
 @pytest.mark.gpu
 def test_close_backends_are_measured_on_this_gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("JAXKERNELS_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("JAXKERNELS_AUTOTUNE", "1")
+    monkeypatch.delenv("JAXKERNELS_AUTOTUNE")
     monkeypatch.setattr(winners, "_memo", {})
     monkeypatch.setattr(dispatch, "CLOSE", 1000.0)
     x, w = (jnp.ones(shape, jnp.bfloat16) for shape in ((520, 136), (136, 264)))

@@ -38,7 +38,7 @@ that supports its spec on the platform being lowered; in a program for `jax.expo
 unasked. It gets an unpreferred backend only if all that support its spec are unpreferred. Estimates that measured times
 of similar problems correct (`jaxkernels.core.times`) put another backend in its place, unpreferred or not: that with
 the least estimate, or XLA if no other one is faster by more than `times.MARGIN` (or the spec's own `margin`). Where the
-GPU is at hand, backends whose estimates are close are measured instead, if that is asked for (`jk.comparing`). The
+GPU is at hand, backends whose estimates are close are measured instead, once (`jk.comparing`). The
 configuration is the caller's, else the measured winner, else the one that the cost models find fastest among all
 designs of the backend.
 """
@@ -110,6 +110,7 @@ class Choice:
       design: the backend's design; empty where it has one only.
       estimates: (backend, seconds) of those whose estimates are corrected by measured times. Empty if a tuned or a
         named backend was taken.
+      close: backends with close estimates, if no measurement has compared them.
     """
 
     op: str
@@ -121,6 +122,7 @@ class Choice:
     requested: str | None = None
     design: str = ""
     estimates: tuple[tuple[str, float], ...] = ()
+    close: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         source = "" if self.source == "default" else f"  ({self.source})"
@@ -129,6 +131,8 @@ class Choice:
         lines += [f"     not {backend}: {reason}" for backend, reason in self.passed_over]
         if len(self.estimates) > 1:
             lines.append("     estimated: " + ", ".join(f"{name} {_microseconds(s)}" for name, s in self.estimates))
+        if len(self.close) > 1:
+            lines.append(f"     close, but not compared by measurements: {', '.join(self.close)}")
         return "\n".join(lines)
 
 
@@ -145,7 +149,7 @@ class Policy:
       tune: called with (op, spec, backend or None) where there is none, to measure and store one; or None.
       comparisons: how a backend is chosen among those with close estimates. "made": they are measured, if the GPU is at
         hand; "known": the one that was measured fastest before is taken; "ignored": estimates choose. None: "made" if
-        the environment variable `JAXKERNELS_AUTOTUNE` is 1, else "known".
+        the environment variable `JAXKERNELS_AUTOTUNE` is 1 or not set, else "known".
       exports_all: whether a program for `jax.export` gets the same kernels as any other. The exporter then disables the
         checks of custom calls.
     """
@@ -392,6 +396,7 @@ def choose(
         reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
         raise NotImplementedError(f"{op}: no backend supports {spec}: {reasons}.")
     estimates: dict[str, float] = {}
+    close: list[str] = []
     is_compared = False
     if backend is None and fastest is None:
         estimates = _estimates(op, spec, [other for other in _backends_of(op) if refusal(other) is None])
@@ -419,7 +424,8 @@ def choose(
             source = "tuned"
     designs = load(op, name)
     design = name_of(designs.design_of(chosen)) if len(designs.designs) > 1 else ""
-    choice = Choice(op, name, chosen, spec, passed_over, source, backend, design, tuple(estimates.items()))
+    undecided = () if is_compared else tuple(close)
+    choice = Choice(op, name, chosen, spec, passed_over, source, backend, design, tuple(estimates.items()), undecided)
     if (record := _record.get()) is not None:
         record.append(choice)
     return choice
@@ -481,7 +487,7 @@ def compare_by(function: Callable[[str, Any, Sequence[str]], None]) -> None:
 
 def _autotunes() -> bool:
     """Whether programs compare backends by measurements, unless they are lowered inside `jk.comparing`."""
-    if (value := os.environ.get("JAXKERNELS_AUTOTUNE") or "0") not in ("0", "1"):
+    if (value := os.environ.get("JAXKERNELS_AUTOTUNE") or "1") not in ("0", "1"):
         raise ValueError(
             f"JAXKERNELS_AUTOTUNE: must be 1 (measure backends whose estimates are close) or 0 (do not); got {value!r}."
         )

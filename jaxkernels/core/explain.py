@@ -38,7 +38,8 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
     """Says which kernel and configuration every operation in `f(*args, **kwargs)` gets.
 
     Nothing is run: the function is traced and lowered. A program may measure backends whose estimates are close when
-    it is lowered. `explain` shows the backend that was measured fastest before, else the one that the estimates choose.
+    it is lowered. `explain` shows the backend that was measured fastest before, else the one that the estimates choose,
+    and which backends are close.
     On a mesh with Auto axes the choice shown is the one for the whole arrays; XLA's partitioner asks again with each
     shard's shapes.
 

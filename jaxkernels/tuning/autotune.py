@@ -1,5 +1,5 @@
-"""`autotune(f, *args)` tunes a program. `with tuning():` tunes all that is lowered inside. `with comparing():` measures
-the backends that may be the fastest.
+"""`autotune(f, *args)` tunes a program. `with tuning():` tunes all that is lowered inside. `with comparing(False):`
+measures no backends.
 """
 
 from __future__ import annotations
@@ -154,24 +154,24 @@ dispatch.compare_by(compare)
 
 @contextlib.contextmanager
 def comparing(enabled: bool = True) -> Iterator[None]:
-    """Compares backends by measurements, for programs that are lowered inside the block.
+    """Whether programs that are lowered inside the block compare backends by measurements.
 
-    >>> with jk.comparing():
-    ...     y = train_step(x)  # measures the backends of each operation that may be the fastest, once
+    >>> with jk.comparing(False):
+    ...     y = train_step(x)  # compiles sooner; estimates choose the backends
 
-    A call that names no backend takes the one with the least estimate, and estimates have errors. Inside the block,
-    such a call measures the backends whose estimates are close, each in one configuration, if the GPU is at hand and
-    the operation was not tuned. This takes a few seconds for each new problem. `jk.tuning` also measures
-    configurations and checks results, which takes longer. The environment variable `JAXKERNELS_AUTOTUNE=1` does the
-    same for the whole process.
+    Estimates of a backend's time have errors. So a call that names no backend measures those whose estimates are close,
+    each in one configuration, if the GPU is at hand and the operation was not tuned. This takes one to three seconds
+    for each new problem, when its program is first lowered. `jk.tuning` also measures configurations and checks
+    results, which takes longer. This is the default; the environment variable `JAXKERNELS_AUTOTUNE=0` switches it off
+    for the whole process, and `with jk.comparing():` switches it on inside.
 
     Products and attentions on an H100 or H200 have estimates; other operations and chips have none, and are not
     compared. Nor is anything compared in a program for `jax.export`, on Auto mesh axes before XLA splits the arrays,
     in programs that several processes run, and inside `jk.tuning(False)`.
 
-    The fastest backend is kept in the cache on disk. Programs outside the block take it, too. Two measurements may find
-    different kernels fastest, so two machines may compute different bits. With False, estimates choose the backend,
-    even if it was measured before.
+    The fastest backend is kept in the cache on disk, and later programs take it. Two measurements may find different
+    kernels fastest, so two machines may compute different bits. With False, estimates choose the backend, even if it
+    was measured before.
 
     Programs depend on the block as they depend on `jk.tuning`. The shards of an Auto mesh do if the program is compiled
     inside.

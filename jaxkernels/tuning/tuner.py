@@ -354,19 +354,18 @@ class _Trial:
 
     def run_under_load(self) -> None:
         """Times the fastest again, each under a load of its own, if they are long. The others are out."""
-        if (best := self.best()) is None or best.seconds < _LONG_SECONDS:
-            return
-        timed = [candidate for candidate in self.candidates() if candidate.seconds is not None]
-        near = [candidate for candidate in timed if candidate.seconds <= _NEAR * best.seconds]
-        if len(near) < 2:
+        seconds = {candidate: candidate.seconds for candidate in self.candidates() if candidate.seconds is not None}
+        least = min(seconds.values(), default=0.0)
+        near = [candidate for candidate in seconds if seconds[candidate] <= _NEAR * least]
+        if least < _LONG_SECONDS or len(near) < 2:
             return
         calls = {_name(candidate): self._calls[_name(candidate)] for candidate in near}
         samples = self._measure(calls, regime="sustained", rounds=_LOAD_ROUNDS, turn=_LOAD_TURN)
-        for candidate in timed:
+        for candidate in seconds:
             if candidate in near:
                 self._settle(candidate, seconds=samples[_name(candidate)].median)
             else:
-                self._settle(candidate, seconds=None, reason=f"is slower than {best.backend}")
+                self._settle(candidate, seconds=None, reason="is slower than others")
 
     def candidates(self) -> tuple[Candidate, ...]:
         """All candidates: the fastest first, those without a time last."""
