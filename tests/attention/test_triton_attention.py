@@ -123,6 +123,14 @@ def test_forward(options):
     assert_right("attention_forward", make_spec(**options), FORWARD)
 
 
+@pytest.mark.sampled(one_in=4)
+@cases()
+def test_forward_with_one_block_of_keys(options):
+    spec, config = make_spec(**options), forward.Config(16, 64, 4, 2)
+    assert problem.Problem.of(spec, config.block_q, config.block_kv).has_one_block
+    assert_right("attention_forward", spec, config)
+
+
 @pytest.mark.sampled(one_in=8)
 @cases()
 def test_backward(options):
@@ -424,7 +432,7 @@ def test_measured_tiles_are_in_the_search_space():
         (tile_kernel, "_blocks_in_band", "stop + behind", "start + behind", "forward", "causal"),
         (tile_kernel, "visible", "queries == keys", "queries >= keys", "forward", "segments"),
         (tile_kernel, "place_of", "tl.load(extras.query_offset)", "0 * batch", "forward", "offset"),
-        (tile_kernel, "change", "s = tanh(s)", "s = s", "forward", "soft-cap"),
+        (tile_kernel, "changed", "s = tanh(s)", "s = s", "forward", "soft-cap"),
         (tile_kernel, "slope", "1 - s * s", "1 - s", "backward", "soft-cap"),
         (tile_kernel, "load_pairs", "query * shape[3]", "query * shape[2]", "forward", "mask"),
         (tile_kernel, "visited", "batch * p.num_blocks + block", "block", "forward", "segments"),
@@ -449,6 +457,26 @@ def test_planted_mistake_is_noticed(module, name, right, wrong, kernel, options,
     with tritons.planted(module, name, right, wrong, tmp_path), pytest.raises(AssertionError):
         assert_right(f"attention_{kernel}", spec, configs[kernel])
     assert_right(f"attention_{kernel}", spec, configs[kernel])
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "options"),
+    [
+        ("tl.where((key < at.key_end)[:, None], v_tile, 0.0)", "v_tile", "key-lengths"),
+        ("tl.where(seen, s, float(\"-inf\"))", "s", "causal"),
+        ("v + kv_row * D", "v + kv_row * 0", "plain"),
+        ("changed(products, bias, p)", "products", "soft-cap"),
+        ("float(\"-inf\"), 0.0, top)", "float(\"-inf\"), top, top)", "lengths-and-window"),
+    ],
+)  # fmt: skip
+def test_mistake_in_one_block_of_keys_is_noticed(right, wrong, options, tmp_path):
+    spec, config = make_spec(**CASES[options]), forward.Config(16, 64, 4, 2)
+    with (
+        tritons.planted(forward_kernel, "attend_to_one_block", right, wrong, tmp_path),
+        pytest.raises(AssertionError),
+    ):
+        assert_right("attention_forward", spec, config)
+    assert_right("attention_forward", spec, config)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from jaxkernels.triton.attention.tile_kernel import (
     Extras,
     block_and_rest,
     change,
+    changed,
+    load_bias,
     load_operand,
     load_rows,
     operand,
@@ -63,25 +65,29 @@ def attention_forward(
     is_live = is_query & (query + at.offset < at.query_end)
     q_tile = load_operand(q_base, array_rows, H, H, BH, is_live, not ALL_LIVE, p)
 
-    first, whole_first, whole_end, end = visited(ranges, batch, block, at, p, False)
-    if p.num_splits > 1:
-        first, whole_first, whole_end, end = part_of(split, first, whole_first, whole_end, end, p)
-
-    top = tl.full((BQ,), float("-inf"), tl.float32)
-    total = tl.full((BQ,), 0.0, tl.float32)
-    acc = tl.full((BQ, BD), 0.0, tl.float32)
     kv_head = first_head // p.group
-    if p.has_left_edge:
-        acc, total, top = attend(
-            acc, total, top, q_tile, k, v, x, at, head, kv_head, query, first, whole_first, p, True
-        )
+    if p.has_one_block:
+        acc, total, top = attend_to_one_block(q_tile, k, v, x, at, head, kv_head, query, p)
     else:
-        whole_first = first
-    acc, total, top = attend(
-        acc, total, top, q_tile, k, v, x, at, head, kv_head, query, whole_first, whole_end, p, False
-    )
-    if p.has_right_edge:
-        acc, total, top = attend(acc, total, top, q_tile, k, v, x, at, head, kv_head, query, whole_end, end, p, True)
+        first, whole_first, whole_end, end = visited(ranges, batch, block, at, p, False)
+        if p.num_splits > 1:
+            first, whole_first, whole_end, end = part_of(split, first, whole_first, whole_end, end, p)
+        top = tl.full((BQ,), float("-inf"), tl.float32)
+        total = tl.full((BQ,), 0.0, tl.float32)
+        acc = tl.full((BQ, BD), 0.0, tl.float32)
+        if p.has_left_edge:
+            acc, total, top = attend(
+                acc, total, top, q_tile, k, v, x, at, head, kv_head, query, first, whole_first, p, True
+            )
+        else:
+            whole_first = first
+        acc, total, top = attend(
+            acc, total, top, q_tile, k, v, x, at, head, kv_head, query, whole_first, whole_end, p, False
+        )
+        if p.has_right_edge:
+            acc, total, top = attend(
+                acc, total, top, q_tile, k, v, x, at, head, kv_head, query, whole_end, end, p, True
+            )
 
     saw = is_live
     if p.may_be_blind or not ALL_LIVE:
@@ -149,6 +155,37 @@ def attend(
         acc = acc * fade[:, None]
         acc = tl.dot(operand(weights, v_tile, p), v_tile, acc, input_precision=p.precision)
         top = new_top
+    return acc, total, top
+
+
+@triton.jit
+def attend_to_one_block(q_tile, k, v, x, at, head, kv_head, query, p: tl.constexpr):
+    """What `attend` returns for all keys, which are one block. All loads are under way before the first product."""
+    H: tl.constexpr = p.head_dim
+    D: tl.constexpr = p.value_dim
+    BH: tl.constexpr = p.block_h
+    BD: tl.constexpr = p.block_d
+    AT_EDGE: tl.constexpr = p.has_left_edge or p.has_right_edge
+    kv_row = at.batch.to(tl.int64) * p.num_keys * p.num_kv_heads + kv_head
+    key = tl.arange(0, p.block_kv)
+    is_key = key < p.num_keys
+    k_tile = load_operand(k + kv_row * H, key, p.num_kv_heads * H, H, BH, is_key, p.is_ragged, p)
+    v_tile = load_operand(v + kv_row * D, key, p.num_kv_heads * D, D, BD, is_key, p.is_ragged, p)
+    bias = load_bias(x, at, head[:, None], query[:, None], key[None, :], p)
+    seen = visible(x, at, head[:, None], query[:, None], key[None, :], p, AT_EDGE)
+    if p.key_lengths:  # The load does not wait for the length.
+        v_tile = tl.where((key < at.key_end)[:, None], v_tile, 0.0)
+    products = tl.dot(q_tile, tl.trans(k_tile), input_precision=p.precision)
+    s = changed(products, bias, p)
+    if AT_EDGE or p.mask_shape is not None:
+        s = tl.where(seen, s, float("-inf"))
+    top = tl.max(s, axis=1) * p.unit
+    shift = top
+    if AT_EDGE or p.may_be_blind:
+        shift = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp2(s * p.unit - shift[:, None])
+    total = tl.sum(weights, axis=1)
+    acc = tl.dot(operand(weights, v_tile, p), v_tile, input_precision=p.precision)
     return acc, total, top
 
 

@@ -46,6 +46,8 @@ LOG2E = math.log2(math.e)
 _ALIGNED_BYTES = 16
 #: Keys of a small tile.
 _FEW_KEYS = 32
+#: Keys and values that a program loads at once, without a loop: through the registers of four warps.
+_ONE_BLOCK_BYTES = 2**15
 
 #: Float32 is multiplied in TF32, as XLA does by default. Exactly, if there are at most so many pairs of a query and a
 #: key: there XLA, too, is exact.
@@ -78,6 +80,7 @@ class Problem:
       left, right: query i sees the keys from i - left to i + right; None leaves a side open.
       query_lengths, key_lengths, segments, query_offset: whether these operands are given.
       is_ragged: whether the last block of keys is not whole.
+      has_one_block: whether all keys are one block, small enough to be loaded at once.
       has_left_edge, has_right_edge: whether blocks before, and behind, those that need no mask are visited. They are
         blocks of keys, or with `over_queries` blocks of queries.
       may_be_blind: whether queries may see no key, or none in a part of the keys; or only logits that are minus
@@ -110,6 +113,7 @@ class Problem:
     segments: bool
     query_offset: bool
     is_ragged: bool
+    has_one_block: bool
     has_left_edge: bool
     has_right_edge: bool
     may_be_blind: bool
@@ -164,6 +168,9 @@ class Problem:
             segments=spec.segments,
             query_offset=spec.query_offset,
             is_ragged=is_ragged,
+            has_one_block=num_splits == 1
+            and num_keys <= block_kv
+            and _bytes_of_block(spec, block_kv) <= _ONE_BLOCK_BYTES,
             has_left_edge=before is not None or spec.segments,
             has_right_edge=behind is not None or is_last_ragged or at_run_time,
             may_be_blind=bool(band.left is not None or at_run_time or spec.bias or spec.mask or num_splits > 1),
@@ -185,6 +192,12 @@ class Problem:
     def group(self) -> int:
         """Query heads for each key head."""
         return self.num_heads // self.num_kv_heads
+
+
+def _bytes_of_block(spec: AttentionSpec, block_kv: int) -> int:
+    """Of a block of keys and of values."""
+    columns = _power_of_two(spec.k.shape[3]) + _power_of_two(spec.v.shape[3])
+    return block_kv * columns * spec.k.dtype.itemsize
 
 
 def _power_of_two(size: int) -> int:
@@ -226,10 +239,10 @@ def with_aligned_rows(x: jax.Array) -> jax.Array:
 def _aligned(x: jax.Array | ArrayType) -> tuple[int, int, int, int]:
     """The shape with whole 16 bytes in each row. From other rows Triton loads value by value, with an address each:
     ptxas then spills 500 bytes of registers, and the forward pass took ten times as long. A few keys stay as they are:
-    padding is a launch of XLA's, and their tiles are small.
+    padding is a launch of XLA's, and their tiles are small. So do rows that all queries share: they make no tile.
     """
     batch, heads, queries, keys = x.shape
-    if keys <= _FEW_KEYS:
+    if keys <= _FEW_KEYS or queries == 1:
         return batch, heads, queries, keys
     unit = _ALIGNED_BYTES // x.dtype.itemsize
     return batch, heads, queries, keys + -keys % unit

@@ -227,13 +227,27 @@ def change(products, x, at, head, query, key, p: tl.constexpr):
       x, at: the program's `Extras` and `Place`.
       head, query, key: indices that broadcast to the tile.
     """
+    return changed(products, load_bias(x, at, head, query, key, p), p)
+
+
+@triton.jit
+def load_bias(x, at, head, query, key, p: tl.constexpr):
+    """Values of the bias at pairs of a query and a key. Without a bias they are not read."""
+    bias = query
+    if p.bias_shape is not None:
+        BIAS: tl.constexpr = p.bias_shape
+        bias = load_pairs(x.bias, BIAS, at, head, query, key)
+    return bias
+
+
+@triton.jit
+def changed(products, bias, p: tl.constexpr):
+    """What `change` returns, with the values of the bias loaded."""
     s = products
     if p.factor != 1.0 and p.bias_shape is None:
         s = s * p.factor
     if p.bias_shape is not None:
-        BIAS: tl.constexpr = p.bias_shape
-        bias = load_pairs(x.bias, BIAS, at, head, query, key).to(tl.float32)
-        s = s * p.scale + bias
+        s = s * p.scale + bias.to(tl.float32)
         if p.soft_cap is not None:
             s = s / p.soft_cap
     if p.soft_cap is not None:
