@@ -156,15 +156,6 @@ def test_sustained_counts_only_what_comes_after_the_warm_up():
     assert clock.calls == [(2, [0.0, 0.0])]
 
 
-def test_turns_of_the_sustained_regime_can_be_longer():
-    """The first ones still warm the chip up."""
-    clock = FakeClock(lambda result: 1e-2)
-    calls = {name: Call(lambda name=name: name, [()], seconds=1e-2) for name in "ab"}
-    samples = measure(calls, regime="sustained", rounds=2, clock=clock, turn=(0.05, 0.2))
-    assert len(clock.launched) == 2 * (15 + 20) + 2 * (5 + 20)
-    assert samples["a"].count == 40
-
-
 def test_sustained_rounds_are_one_load_within_the_budget():
     """Turns of 5 + 15 ms of two sides, after 0.3 s; fewer rounds fit than are made at most, or at least."""
     rounds = []

@@ -55,25 +55,21 @@ class Lab:
 
     Attributes:
       microseconds: of a backend's configuration.
-      loaded_microseconds: the same under load; None: as without.
       broken, wrong: configurations that do not compile, or compute something else.
       measured: the names of the calls of each measurement.
       runs: (operation, configuration) of every kernel traced.
     """
 
     microseconds: Callable[[str, Any], float] = lambda backend, config: 1.0
-    loaded_microseconds: Callable[[str, Any], float] | None = None
     broken: set[Any] = dataclasses.field(default_factory=set)
     wrong: set[Any] = dataclasses.field(default_factory=set)
     measured: list[list[str]] = dataclasses.field(default_factory=list)
     runs: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
     estimate: Callable[[Any], float] = lambda config: config.block * 1e-6
 
-    def measure(self, calls: Mapping[str, Call], *, regime: str, **options: Any) -> dict[str, Any]:
-        if regime == "burst":
-            assert options.pop("budget_s") >= 0
-            assert not options
-        microseconds = (regime == "sustained" and self.loaded_microseconds) or self.microseconds
+    def measure(self, calls: Mapping[str, Call], *, regime: str, budget_s: float) -> dict[str, Any]:
+        assert regime == "burst"
+        assert budget_s >= 0
         self.measured.append(list(calls))
         for call in calls.values():
             call.function(*call.operands[0])  # They run: what cannot be called cannot be timed.
@@ -81,7 +77,7 @@ class Lab:
         for name in calls:
             backend, text = name.split(" ", 1)
             config = next((c for c in SPACE if str(c) == text), None)
-            times[name] = types.SimpleNamespace(median=microseconds(backend, config) * 1e-6)
+            times[name] = types.SimpleNamespace(median=self.microseconds(backend, config) * 1e-6)
         return times
 
 
@@ -714,37 +710,25 @@ def test_backends_far_apart_are_not_measured(lab, estimates):
 
 
 @pytest.mark.parametrize(
-    ("turns", "loaded", "near", "fastest"),
+    ("far", "fake", "xla", "taken"),
     [
-        ((103.0, 104.0), (120.0, 110.0), ["fake", "xla"], "xla"),
-        ((104.0, 103.0), (110.0, 120.0), ["fake", "xla"], "fake"),
-        # In turns, one is too slow already.
-        ((103.0, 108.0), (120.0, 110.0), None, "fake"),
-        # Short kernels run at a higher clock.
-        ((98.0, 99.0), (120.0, 110.0), None, "fake"),
+        (10.1, 10.3, 10.0, "far"),
+        (10.3, 10.1, 10.0, "fake"),
+        (10.3, 10.3, 10.0, "xla"),
+        (10.0, 10.0, 10.0, "far"),
     ],
 )
-def test_long_kernels_are_compared_under_load(turns, loaded, near, fastest, lab, estimates):
-    lab.microseconds = lambda backend, config: turns[backend == "xla"]
-    lab.loaded_microseconds = lambda backend, config: loaded[backend == "xla"]
-    assert dispatch.choose("matmul", make_spec(), None).backend == fastest
-    names = [sorted(name.split()[0] for name in names) for names in lab.measured]
-    assert names == [["fake", "xla"]] + [near] * bool(near)
-
-
-def test_a_third_backend_is_out_if_the_fastest_are_compared_under_load(lab, estimates, registry):
-    """Its time in turns is less than theirs under load."""
+def test_the_first_of_about_equal_backends_is_taken(far, fake, xla, taken, lab, estimates, registry, tmp_path):
     others = dict(registry)
     registry.clear()
     registry["matmul", "far"] = others["matmul", "fake"]
     registry.update(others)
     estimates["far"] = 1e-5
-    lab.microseconds = lambda backend, config: {"far": 118.0, "fake": 111.0, "xla": 110.0}[backend]
-    lab.loaded_microseconds = lambda backend, config: {"fake": 119.0, "xla": 120.0}[backend]
-    choice = dispatch.choose("matmul", make_spec(), None)
-    assert choice.backend == "fake"
-    assert dict(choice.passed_over)["far"] == "measured slower than fake"
-    assert len(lab.measured) == 2
+    times = dict(far=far, fake=fake, xla=xla)
+    lab.microseconds = lambda backend, config: times[backend]
+    assert dispatch.choose("matmul", make_spec(), None).backend == taken
+    (stored,) = (json.loads(path.read_text()) for path in tmp_path.glob("tuning/*/matmul-compared/*.json"))
+    assert stored["seconds"] == pytest.approx(times[taken] * 1e-6)
 
 
 def test_what_was_measured_can_be_ignored(lab, estimates):

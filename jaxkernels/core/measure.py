@@ -382,7 +382,6 @@ def measure(
     budget_s: float = math.inf,
     clock: Clock | None = None,
     probe: Callable[[], float | None] = lambda: None,
-    turn: tuple[float, float] | None = None,
 ) -> dict[str, Samples]:
     """Times every call in turns: A B C, C B A, A B C, ...
 
@@ -395,7 +394,6 @@ def measure(
       clock: the clock; None: the one for the devices of the operands.
       probe: called once for each side and round while its launches are under way; a number it returns (the chip's
         clock rate, say) goes into `Samples.probed`.
-      turn: seconds of a turn in the sustained regime that do not count, and that count. None: short ones.
 
     Returns:
       The samples of each side.
@@ -419,7 +417,7 @@ def measure(
     if regime == "burst":
         _bursts(turns, clock, rounds, begin + budget_s)
     else:
-        _load(turns, clock, rounds, budget_s, *(turn or (_TURN_SECONDS, _COUNTED_SECONDS)))
+        _load(turns, clock, rounds, budget_s)
     return {name: Samples.of(side.rounds, side.probed) for name, side in sides.items()}
 
 
@@ -436,19 +434,17 @@ def _bursts(sides: list[_Side], clock: Clock, rounds: int | None, deadline: floa
             side.rounds.append(times)
 
 
-def _load(
-    sides: list[_Side], clock: Clock, rounds: int | None, budget_s: float, uncounted_s: float, counted_s: float
-) -> None:
+def _load(sides: list[_Side], clock: Clock, rounds: int | None, budget_s: float) -> None:
     """All rounds in one go: between two calls of the clock the chip would cool."""
     if rounds is None:
         at_least, at_most = _ROUNDS["sustained"]
-        fitting = (budget_s - _WARM_SECONDS) / sum(side.turn_seconds(uncounted_s, counted_s) for side in sides)
+        fitting = (budget_s - _WARM_SECONDS) / sum(side.turn_seconds for side in sides)
         rounds = max(at_least, int(min(fitting, at_most)))
     turns = [(side, done) for done in range(rounds) for side in sides[:: -1 if done % 2 else 1]]
-    uncounted = [max(_WARM_SECONDS / len(sides), uncounted_s) if done == 0 else uncounted_s for _, done in turns]
-    visits = [side.load(seconds, counted_s) for (side, _), seconds in zip(turns, uncounted)]
+    uncounted = [_WARM_SECONDS / len(sides) if done == 0 else _TURN_SECONDS for _, done in turns]
+    visits = [side.load(seconds) for (side, _), seconds in zip(turns, uncounted)]
     for (side, _), times in zip(turns, clock.times(visits), strict=True):
-        side.rounds.append(times[-side.counted(counted_s) :])
+        side.rounds.append(times[-side.counted :])
 
 
 def _settled(sides: Sequence[_Side]) -> bool:
@@ -486,16 +482,18 @@ class _Side:
         least, most = rests
         return self._visit(count, rest=min(max(_REST * count * self._estimate, least), most))
 
-    def counted(self, seconds: float) -> int:
+    @property
+    def counted(self) -> int:
         """Launches that count in one turn of the sustained regime."""
-        return self._launches_in(seconds, *_SUSTAINED_LAUNCHES)
+        return self._launches_in(_COUNTED_SECONDS, *_SUSTAINED_LAUNCHES)
 
-    def turn_seconds(self, uncounted: float, counted: float) -> float:
-        return self._estimate * (self.counted(counted) + self._launches_in(uncounted, 1, _SUSTAINED_LAUNCHES[1]))
+    @property
+    def turn_seconds(self) -> float:
+        return self._estimate * (self.counted + self._launches_in(_TURN_SECONDS, 1, _SUSTAINED_LAUNCHES[1]))
 
-    def load(self, uncounted: float, counted: float) -> Visit:
+    def load(self, uncounted_seconds: float) -> Visit:
         """A turn of the sustained regime: only its last launches count."""
-        return self._visit(self._launches_in(uncounted, 1, 5 * _SUSTAINED_LAUNCHES[1]) + self.counted(counted))
+        return self._visit(self._launches_in(uncounted_seconds, 1, 5 * _SUSTAINED_LAUNCHES[1]) + self.counted)
 
     def _launches_in(self, seconds: float, few: int, many: int) -> int:
         return min(max(math.ceil(seconds / max(self._estimate, 1e-7)), few), many)

@@ -46,14 +46,10 @@ _measuring = threading.Lock()
 #: A comparison measures for so long after all is compiled, and at most for so many rounds.
 _BRIEF_SECONDS, _BRIEF_ROUNDS = 0.3, 15
 
-#: Kernels of at least so many seconds run at the power limit, if more of them follow, as in training. Backends within
-#: this factor of the fastest are then timed again, each under a load of its own: in short turns, all would share the
-#: clock that the mean power leaves. (Two gradients of the preset 1b: Triton was the fastest in turns on an H200. Under
-#: load on an H100, it takes 1.59 ms, and `cuda` 1.51 ms.)
-_LONG_SECONDS, _NEAR = 1e-4, 1.04
-
-#: Under load, each backend has so many turns, of so many seconds that do not count and that count.
-_LOAD_ROUNDS, _LOAD_TURN = 2, (0.1, 0.1)
+#: Of backends within this factor of the fastest, the first in order of preference is taken: two measurements differ by
+#: as much, and backends in turns share one clock. Under a load of its own, `cuda` took 0.97 to 1.02 of XLA's time, and
+#: 0.89 to 0.95 of Triton's: six plain products of the preset 1b on an H100, at the power limit.
+_TIE = 1.02
 
 
 class TuningError(RuntimeError):
@@ -203,14 +199,15 @@ def tune(
 
 
 def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | None = None) -> None:
-    """Measures backends once, each in the configuration that a call gets, and stores the fastest.
+    """Measures backends once, each in the configuration that a call gets, and stores the fastest. If backends are about
+    as fast, it stores the first of them.
 
     It is brief, as it runs while a program is compiled, and checks no results. On a GPU it uses the clock that needs no
     profiler.
 
     Args:
       op, spec: the operation and the spec of the kernel. Its target must be a device of this process.
-      backends: backends that can run the spec.
+      backends: backends that can run the spec, in order of preference.
       measure: a function that times calls, like `jaxkernels.core.measure.measure`; None: that one.
 
     Raises:
@@ -228,16 +225,16 @@ def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | N
             for name, config in configs.items():
                 trial.add(name, [config])
             trial.run()
-            trial.run_under_load()
     except Exception as e:  # Most likely there is not enough memory. The program can run nevertheless.
         raise TuningError(f"compare: cannot measure {op}  {spec}: {_first_line(e)}") from e
-    best = trial.best()
+    seconds = {x.backend: x.seconds for x in trial.candidates() if x.seconds is not None}
     reasons = [f"{candidate.backend} {candidate.reason}" for candidate in trial.candidates() if candidate.reason]
     # A backend that does not compile is not the fastest. One that has not enough memory now may be.
     has_memory = not any("RESOURCE_EXHAUSTED" in reason for reason in reasons)
-    if best is None or best.seconds is None or not has_memory:
+    if not seconds or not has_memory:
         raise TuningError(f"compare: cannot measure {op}  {spec}: {'; '.join(reasons)}")
-    dispatch.store_compared(op, best.backend, spec, backends, best.seconds)
+    taken = next(x for x in backends if x in seconds and seconds[x] <= _TIE * min(seconds.values()))
+    dispatch.store_compared(op, taken, spec, backends, seconds[taken])
 
 
 def _queue_clock(device: Any) -> QueueClock:
@@ -311,7 +308,6 @@ class _Trial:
         self._device = device
         self._tried: dict[tuple[str, Any], Candidate] = {}
         self._new: list[Candidate] = []
-        self._calls: dict[str, Call] = {}
         with jax.default_device(device):
             self._operands = _operands(op, spec, device)
             run, config = dispatch.load(op, "xla").run, dispatch.default_config(op, "xla", spec)
@@ -339,7 +335,6 @@ class _Trial:
         new, self._new = self._new, []
         fits = self._compile(new)
         calls = {_name(c): Call(compiled, self._rotated) for c, compiled in fits.items()}
-        self._calls |= calls
         if not calls:
             return
         left = self._budget_s if self._is_brief else max(self._end - time.monotonic(), 0.0)
@@ -351,21 +346,6 @@ class _Trial:
             return
         for candidate in fits:
             self._settle(candidate, seconds=samples[_name(candidate)].median)
-
-    def run_under_load(self) -> None:
-        """Times the fastest again, each under a load of its own, if they are long. The others are out."""
-        seconds = {candidate: candidate.seconds for candidate in self.candidates() if candidate.seconds is not None}
-        least = min(seconds.values(), default=0.0)
-        near = [candidate for candidate in seconds if seconds[candidate] <= _NEAR * least]
-        if least < _LONG_SECONDS or len(near) < 2:
-            return
-        calls = {_name(candidate): self._calls[_name(candidate)] for candidate in near}
-        samples = self._measure(calls, regime="sustained", rounds=_LOAD_ROUNDS, turn=_LOAD_TURN)
-        for candidate in seconds:
-            if candidate in near:
-                self._settle(candidate, seconds=samples[_name(candidate)].median)
-            else:
-                self._settle(candidate, seconds=None, reason="is slower than others")
 
     def candidates(self) -> tuple[Candidate, ...]:
         """All candidates: the fastest first, those without a time last."""
