@@ -254,12 +254,12 @@ def other_backend(registry, monkeypatch) -> Callable[..., None]:
 
 def test_auto_is_what_a_call_without_a_backend_takes(other_backend):
     other_backend(is_first=True)
-    (found,) = rows(auto=True)
+    (found,) = rows(auto=True, backends=("other",))
     assert [side.name for side in found.ours] == ["auto"]
     assert found.ours[0].kernels == (f"matmul: other {xla_matmul.Config()}, default",)
     assert found.refused["jaxkernels other"] == "auto is the same program"
     other_backend(is_first=False)
-    (found,) = rows(auto=True)
+    (found,) = rows(auto=True, backends=("other",))
     assert [side.name for side in found.ours] == ["auto", "other"]
     assert found.ours[0].kernels == (f"matmul: xla {xla_matmul.Config()}, default",)
 
@@ -271,10 +271,8 @@ def test_xla_is_not_a_side_beside_auto():
     assert found.refused["jaxkernels xla"] == "auto is the same program"
 
 
-def test_slow_sides_of_ours_are_looked_at_once_beside_auto(other_backend, registry, monkeypatch):
-    other_backend(is_first=False)
-    registry["matmul", "third"] = registry["matmul", "other"]
-    seconds = dict(auto=3e-3, other=2e-3, third=4e-3, xla=5e-3)
+def clock_of(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> FakeClock:
+    """A clock that knows how long each side takes."""
     names: dict[int, str] = {}
     compile_side = runner._compile
 
@@ -288,12 +286,31 @@ def test_slow_sides_of_ours_are_looked_at_once_beside_auto(other_backend, regist
             return [[seconds[names[id(visit.function)]]] * visit.count for visit in visits]
 
     monkeypatch.setattr(runner, "_compile", compile_and_remember)
+    return Clock()
+
+
+def test_slow_sides_of_ours_are_looked_at_once_beside_auto(other_backend, registry, monkeypatch):
+    other_backend(is_first=False)
+    registry["matmul", "third"] = registry["matmul", "other"]
+    clock = clock_of(monkeypatch, auto=3e-3, other=2e-3, third=4e-3, xla=5e-3)
     timed = lambda found: {side.name for side in found.sides if side.samples is not None}
-    (found,) = rows(auto=True, clock=Clock())
+    (found,) = rows(auto=True, backends=("other", "third"), clock=clock)
     assert timed(found) == {"auto", "other", "xla"}
     assert next(side.seconds for side in found.sides if side.name == "third") == 4e-3
-    (found,) = rows(clock=Clock())
+    (found,) = rows(clock=clock)
     assert timed(found) == {"other", "third", "xla"}
+
+
+@pytest.mark.parametrize(("seconds", "others"), [(5.1e-3, []), (5.2e-3, ["other"])])
+def test_other_backends_are_timed_where_auto_loses(seconds, others, other_backend, monkeypatch):
+    other_backend(is_first=False)
+    monkeypatch.setattr(lowering, "are_same", lambda one, other: False)  # Else auto takes as long as xla.
+    clock = clock_of(monkeypatch, auto=seconds, other=2e-3, xla=5e-3)
+    (found,) = rows(auto=True, clock=clock)
+    assert [side.name for side in found.ours] == ["auto", *others]
+    text = losses.loss(found)
+    assert text is not None
+    assert ("would have won: other 2.500 x" in text) == bool(others)
 
 
 @pytest.mark.parametrize(

@@ -712,13 +712,14 @@ def test_backends_far_apart_are_not_measured(lab, estimates):
 @pytest.mark.parametrize(
     ("far", "fake", "xla", "taken"),
     [
-        (10.1, 10.3, 10.0, "far"),
-        (10.3, 10.1, 10.0, "fake"),
-        (10.3, 10.3, 10.0, "xla"),
-        (10.0, 10.0, 10.0, "far"),
+        (111.0, 113.0, 110.0, "far"),
+        (113.0, 111.0, 110.0, "fake"),
+        (113.0, 113.0, 110.0, "xla"),
+        (98.0, 97.0, 96.0, "xla"),  # Short.
+        (98.0, 96.0, 96.0, "fake"),
     ],
 )
-def test_the_first_of_about_equal_backends_is_taken(far, fake, xla, taken, lab, estimates, registry, tmp_path):
+def test_the_first_of_about_equal_long_kernels_is_taken(far, fake, xla, taken, lab, estimates, registry, tmp_path):
     others = dict(registry)
     registry.clear()
     registry["matmul", "far"] = others["matmul", "fake"]

@@ -46,10 +46,11 @@ _measuring = threading.Lock()
 #: A comparison measures for so long after all is compiled, and at most for so many rounds.
 _BRIEF_SECONDS, _BRIEF_ROUNDS = 0.3, 15
 
-#: Of backends within this factor of the fastest, the first in order of preference is taken: two measurements differ by
-#: as much, and backends in turns share one clock. Under a load of its own, `cuda` took 0.97 to 1.02 of XLA's time, and
-#: 0.89 to 0.95 of Triton's: six plain products of the preset 1b on an H100, at the power limit.
-_TIE = 1.02
+#: Of kernels that take at least so many seconds, those within this factor of the fastest count as equal, and the first
+#: in order of preference is taken: in training they run at the power limit, and in short turns all share one clock.
+#: Under a load of its own, `cuda` took 0.97 to 1.02 of XLA's time, and 0.89 to 0.95 of Triton's: six products of the
+#: preset 1b on an H100.
+_LONG_SECONDS, _TIE = 1e-4, 1.02
 
 
 class TuningError(RuntimeError):
@@ -199,8 +200,8 @@ def tune(
 
 
 def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | None = None) -> None:
-    """Measures backends once, each in the configuration that a call gets, and stores the fastest. If backends are about
-    as fast, it stores the first of them.
+    """Measures backends once, each in the configuration that a call gets, and stores the fastest. If long kernels are
+    about as fast, it stores the first of them.
 
     It is brief, as it runs while a program is compiled, and checks no results. On a GPU it uses the clock that needs no
     profiler.
@@ -233,7 +234,9 @@ def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | N
     has_memory = not any("RESOURCE_EXHAUSTED" in reason for reason in reasons)
     if not seconds or not has_memory:
         raise TuningError(f"compare: cannot measure {op}  {spec}: {'; '.join(reasons)}")
-    taken = next(x for x in backends if x in seconds and seconds[x] <= _TIE * min(seconds.values()))
+    least = min(seconds.values())
+    most = least * (_TIE if least >= _LONG_SECONDS else 1.0)
+    taken = next(x for x in backends if x in seconds and seconds[x] <= most)
     dispatch.store_compared(op, taken, spec, backends, seconds[taken])
 
 
