@@ -351,6 +351,29 @@ def test_masks_and_biases_fit_shared_memory_without_spills(rows, term, kernel, h
         assert rows == 1 or not re.search(r"ld\.global\S*\.[bu]8\b", one.ptx), one.name
 
 
+@pytest.mark.sampled(one_in=12)
+@pytest.mark.parametrize("keys", [15, 37, 61])
+@pytest.mark.parametrize(
+    ("kernel", "head_dim"),
+    [
+        *(("attention_forward", size) for size in (64, 96, 128, 256)),
+        ("attention_backward", 64),
+        ("attention_backward", 128),
+    ],
+)
+@pytest.mark.parametrize("term", ["mask", "bias", "neither"])
+@pytest.mark.parametrize("rows", [1, 61])
+def test_few_keys_compile_without_spills(rows, term, kernel, head_dim, keys):
+    """All of them are one block, and rows of a mask or a bias are not aligned."""
+    given = {} if term == "neither" else {term: (2, 1, rows, keys)}
+    spec = make_spec(
+        queries=61, keys=keys, heads=8, kv_heads=8, head_dim=head_dim, dtype="bfloat16", target=H200, **given
+    )
+    for one in compile_default(kernel, spec):
+        assert one.spilled == 0, one
+        assert one.shared <= H200.smem_bytes
+
+
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("head_dim", [64, 112, 128, 256])
 @pytest.mark.parametrize(("queries", "group"), [(1, 5), (4, 8)])

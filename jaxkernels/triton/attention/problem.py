@@ -46,6 +46,8 @@ LOG2E = math.log2(math.e)
 _ALIGNED_BYTES = 16
 #: Keys of a small tile.
 _FEW_KEYS = 32
+#: Keys of a small row that all queries share, and the head dimension up to which it is one: at 256, ptxas spills.
+_FEW_SHARED_KEYS, _MOST_FEATURES = 64, 128
 #: Keys and values that a program loads at once, without a loop: through the registers of four warps.
 _ONE_BLOCK_BYTES = 2**15
 
@@ -159,8 +161,8 @@ class Problem:
             factor=factor,
             scale=spec.scale,
             soft_cap=spec.soft_cap,
-            bias_shape=None if spec.bias is None else _aligned(spec.bias),
-            mask_shape=None if spec.mask is None else _aligned(spec.mask),
+            bias_shape=None if spec.bias is None else _aligned(spec.bias, spec),
+            mask_shape=None if spec.mask is None else _aligned(spec.mask, spec),
             left=band.left,
             right=band.right,
             query_lengths=spec.query_lengths,
@@ -217,7 +219,7 @@ def unsupported(spec: AttentionSpec) -> str | None:
     arrays = {name: x.shape for name, x in (("q", spec.q), ("k", spec.k), ("v", spec.v))}
     if reason := spec.unsupported_sizes():
         return reason
-    arrays |= {name: _aligned(x) for name, x in (("bias", spec.bias), ("mask", spec.mask)) if x is not None}
+    arrays |= {name: _aligned(x, spec) for name, x in (("bias", spec.bias), ("mask", spec.mask)) if x is not None}
     for name, shape in arrays.items():
         if math.prod(shape[1:]) >= _MOST_ELEMENTS:
             return f"counts the elements of a batch element in 32 bits, {name} has {math.prod(shape[1:])}"
@@ -226,23 +228,24 @@ def unsupported(spec: AttentionSpec) -> str | None:
 
 def optional(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> list[jax.Array]:
     """The optional operands as kernels take them. For those not given stands q, which is not read as such."""
-    given = {name: with_aligned_rows(x) if name in ("bias", "mask") else x for name, x in named.items()}
+    given = {name: with_aligned_rows(x, spec) if name in ("bias", "mask") else x for name, x in named.items()}
     return [given.get(name, named["q"]) for name in _OPTIONAL]
 
 
-def with_aligned_rows(x: jax.Array) -> jax.Array:
+def with_aligned_rows(x: jax.Array, spec: AttentionSpec) -> jax.Array:
     """Pads the rows of a bias or a mask with zeros, to whole 16 bytes."""
-    add = _aligned(x)[3] - x.shape[3]
+    add = _aligned(x, spec)[3] - x.shape[3]
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, add))) if add else x
 
 
-def _aligned(x: jax.Array | ArrayType) -> tuple[int, int, int, int]:
+def _aligned(x: jax.Array | ArrayType, spec: AttentionSpec) -> tuple[int, int, int, int]:
     """The shape with whole 16 bytes in each row. From other rows Triton loads value by value, with an address each:
     ptxas then spills 500 bytes of registers, and the forward pass took ten times as long. A few keys stay as they are:
-    padding is a launch of XLA's, and their tiles are small. So do rows that all queries share: they make no tile.
+    padding is a launch of XLA's, and their tiles are small.
     """
     batch, heads, queries, keys = x.shape
-    if keys <= _FEW_KEYS or queries == 1:
+    is_shared = queries == 1 and max(spec.q.shape[3], spec.v.shape[3]) <= _MOST_FEATURES
+    if keys <= (_FEW_SHARED_KEYS if is_shared else _FEW_KEYS):
         return batch, heads, queries, keys
     unit = _ALIGNED_BYTES // x.dtype.itemsize
     return batch, heads, queries, keys + -keys % unit

@@ -105,7 +105,7 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
     is_blind = lse <= MASKED_LOGIT / 2
     if has_blind:
         lse = jnp.where(is_blind, jnp.inf, lse)
-    dbias = with_aligned_rows(named["dbias"]) if spec.bias is not None else named["dq"]
+    dbias = with_aligned_rows(named["dbias"], spec) if spec.bias is not None else named["dq"]
     tangents = [named["dq"], named["dk"], named["dv"], dbias]
     weighted, lse_dot = calls.call_kernel(
         tangent_kernel.attention_tangent,
