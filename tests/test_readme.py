@@ -54,7 +54,7 @@ def test_example_prints_what_is_shown():
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(example, "README.md", "exec"), {})
-    assert re.sub(r"triton [\d.]+ us, ", "", printed.getvalue()) == shown  # Triton may be installed.
+    assert re.sub(r"triton( [\d.]+ us)?, ", "", printed.getvalue()) == shown  # Triton may be installed.
 
 
 @pytest.mark.parametrize("snippet", blocks("python")[1:])
