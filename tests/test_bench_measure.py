@@ -329,37 +329,52 @@ class Machine:
         self.now = self.free = 0.0
         #: The waits of all readings, in nanoseconds.
         self.waits: list[int] = []
+        self._readings: list[np.ndarray] = []
+        self._ends: dict[int, float] = {}
         monkeypatch.setattr(lib.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(jax, "block_until_ready", self.wait)
 
-    def enqueue(self, seconds: float, host_seconds: float = 1e-5) -> None:
-        """The host takes its time, then the device does the work when it is free."""
+    def enqueue(self, seconds: float, host_seconds: float = 1e-5) -> float:
+        """The host takes its time, then the device does the work when it is free. Returns when it has ended."""
         self.now += host_seconds
         self.free = max(self.free, self.now) + seconds
+        return self.free
 
     def read(self, nanoseconds: int) -> np.ndarray:
         self.waits.append(nanoseconds)
-        self.enqueue(nanoseconds / 1e9)
-        # The low 32 bits, as a signed number.
-        return np.array([round(self.free * 1e9) + 2**31 - 1_000_000], np.uint32).view(np.int32)
+        end = self.enqueue(nanoseconds / 1e9)
+        self._ends[id(reading := _low_bits(end))] = end
+        self._readings.append(reading)
+        return reading
 
-    def wait(self, result: Any) -> None:
-        self.now = max(self.now, self.free) + 1e-5
+    def wait(self, results: Any) -> None:
+        """Until all of these have ended."""
+        ends = [self._ends.get(id(x), x) for x in jax.tree.leaves(results)]
+        self.now = max(self.now, *ends) + 1e-5
+
+
+def _low_bits(seconds: float) -> np.ndarray:
+    """Nanoseconds modulo 2**32, as a signed number. They overflow after a millisecond."""
+    return np.array([(round(seconds * 1e9) + 2**32 - 1_000_000) % 2**32], np.uint32).view(np.int32)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "host_seconds"),
+    ("seconds", "host_seconds", "longest"),
     [
-        (2e-6, 3e-5),
-        (2e-6, 3e-4),  # The host takes longer than the wait: it becomes longer.
-        (1e-4, 3e-5),
-        (3e-3, 3e-4),
-        (1e-4, 4e-4),  # The last launch is long: that it is left does not tell that the device has not waited.
-        (6e-5, 1.5e-4),
-        (1.5e-4, 3e-4),
+        (2e-6, 3e-5, 1_000_000),
+        (2e-6, 3e-4, 8_000_000),  # The host takes longer than the wait: it becomes longer.
+        (1e-4, 3e-5, 1_000_000),
+        (3e-3, 3e-4, 8_000_000),
+        (
+            1e-4,
+            4e-4,
+            8_000_000,
+        ),  # The last launch is long: that it is left does not tell that the device has not waited.
+        (6e-5, 1.5e-4, 4_000_000),
+        (1.5e-4, 3e-4, 8_000_000),
     ],
 )
-def test_the_clock_of_the_queue_leaves_out_the_host(seconds, host_seconds, monkeypatch):
+def test_the_clock_of_the_queue_leaves_out_the_host(seconds, host_seconds, longest, monkeypatch):
     machine = Machine(monkeypatch)
     clock = QueueClock(machine.read)
     count = 50
@@ -368,8 +383,9 @@ def test_the_clock_of_the_queue_leaves_out_the_host(seconds, host_seconds, monke
     visit = Visit(None, launches, count, lambda: probed.append(machine.now))
     first, second = clock.times([visit, visit])
     assert len(first) == len(second) == count
-    assert first == pytest.approx([seconds] * count, rel=0.05)
-    assert second == pytest.approx([seconds] * count, rel=0.05)
+    assert first == pytest.approx([seconds] * count, rel=1e-3)
+    assert second == pytest.approx([seconds] * count, rel=1e-3)
+    assert max(machine.waits) == longest
     assert len(probed) == 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
@@ -271,6 +272,60 @@ def test_xla_is_not_a_side_beside_auto():
     assert found.refused["jaxkernels xla"] == "auto is the same program"
 
 
+def test_a_loss_stays_if_the_other_backends_fail(other_backend, monkeypatch):
+    other_backend(is_first=False)
+    monkeypatch.setattr(lowering, "are_same", lambda one, other: False)
+    clock = clock_of(monkeypatch, auto=6e-3, other=2e-3, xla=5e-3)
+    check, checks = runner._Plan._check, []
+
+    def fail_later(plan: Any) -> Any:
+        checks.append(plan)
+        if len(checks) > 1:
+            raise RuntimeError("out of memory")
+        return check(plan)
+
+    monkeypatch.setattr(runner._Plan, "_check", fail_later)
+    (found,) = rows(auto=True, clock=clock)
+    assert len(checks) == 2
+    assert losses.auto_ratio(found) == pytest.approx(5 / 6)
+    assert [side.name for side in found.sides] == ["auto", "xla"]
+    assert found.refused["reference"] == "RuntimeError: out of memory"
+
+
+def test_a_loss_is_not_timed_twice(other_backend, monkeypatch):
+    """Else a tie would count as a loss only if noise made it one twice."""
+    other_backend(is_first=False)
+    monkeypatch.setattr(lowering, "are_same", lambda one, other: False)
+    clock = clock_of(monkeypatch, auto=6e-3, other=2e-3, xla=5e-3)
+    measured, measure = [], runner._Plan._measure
+
+    def record(plan: Any, calls: dict[str, Any], *args: Any, **options: Any) -> Any:
+        measured.append({*calls})
+        return measure(plan, calls, *args, **options)
+
+    monkeypatch.setattr(runner._Plan, "_measure", record)
+    rows(auto=True, clock=clock)
+    both = {"jaxkernels auto", "xla"}
+    assert [names for names in measured if len(names) > 1] == [both]
+    assert measured[-1] == {"jaxkernels other"}
+
+
+def test_other_backends_are_timed_where_auto_fails(other_backend, monkeypatch):
+    other_backend(is_first=False)
+    monkeypatch.setattr(dispatch, "choose", functools.partial(_choose_named, dispatch.choose))
+    (found,) = rows(auto=True)
+    assert "jaxkernels auto" in found.refused
+    assert {side.name for side in found.ours} == {"xla", "other"}
+
+
+def _choose_named(
+    choose: Callable[..., Any], op: str, spec: Any, backend: str | None, *args: Any, **options: Any
+) -> Any:
+    if backend is None:
+        raise RuntimeError("no choice")
+    return choose(op, spec, backend, *args, **options)
+
+
 def clock_of(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> FakeClock:
     """A clock that knows how long each side takes."""
     names: dict[int, str] = {}
@@ -311,6 +366,7 @@ def test_other_backends_are_timed_where_auto_loses(seconds, others, other_backen
     text = losses.loss(found)
     assert text is not None
     assert ("would have won: other 2.500 x" in text) == bool(others)
+    assert found.seconds["check"] > 0
 
 
 @pytest.mark.parametrize(

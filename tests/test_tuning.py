@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib
 import json
 import re
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -730,6 +732,73 @@ def test_the_first_of_about_equal_long_kernels_is_taken(far, fake, xla, taken, l
     assert dispatch.choose("matmul", make_spec(), None).backend == taken
     (stored,) = (json.loads(path.read_text()) for path in tmp_path.glob("tuning/*/matmul-compared/*.json"))
     assert stored["seconds"] == pytest.approx(times[taken] * 1e-6)
+
+
+def test_an_unpreferred_backend_wins_no_tie(lab, estimates, monkeypatch):
+    monkeypatch.setattr(
+        sys.modules["backend_fake_matmul"], "unpreferred", lambda spec: "cuBLAS is faster", raising=False
+    )
+    estimates["xla"] = 1.0e-5
+    lab.microseconds = lambda backend, config: 111.0 if backend == "xla" else 110.0
+    assert dispatch.choose("matmul", make_spec(), None).backend == "xla"
+
+
+def test_kernels_that_take_long_are_not_measured(lab, estimates):
+    estimates |= dict(fake=0.11, xla=0.12)
+    assert dispatch.choose("matmul", make_spec(), None).backend == "fake"
+    assert lab.measured == []
+    estimates |= dict(fake=0.09, xla=0.1)
+    dispatch.choose("matmul", make_spec(), None)
+    assert len(lab.measured) == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("cannot schedule new futures after interpreter shutdown"), KeyError(1)])
+def test_a_comparison_fails_no_program(error, lab, estimates, monkeypatch):
+    def fail(work: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(autotune_lib, "_in_a_thread", fail)
+    with pytest.warns(UserWarning, match="compare: cannot measure matmul .*Estimates choose the backend"):
+        assert dispatch.choose("matmul", make_spec(), None).backend == "fake"
+
+
+@pytest.mark.parametrize("option", ["jax_numpy_rank_promotion", "jax_numpy_dtype_promotion", "jax_disable_jit"])
+def test_comparisons_do_not_depend_on_options(option, lab, estimates, monkeypatch):
+    """Kernels may promote, and are compiled."""
+    module = sys.modules["backend_fake_matmul"]
+    run = module.run
+    promoting = lambda spec, config, *xs: run(spec, config, *xs) + jnp.zeros(1, jnp.float16) + jnp.zeros(3)
+    monkeypatch.setattr(module, "run", promoting)
+    lab.microseconds = lambda backend, config: 6.0 if backend == "xla" else 5.0
+    before = getattr(jax.config, option)
+    jax.config.update(
+        option, {"jax_numpy_rank_promotion": "raise", "jax_numpy_dtype_promotion": "strict"}.get(option, True)
+    )
+    try:
+        choice = dispatch.choose("matmul", make_spec(), None)
+    finally:
+        jax.config.update(option, before)
+    assert (choice.backend, choice.source) == ("fake", "compared")
+    assert [name.split()[0] for name in lab.measured[0]] == ["fake", "xla"]
+
+
+def test_a_failed_candidate_holds_no_operands(lab, estimates, monkeypatch):
+    kept: list[weakref.ref[Any]] = []
+    operands = tuner._operands
+
+    def draw(*args: Any) -> Any:
+        arrays = operands(*args)
+        kept.extend(map(weakref.ref, arrays))
+        return arrays
+
+    monkeypatch.setattr(tuner, "_operands", draw)
+    lab.broken = {Config()}
+    gc.disable()
+    try:
+        dispatch.choose("matmul", make_spec(), None)
+        assert [ref() for ref in kept] == [None] * 2
+    finally:
+        gc.enable()
 
 
 def test_what_was_measured_can_be_ignored(lab, estimates):

@@ -7,6 +7,7 @@ regime takes longest. It times our sides, and the baselines that are about the f
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -14,7 +15,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkernels.bench import accuracy, lowering
-from jaxkernels.bench.losses import THRESHOLDS, auto_ratio
+from jaxkernels.bench.losses import THRESHOLDS, auto_ratio, auto_side
 from jaxkernels.bench.lowering import AUTO, Lowered, Workers
 from jaxkernels.bench.results import Row, Side, TimedKernel
 from jaxkernels.bench.suites import baselines_of, peak_flops_per_s
@@ -101,7 +102,7 @@ def run(
         # An interrupt ends the run at once, without waiting for programs that are being compiled.
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)
         ours = [dict.fromkeys(() if _others_follow(settings) else _our_backends(settings)) for _ in problems]
-        if settings.processes and Workers.can_serve(chip):
+        if settings.processes and not _others_follow(settings) and Workers.can_serve(chip):
             workers = stack.enter_context(Workers(settings.processes, chip))
             ours = [{name: workers.start(p, name) for name in names} for (_, p), names in zip(problems, ours)]
         for start in range(0, len(problems), _CHUNK):
@@ -258,18 +259,44 @@ class _Plan:
     def rows(self) -> Iterator[Row]:
         """Checks and times. Yields a row for each regime, or one row without sides if the check fails.
 
-        If auto loses, all is timed again, beside our other backends.
+        If auto loses or fails, our other backends are timed afterwards, as often as the sides before.
         """
         rows = list(self._rows())
-        if _others_follow(self._settings) and any((auto_ratio(row) or 1.0) < max(THRESHOLDS) for row in rows):
-            with self._counted("compile"):
-                for name in _our_backends(self._settings):
-                    self._compile_ours(name)
-                self.wait()
-            rows = list(self._rows())
+        if _others_follow(self._settings) and any(map(_is_lost, rows)):
+            rows = self._with_others(rows)
         yield from rows
 
-    def _rows(self) -> Iterator[Row]:
+    def _with_others(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows, with our other backends as further sides."""
+        known, refused = set(self._contestants), dict(self._refused)
+        with self._counted("compile"):
+            for name in _our_backends(self._settings):
+                self._compile_ours(name)
+            self.wait()
+        self._contestants = {key: x for key, x in self._contestants.items() if key not in known}
+        counts = {row.regime: len(side.samples.round_medians) for row in rows for side in row.sides if side.samples}
+        found = {row.regime: row for row in self._rows(counts)} if self._contestants else {}
+        of_others = {key: reason for key, reason in self._refused.items() if refused.get(key) != reason}
+        order = lambda side: (not side.is_ours, side.name != AUTO)
+        joined = []
+        for row in rows:
+            other = found.get(row.regime, row)
+            sides = {(side.name, side.is_ours): side for side in (*other.sides, *row.sides)}
+            seconds = collections.Counter(row.seconds)
+            if other is not row:
+                seconds.update(other.seconds)
+            joined.append(
+                dataclasses.replace(
+                    row,
+                    sides=tuple(sorted(sides.values(), key=order)),
+                    refused=row.refused | of_others,
+                    seconds=dict(seconds),
+                )
+            )
+        return joined
+
+    def _rows(self, counts: Mapping[str, int] | None = None) -> Iterator[Row]:
+        """`counts`: how many rounds to time in each regime."""
         with jax.default_device(self._settings.device):
             try:
                 with self._counted("check"):
@@ -287,7 +314,7 @@ class _Plan:
                 self._settings.telemetry.take()
                 with self._counted("time"):
                     known = {key: dataclasses.replace(calls[key], seconds=seconds[key]) for key in timed}
-                    samples = self._time(known, regime)
+                    samples = self._time(known, regime, (counts or {}).get(regime))
                 sides = [
                     Side(
                         name=self._contestants[key].contender.name,
@@ -361,9 +388,9 @@ class _Plan:
                 self._refused[key] = _reason(e)
         return looks
 
-    def _time(self, calls: dict[str, Call], regime: Regime) -> dict[str, Samples]:
+    def _time(self, calls: dict[str, Call], regime: Regime, rounds: int | None) -> dict[str, Samples]:
         try:
-            return self._measure(calls, regime)
+            return self._measure(calls, regime, rounds)
         except Exception as e:  # A side failed, so the turns are incomplete: this regime is dropped.
             self._refused[regime] = _reason(e)
             return {}
@@ -375,7 +402,7 @@ class _Plan:
             {key: call for key, call in calls.items() if not (are_one and key == _AUTO_KEY)},
             regime=regime,
             rounds=rounds,
-            budget_s=_BUDGET_SECONDS[regime],
+            budget_s=_BUDGET_SECONDS[regime] if rounds is None else math.inf,
             clock=self._clock,
             probe=self._settings.telemetry.sm_clock,
         )
@@ -419,6 +446,12 @@ def _our_backends(settings: Settings) -> tuple[str, ...]:
 def _others_follow(settings: Settings) -> bool:
     """Whether our backends beside auto are timed only where auto loses."""
     return settings.auto and settings.backends is None
+
+
+def _is_lost(row: Row) -> bool:
+    """Whether auto is slower than the best baseline, or was not timed."""
+    ratio = auto_ratio(row)
+    return auto_side(row) is None or (ratio is not None and ratio < max(THRESHOLDS))
 
 
 class _WrongResultError(RuntimeError):

@@ -87,6 +87,9 @@ WAY_OUT = 'Use backend=None (chooses by itself) or backend="xla".'
 #: gradients. If those within this factor are measured, it is below 1 %, and 2.6 to 3.1 backends are measured.
 CLOSE = 1.7
 
+#: Kernels that take longer, in seconds, are not measured: a program would wait for minutes.
+_LONGEST = 0.1
+
 #: (operation, backend) -> where it lives; for one operation, first listed is first preferred.
 REGISTRY: dict[tuple[str, str], Entry] = registry.entries()
 
@@ -500,7 +503,9 @@ def _close(spec: Spec, estimates: dict[str, float], now: Policy) -> list[str]:
         return []
     if spec.margin is not None:
         return []  # XLA takes kernels in the program that it does not take for the operation alone.
-    return [name for name, seconds in estimates.items() if seconds <= CLOSE * min(estimates.values())]
+    if (least := min(estimates.values())) > _LONGEST:
+        return []
+    return [name for name, seconds in estimates.items() if seconds <= CLOSE * least]
 
 
 def _slower(name: str, measured: str, estimates: dict[str, float], close: list[str]) -> str:

@@ -144,9 +144,10 @@ def compare(op: str, spec: Any, backends: Sequence[str]) -> None:
 
     try:
         _in_a_thread(run)
-    except TuningError as e:
+    except Exception as e:  # The program can run nevertheless. Threads cannot start while Python exits.
         _failed.add((op, spec))
-        warnings.warn(f"{e}. Estimates choose the backend.", stacklevel=2)
+        reason = e if isinstance(e, TuningError) else f"compare: cannot measure {op}  {spec}: {e}"
+        warnings.warn(f"{reason}. Estimates choose the backend.", stacklevel=2)
 
 
 dispatch.compare_by(compare)
@@ -166,7 +167,7 @@ def comparing(enabled: bool = True) -> Iterator[None]:
     for the whole process, and `with jk.comparing():` switches it on inside.
 
     Products and attentions on an H100 or H200 have estimates; other operations and chips have none, and are not
-    compared. Nor is anything compared in a program for `jax.export`, on Auto mesh axes before XLA splits the arrays,
+    compared. Nor is anything compared that takes more than 0.1 s, in a program for `jax.export`, on Auto mesh axes before XLA splits the arrays,
     in programs that several processes run, and inside `jk.tuning(False)`.
 
     The fastest backend is kept in the cache on disk, and later programs take it. Two measurements may find different

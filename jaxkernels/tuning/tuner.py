@@ -15,7 +15,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxkernels.core import _jax, dispatch, hardware, registry
 from jaxkernels.core.arguments import positive_number, positive_whole
 from jaxkernels.core.cases import Cut
+from jaxkernels.core.kernel_op import usual_promotion
 from jaxkernels.core.measure import Call, MeasureError, QueueClock, num_rotations
 from jaxkernels.core.measure import measure as bench_measure
 from jaxkernels.core.types import ArrayType
@@ -47,7 +48,7 @@ _measuring = threading.Lock()
 _BRIEF_SECONDS, _BRIEF_ROUNDS = 0.3, 15
 
 #: Of kernels that take at least so many seconds, those within this factor of the fastest count as equal, and the first
-#: in order of preference is taken: in training they run at the power limit, and in short turns all share one clock.
+#: preferred one is taken: in training they run at the power limit, and in short turns all share one clock.
 #: Under a load of its own, `cuda` took 0.97 to 1.02 of XLA's time, and 0.89 to 0.95 of Triton's: six products of the
 #: preset 1b on an H100.
 _LONG_SECONDS, _TIE = 1e-4, 1.02
@@ -218,7 +219,7 @@ def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | N
     configs = {name: dispatch.config_of(op, name, spec) for name in backends}
     try:
         # The operands and the clock's own work come from the host.
-        with _measuring, dispatch.policy(_INSIDE), jax.transfer_guard("allow"):
+        with _measuring, dispatch.policy(_INSIDE), jax.transfer_guard("allow"), jax.disable_jit(False):
             if measure is None:
                 clock = _queue_clock(device) if spec.target.platform in hardware.GPU_PLATFORMS else None
                 measure = functools.partial(bench_measure, rounds=_BRIEF_ROUNDS, clock=clock)
@@ -236,7 +237,9 @@ def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | N
         raise TuningError(f"compare: cannot measure {op}  {spec}: {'; '.join(reasons)}")
     least = min(seconds.values())
     most = least * (_TIE if least >= _LONG_SECONDS else 1.0)
-    taken = next(x for x in backends if x in seconds and seconds[x] <= most)
+    equal = [x for x in backends if x in seconds and seconds[x] <= most]
+    preferred = (x for x in equal if dispatch.load(op, x).unpreferred(spec) is None)
+    taken = next(preferred, equal[0])
     dispatch.store_compared(op, taken, spec, backends, seconds[taken])
 
 
@@ -311,7 +314,7 @@ class _Trial:
         self._device = device
         self._tried: dict[tuple[str, Any], Candidate] = {}
         self._new: list[Candidate] = []
-        with jax.default_device(device):
+        with jax.default_device(device), usual_promotion():
             self._operands = _operands(op, spec, device)
             run, config = dispatch.load(op, "xla").run, dispatch.default_config(op, "xla", spec)
             self._types = jax.eval_shape(lambda *xs: jax.tree.leaves(run(spec, config, *xs)), *self._operands)
@@ -358,9 +361,11 @@ class _Trial:
         first = next(iter(self.candidates()), None)
         return None if first is None or first.seconds is None else first
 
-    def _tracing(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
         """The context in which the operation is traced in a program."""
-        return _jax.ignore_x64([*self._operands, *self._types])
+        with usual_promotion(), _jax.ignore_x64([*self._operands, *self._types]):
+            yield
 
     def _settle(self, candidate: Candidate, **found: Any) -> None:
         self._tried[candidate.backend, candidate.config] = dataclasses.replace(candidate, **found)
@@ -381,7 +386,7 @@ class _Trial:
                 raise TimeoutError("out of time")
             run = dispatch.load(self._op, candidate.backend).run
             # A thread does not have the policy of the thread that started it.
-            with dispatch.policy(_INSIDE), self._tracing():
+            with dispatch.policy(_INSIDE), jax.disable_jit(False), self._tracing():
                 return jax.jit(functools.partial(run, self._spec, candidate.config)).lower(*structs).compile()
 
         fits = {}
@@ -399,6 +404,9 @@ class _Trial:
                 fits[candidate] = compiled
             else:
                 self._settle(candidate, reason=f"dropped: {wrong}")
+        # The error of a future holds this frame, and so the operands.
+        future = None
+        futures.clear()
         return fits
 
     def _compare(self, results: list[jax.Array]) -> str | None:

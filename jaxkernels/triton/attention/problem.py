@@ -46,7 +46,8 @@ LOG2E = math.log2(math.e)
 _ALIGNED_BYTES = 16
 #: Keys of a small tile.
 _FEW_KEYS = 32
-#: Keys of a small row that all queries share, and the head dimension up to which it is one: at 256, ptxas spills.
+#: Keys of a small row that all queries and heads share, and the head dimension up to which it is one: at 256, ptxas
+#: spills.
 _FEW_SHARED_KEYS, _MOST_FEATURES = 64, 128
 #: Keys and values that a program loads at once, without a loop: through the registers of four warps.
 _ONE_BLOCK_BYTES = 2**15
@@ -244,7 +245,7 @@ def _aligned(x: jax.Array | ArrayType, spec: AttentionSpec) -> tuple[int, int, i
     padding is a launch of XLA's, and their tiles are small.
     """
     batch, heads, queries, keys = x.shape
-    is_shared = queries == 1 and max(spec.q.shape[3], spec.v.shape[3]) <= _MOST_FEATURES
+    is_shared = heads == queries == 1 and max(spec.q.shape[3], spec.v.shape[3]) <= _MOST_FEATURES
     if keys <= (_FEW_SHARED_KEYS if is_shared else _FEW_KEYS):
         return batch, heads, queries, keys
     unit = _ALIGNED_BYTES // x.dtype.itemsize
