@@ -167,8 +167,8 @@ def comparing(enabled: bool = True) -> Iterator[None]:
     for the whole process, and `with jk.comparing():` switches it on inside.
 
     Products and attentions on an H100 or H200 have estimates; other operations and chips have none, and are not
-    compared. Nor is anything compared that takes more than 0.1 s, in a program for `jax.export`, on Auto mesh axes before XLA splits the arrays,
-    in programs that several processes run, and inside `jk.tuning(False)`.
+    compared. Nor are kernels that take more than 0.1 s, and calls in a program for `jax.export`, on Auto mesh axes
+    before XLA splits the arrays, in programs that several processes run, and inside `jk.tuning(False)`.
 
     The fastest backend is kept in the cache on disk, and later programs take it. Two measurements may find different
     kernels fastest, so two machines may compute different bits. With False, estimates choose the backend, even if it

@@ -386,7 +386,7 @@ class _Trial:
                 raise TimeoutError("out of time")
             run = dispatch.load(self._op, candidate.backend).run
             # A thread does not have the policy of the thread that started it.
-            with dispatch.policy(_INSIDE), jax.disable_jit(False), self._tracing():
+            with dispatch.policy(_INSIDE), self._tracing():
                 return jax.jit(functools.partial(run, self._spec, candidate.config)).lower(*structs).compile()
 
         fits = {}
