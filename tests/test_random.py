@@ -293,7 +293,7 @@ def test_a_loss_stays_if_the_other_backends_fail(other_backend, monkeypatch):
 
 
 def test_a_loss_is_not_timed_twice(other_backend, monkeypatch):
-    """Else a tie would count as a loss only if noise made it one twice."""
+    """A second ratio in place of the first would hide losses: noise would have to show each of them twice."""
     other_backend(is_first=False)
     monkeypatch.setattr(lowering, "are_same", lambda one, other: False)
     clock = clock_of(monkeypatch, auto=6e-3, other=2e-3, xla=5e-3)
@@ -359,7 +359,7 @@ def test_slow_sides_of_ours_are_looked_at_once_beside_auto(other_backend, regist
 @pytest.mark.parametrize(("seconds", "others"), [(5.1e-3, []), (5.2e-3, ["other"])])
 def test_other_backends_are_timed_where_auto_loses(seconds, others, other_backend, monkeypatch):
     other_backend(is_first=False)
-    monkeypatch.setattr(lowering, "are_same", lambda one, other: False)  # Else auto takes as long as xla.
+    monkeypatch.setattr(lowering, "are_same", lambda one, other: False)  # Equal programs are timed once.
     clock = clock_of(monkeypatch, auto=seconds, other=2e-3, xla=5e-3)
     (found,) = rows(auto=True, clock=clock)
     assert [side.name for side in found.ours] == ["auto", *others]

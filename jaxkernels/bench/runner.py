@@ -101,8 +101,9 @@ def run(
         pool = concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count())
         # An interrupt ends the run at once, without waiting for programs that are being compiled.
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-        ours = [dict.fromkeys(() if _others_follow(settings) else _our_backends(settings)) for _ in problems]
-        if settings.processes and not _others_follow(settings) and Workers.can_serve(chip):
+        at_once = () if _others_follow(settings) else _our_backends(settings)
+        ours = [dict.fromkeys(at_once) for _ in problems]
+        if at_once and settings.processes and Workers.can_serve(chip):
             workers = stack.enter_context(Workers(settings.processes, chip))
             ours = [{name: workers.start(p, name) for name in names} for (_, p), names in zip(problems, ours)]
         for start in range(0, len(problems), _CHUNK):
@@ -268,7 +269,7 @@ class _Plan:
 
     def _with_others(self, rows: Sequence[Row]) -> list[Row]:
         """The rows, with our other backends as further sides."""
-        known, refused = set(self._contestants), dict(self._refused)
+        known, refused_before = set(self._contestants), dict(self._refused)
         with self._counted("compile"):
             for name in _our_backends(self._settings):
                 self._compile_ours(name)
@@ -276,23 +277,16 @@ class _Plan:
         self._contestants = {key: x for key, x in self._contestants.items() if key not in known}
         counts = {row.regime: len(side.samples.round_medians) for row in rows for side in row.sides if side.samples}
         found = {row.regime: row for row in self._rows(counts)} if self._contestants else {}
-        of_others = {key: reason for key, reason in self._refused.items() if refused.get(key) != reason}
+        of_others = {key: reason for key, reason in self._refused.items() if refused_before.get(key) != reason}
         order = lambda side: (not side.is_ours, side.name != AUTO)
         joined = []
         for row in rows:
-            other = found.get(row.regime, row)
-            sides = {(side.name, side.is_ours): side for side in (*other.sides, *row.sides)}
-            seconds = collections.Counter(row.seconds)
-            if other is not row:
+            sides, seconds = row.sides, collections.Counter(row.seconds)
+            if (other := found.get(row.regime)) is not None:
+                sides = tuple(sorted((*row.sides, *other.sides), key=order))
                 seconds.update(other.seconds)
-            joined.append(
-                dataclasses.replace(
-                    row,
-                    sides=tuple(sorted(sides.values(), key=order)),
-                    refused=row.refused | of_others,
-                    seconds=dict(seconds),
-                )
-            )
+            refused = row.refused | of_others
+            joined.append(dataclasses.replace(row, sides=sides, refused=refused, seconds=dict(seconds)))
         return joined
 
     def _rows(self, counts: Mapping[str, int] | None = None) -> Iterator[Row]:

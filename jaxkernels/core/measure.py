@@ -316,7 +316,7 @@ class QueueClock:
 
     def __init__(self, read: Callable[[int], Any]):
         self._read = read
-        self._wait, _ = _WAITS
+        self._wait = _WAITS[0]
         jax.block_until_ready(read(0))  # Compiles it.
 
     def times(self, visits: Sequence[Visit]) -> list[list[float]]:

@@ -198,7 +198,7 @@ class Problem:
 
 
 def _bytes_of_block(spec: AttentionSpec, block_kv: int) -> int:
-    """Of a block of keys and of values."""
+    """The size of a block of keys and a block of values, with padded head dimensions."""
     columns = _power_of_two(spec.k.shape[3]) + _power_of_two(spec.v.shape[3])
     return block_kv * columns * spec.k.dtype.itemsize
 
