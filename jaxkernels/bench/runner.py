@@ -38,7 +38,10 @@ __all__ = ["Settings", "our_key", "run"]
 _Arrays = dict[str, jax.Array]
 
 #: Problems whose programs are compiled, and kept in memory, at the same time.
-_CHUNK = 48
+_CHUNK = 24
+
+#: Threads that lower and compile programs. Python lowers in one thread at a time: more threads wait for each other.
+_THREADS = min(os.cpu_count() or 1, 16)
 
 #: See `jaxkernels.core.measure.measure`.
 _BUDGET_SECONDS = {"burst": 0.5, "sustained": 0.7}
@@ -98,7 +101,7 @@ def run(
     chip = hardware.chip_of(settings.device)
     shared: dict[Any, concurrent.futures.Future[Any]] = {}
     with contextlib.ExitStack() as stack:
-        pool = concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count())
+        pool = concurrent.futures.ThreadPoolExecutor(max_workers=_THREADS)
         # An interrupt ends the run at once, without waiting for programs that are being compiled.
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)
         at_once = () if _others_follow(settings) else _our_backends(settings)
