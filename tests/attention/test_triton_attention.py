@@ -483,19 +483,19 @@ def test_planted_mistake_is_noticed(module, name, right, wrong, kernel, options,
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong", "options"),
+    ("name", "right", "wrong", "options"),
     [
-        ("tl.where((key < at.key_end)[:, None], v_tile, 0.0)", "v_tile", "key-lengths"),
-        ("tl.where(seen, s, float(\"-inf\"))", "s", "causal"),
-        ("v + kv_row * D", "v + kv_row * 0", "plain"),
-        ("changed(products, bias, p)", "products", "soft-cap"),
-        ("float(\"-inf\"), 0.0, top)", "float(\"-inf\"), top, top)", "lengths-and-window"),
+        ("attend_to_one_block", "tl.where((key < at.key_end)[:, None], v_tile, 0.0)", "v_tile", "key-lengths"),
+        ("attend_to_one_block", "tl.where(seen, s, float(\"-inf\"))", "s", "causal"),
+        ("attend_to_one_block", "v + kv_row * D", "v + kv_row * 0", "plain"),
+        ("attend_to_one_block", "changed(products, bias, p)", "products", "soft-cap"),
+        ("weights_of", "float(\"-inf\"), 0.0, top)", "float(\"-inf\"), top, top)", "lengths-and-window"),
     ],
 )  # fmt: skip
-def test_mistake_in_one_block_of_keys_is_noticed(right, wrong, options, tmp_path):
+def test_mistake_in_one_block_of_keys_is_noticed(name, right, wrong, options, tmp_path):
     spec, config = make_spec(**CASES[options]), forward.Config(16, 64, 4, 2)
     with (
-        tritons.planted(forward_kernel, "attend_to_one_block", right, wrong, tmp_path),
+        tritons.planted(forward_kernel, name, right, wrong, tmp_path),
         pytest.raises(AssertionError),
     ):
         assert_right("attention_forward", spec, config)

@@ -143,12 +143,8 @@ def attend(
         s = change(products, x, at, head[:, None], query[:, None], key[None, :], p)
         if at_edge or p.mask_shape is not None:
             s = tl.where(visible(x, at, head[:, None], query[:, None], key[None, :], p, at_edge), s, float("-inf"))
-        # In base 2, so that an unchanged maximum fades by exactly 1: rounding would add up over the blocks.
         new_top = tl.maximum(top, tl.max(s, axis=1) * p.unit)
-        shift = new_top
-        if at_edge or p.may_be_blind:
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(s * p.unit - shift[:, None])
+        weights, shift = weights_of(s, new_top, p, at_edge)
         fade = tl.exp2(top - shift)
         total = total * fade + tl.sum(weights, axis=1)
         v_tile = load_operand(v_base, key, V_STRIDE, D, BD, key < at.key_end, at_edge, p)
@@ -180,13 +176,22 @@ def attend_to_one_block(q_tile, k, v, x, at, head, kv_head, query, p: tl.constex
     if AT_EDGE or p.mask_shape is not None:
         s = tl.where(seen, s, float("-inf"))
     top = tl.max(s, axis=1) * p.unit
-    shift = top
-    if AT_EDGE or p.may_be_blind:
-        shift = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2(s * p.unit - shift[:, None])
+    weights, _ = weights_of(s, top, p, AT_EDGE)
     total = tl.sum(weights, axis=1)
     acc = tl.dot(operand(weights, v_tile, p), v_tile, input_precision=p.precision)
     return acc, total, top
+
+
+@triton.jit
+def weights_of(s, top, p: tl.constexpr, at_edge: tl.constexpr):
+    """exp2(logit - shift) and the shift: the row's largest logit so far (`top`), or 0 where no key was seen.
+
+    Logits are in base 2, so that an unchanged maximum fades by exactly 1: rounding would add up over the blocks.
+    """
+    shift = top
+    if at_edge or p.may_be_blind:
+        shift = tl.where(top == float("-inf"), 0.0, top)
+    return tl.exp2(s * p.unit - shift[:, None]), shift
 
 
 @triton.jit

@@ -44,11 +44,8 @@ LOG2E = math.log2(math.e)
 
 #: A load of a thread.
 _ALIGNED_BYTES = 16
-#: Keys of a small tile.
-_FEW_KEYS = 32
-#: Keys of a small row that all queries and heads share, and the head dimension up to which it is one: at 256, ptxas
-#: spills.
-_FEW_SHARED_KEYS, _MOST_FEATURES = 64, 128
+#: Head dimension -> keys of a small tile: with more, ptxas spills.
+_FEW_KEYS = {128: 64, 256: 32}
 #: Keys and values that a program loads at once, without a loop: through the registers of four warps.
 _ONE_BLOCK_BYTES = 2**15
 
@@ -245,8 +242,8 @@ def _aligned(x: jax.Array | ArrayType, spec: AttentionSpec) -> tuple[int, int, i
     padding is a launch of XLA's, and their tiles are small.
     """
     batch, heads, queries, keys = x.shape
-    is_shared = heads == queries == 1 and max(spec.q.shape[3], spec.v.shape[3]) <= _MOST_FEATURES
-    if keys <= (_FEW_SHARED_KEYS if is_shared else _FEW_KEYS):
+    widest = max(spec.q.shape[3], spec.v.shape[3])
+    if keys <= next(few for limit, few in _FEW_KEYS.items() if widest <= limit):
         return batch, heads, queries, keys
     unit = _ALIGNED_BYTES // x.dtype.itemsize
     return batch, heads, queries, keys + -keys % unit
