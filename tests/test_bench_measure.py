@@ -365,11 +365,8 @@ def _low_bits(seconds: float) -> np.ndarray:
         (2e-6, 3e-4, 8_000_000),  # The host takes longer than the wait: it becomes longer.
         (1e-4, 3e-5, 1_000_000),
         (3e-3, 3e-4, 8_000_000),
-        (
-            1e-4,
-            4e-4,
-            8_000_000,
-        ),  # The last launch is long: that it is left does not tell that the device has not waited.
+        # The last launch is long: that it is left does not tell that the device has not waited.
+        (1e-4, 4e-4, 8_000_000),
         (6e-5, 1.5e-4, 4_000_000),
         (1.5e-4, 3e-4, 8_000_000),
     ],

@@ -184,9 +184,12 @@ def attend_to_one_block(q_tile, k, v, x, at, head, kv_head, query, p: tl.constex
 
 @triton.jit
 def weights_of(s, top, p: tl.constexpr, at_edge: tl.constexpr):
-    """exp2(logit - shift) and the shift: the row's largest logit so far (`top`), or 0 where no key was seen.
+    """Returns exp2(s * p.unit - shift) and the shift: `top`, or 0 where no key was seen.
 
-    Logits are in base 2, so that an unchanged maximum fades by exactly 1: rounding would add up over the blocks.
+    Args:
+      s: logits.
+      top: the row's largest logit so far, in base 2. An unchanged one fades by exactly 1: rounding would add up over
+        the blocks.
     """
     shift = top
     if at_edge or p.may_be_blind:
