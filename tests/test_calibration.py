@@ -187,7 +187,8 @@ def test_every_constant_is_used(name):
         specs += [dataclasses.replace(specs[0], deterministic=True)]
         bias = ArrayType((1, 1, 2040, 2040), jnp.dtype(jnp.bfloat16))
         specs += [attention_spec(256, 256)] * ("cudnn" in name or "wide" in name)
-        specs += [dataclasses.replace(specs[0], bias=bias)] * ("cudnn" in name)
+        specs += [dataclasses.replace(specs[0], bias=bias)] * ("cudnn" in name or "triton" in name)
+        specs += [attention_spec(64, 64, length=16), attention_spec(256, 256, length=500)] * ("triton" in name)
     else:
         sizes = [(4096, 4096, 4096), (64, 512, 8192), (16, 4096, 4096), (1000, 1003, 1004), (4096, 4096, 1001)]
         specs = [matmul_spec(*size, activation=activation) for size in sizes for activation in (None, "gelu")]

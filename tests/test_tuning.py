@@ -373,6 +373,12 @@ def test_attention_operands_and_their_first_heads(op):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
+def test_decoding_is_tuned_with_a_full_cache():
+    """An offset of zero hides nearly all keys from the queries."""
+    made = attention_tuning.operands("attention_forward", attention_spec(**ALL), jax.devices("cpu")[0])
+    assert [int(x) for x in made if x.shape == ()] == [9 - 6]
+
+
 def test_operands_are_the_same_every_time():
     cpu = jax.devices("cpu")[0]
     first, second = (tuner._operands("matmul", make_spec(), cpu) for _ in range(2))

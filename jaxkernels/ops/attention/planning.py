@@ -27,7 +27,6 @@ __all__ = [
     "longest_cta",
     "num_even_ctas",
     "numbered",
-    "planned_offset",
     "too_few_queries",
     "visible_pairs",
 ]
@@ -122,16 +121,11 @@ def longest_cta(steps: Sequence[int], num_streams: int, num_ctas: int, item_step
     return max(*steps, (sum(steps) / len(steps) + item_steps) * items / num_ctas)
 
 
-def planned_offset(spec: AttentionSpec) -> int:
-    """The first query's position for plans and models. If queries are a part of the sequence, one in its middle."""
-    return max(0, spec.k.shape[1] - spec.q.shape[1]) // 2 if spec.query_offset else 0
-
-
 @functools.lru_cache(maxsize=4096)
 def forward_steps(spec: AttentionSpec, rows: int, block_kv: int) -> tuple[int, ...]:
     """For each block of `rows` queries: how many blocks of keys it visits, lengths and segments aside."""
     num_queries, num_keys = spec.q.shape[1], spec.k.shape[1]
-    offset = planned_offset(spec)
+    offset = spec.planned_offset
     steps = []
     for start in range(offset, offset + num_queries, rows):
         first, end = blocks_of(*keys_seen_by_any(spec, start, start + rows, num_keys), block_kv)
@@ -161,7 +155,7 @@ def forward_plan(spec: AttentionSpec, steps: Sequence[int], num_workers: int, it
 @functools.lru_cache(maxsize=4096)
 def backward_steps(spec: AttentionSpec, block_q: int, block_kv: int) -> tuple[int, ...]:
     """For each block of keys: how many blocks of queries of a group it visits, lengths and segments aside."""
-    offset = planned_offset(spec)
+    offset = spec.planned_offset
     steps = []
     for start in range(0, spec.k.shape[1], block_kv):
         seeing = queries_that_see_any(spec, start, start + block_kv, offset, spec.q.shape[1] + offset)

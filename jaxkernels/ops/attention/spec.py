@@ -114,6 +114,15 @@ class AttentionSpec(Spec):
         """Query heads for each key/value head."""
         return self.q.shape[2] // self.k.shape[2]
 
+    @property
+    def planned_offset(self) -> int:
+        """The first query's position in plans, cost models and measurements.
+
+        If queries are a part of the sequence, it is the last part, which sees the most keys: the shard of a sequence
+        that takes longest, or a full cache.
+        """
+        return max(0, self.k.shape[1] - self.q.shape[1]) if self.query_offset else 0
+
     def unsupported_sizes(self) -> str | None:
         """Why no kernel has these sizes, or None."""
         sizes = (*self.q.shape, *self.k.shape, *self.v.shape)
@@ -185,7 +194,7 @@ class AttentionSpec(Spec):
             key_lengths=Operand(int32(batch), ("b",), draw=lengths(num_keys)),
             query_segments=Operand(int32(batch, num_queries), ("b", "t"), draw=segments(num_queries)),
             key_segments=Operand(int32(batch, num_keys), ("b", None), draw=segments(num_keys)),
-            query_offset=Operand(int32(), (), draw=lambda: np.zeros((), np.int32)),
+            query_offset=Operand(int32(), (), draw=lambda: np.array(self.planned_offset, np.int32)),
             out=Operand(ArrayType((*q.shape[:3], v.shape[3]), v.dtype), rows),
             lse=Operand(ArrayType((batch, num_heads, num_queries), np.dtype(np.float32)), ("b", heads, "t")),
         )

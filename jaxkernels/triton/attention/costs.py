@@ -7,27 +7,27 @@ H200; for other chips they are a model.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from jaxkernels.core import hardware
 from jaxkernels.core.hardware import Chip
-from jaxkernels.ops.attention.planning import planned_offset
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.triton import chips
 
 __all__ = [
     "MEMORY_SHARE",
+    "Constants",
     "Tile",
     "bytes_of",
     "combine_seconds",
     "fits",
     "is_filled",
     "measured_tile",
+    "not_estimated",
     "packed_heads",
     "resident",
     "seconds",
-    "share_of_pairs",
     "splits",
     "work_of",
 ]
@@ -43,20 +43,45 @@ _REGISTERS_OF_SM = 65536
 _LOGITS_OF_TERM = 0.5
 #: Shared memory that a program takes beside its tiles, and that the driver takes of each.
 _OTHER_SMEM = 1024
-_LAUNCH_SECONDS = 3e-6
-#: What a program of eight warps takes longer to begin and to end. Measured on an H200.
-_EIGHT_WARPS_SECONDS = 1e-6
-#: Combining the parts of a split: a second kernel.
-_COMBINE_SECONDS = 1.5e-6
-#: The share of the memory's rate that one SM can have: more than its part of the chip.
-_SM_BYTES_SHARE = 1.5
+#: Combining the parts of a split: a second kernel, and for each part.
+_COMBINE_SECONDS, _PART_SECONDS = 1.5e-6, 5e-8
 #: The share of the memory's rate that kernels reach.
 MEMORY_SHARE = 0.85
-#: What a step takes of a program that waits for its products: with tiles below 64 rows, below 128, and others. Fitted
-#: to 21 times of one to five queries, and to 6 others, on an H200. It hardly depends on the keys of a step or on the
-#: stages: each key counts a little, so that few keys get a small tile.
-_STEP_SECONDS = 1.35e-6, 0.9e-6, 1.2e-6
-_KEY_SECONDS = 1e-9
+#: How much longer the elementwise part takes if fewer than eight warps share an SM, and a step without a pipeline.
+_FEW_WARPS, _NO_PIPELINE = 1.6, 1.3
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """The constants of the cost model of a pass.
+
+    Attributes:
+      logit_exps: the elementwise part of a logit, in exponentials of an SM.
+      step_seconds_16, step_seconds_64, step_seconds_128: what a step takes of a program that waits for its loads and
+        products: with tiles below 64 rows, below 128, and others.
+      byte_seconds: the same for each byte that a step loads.
+      one_stage, two_stages: how many times as long a program waits without a pipeline, and with two stages.
+      term_share: how much longer a step takes for a tile of a bias, and of a dense mask.
+      wide_tile: how many times as long a step takes if eight warps share less than 128 rows.
+      program_seconds: the beginning and the end of a program.
+      stage_seconds: more for each stage that no step fills.
+      launch_seconds: the launch of a kernel.
+      eight_warps_seconds: more for a kernel of eight warps.
+    """
+
+    logit_exps: float
+    step_seconds_16: float
+    step_seconds_64: float
+    step_seconds_128: float
+    byte_seconds: float
+    one_stage: float
+    two_stages: float
+    term_share: float
+    wide_tile: float
+    program_seconds: float
+    stage_seconds: float
+    launch_seconds: float
+    eight_warps_seconds: float
 
 
 class Tile(Protocol):
@@ -195,12 +220,24 @@ _MEASURED: dict[str, dict[int, tuple[tuple[int, int, int, int], ...]]] = {
 
 
 def measured_tile(spec: AttentionSpec, kernel: str) -> tuple[int, int, int, int] | None:
-    """The tile that was measured fastest for problems like this one, or None: on other chips the model chooses."""
+    """The tile that was measured fastest for problems like this one, or None: for others the model chooses.
+
+    They are long: there are two such tiles of queries and of keys. They have no bias and no dense mask. To a gradient,
+    one that has a single row makes no difference.
+    """
     if not spec.target.is_hopper or spec.q.dtype.itemsize != 2 or kernel not in _MEASURED or has_odd_heads(spec):
+        return None
+    if terms_with_rows(spec) or (kernel == "forward" and (spec.bias is not None or spec.mask is not None)):
         return None
     widest = max(padded(spec.q.shape[3]), padded(spec.v.shape[3]))
     tiles = next(tiles for limit, tiles in _MEASURED[kernel].items() if widest <= limit)
-    return tiles[0] if spec.mask_terms else tiles[-1]
+    tile = tiles[0] if spec.mask_terms else tiles[-1]
+    return tile if spec.q.shape[1] >= 2 * tile[0] and spec.k.shape[1] >= 2 * tile[1] else None
+
+
+def terms_with_rows(spec: AttentionSpec) -> int:
+    """How many of bias and dense mask have a row for each query, so that each step loads a tile of them."""
+    return sum(x is not None and x.shape[2] > 1 for x in (spec.bias, spec.mask))
 
 
 def is_filled(rows: int, block: int) -> bool:
@@ -227,47 +264,59 @@ def splits(spec: AttentionSpec, programs: int, num_blocks: int, *, per_sm: int) 
         parts *= 2
 
 
-def share_of_pairs(spec: AttentionSpec) -> float:
-    """The share of the pairs of a query and a key that band and causal mask leave."""
-    num_queries, num_keys = spec.q.shape[1], spec.k.shape[1]
-    left, right = spec.band.left, spec.band.right
-    samples = range(0, num_queries, max(1, num_queries // 64))
-    seen, offset = 0, planned_offset(spec)
-    for query in (offset + sample for sample in samples):
-        first = 0 if left is None else min(num_keys, max(0, query - left))
-        end = num_keys if right is None else min(num_keys, query + right + 1)
-        seen += max(0, end - first)
-    return max(seen / (len(samples) * num_keys), 1 / num_keys)
-
-
 def seconds(
-    spec: AttentionSpec, kernel: str, tile: Tile, *, programs: int, steps: float, longest: float, extra_bytes: float = 0
+    spec: AttentionSpec,
+    kernel: str,
+    tile: Tile,
+    constants: Constants,
+    *,
+    programs: int,
+    visits: Sequence[int],
+    parts: int = 1,
+    num_bytes: float = 0,
 ) -> float:
-    """Estimates a kernel's time.
+    """Estimates a kernel's time: it computes, or waits for products and loads, or for the memory.
 
     Args:
       programs: how many there are.
-      steps: blocks that a program visits, on average.
-      longest: blocks that the longest program visits.
-      extra_bytes: what the kernel reads and writes of device memory, beside what its steps load.
+      visits: for each tile that stays: the blocks that pass it.
+      parts: how many programs share these blocks.
+      num_bytes: what the kernel reads and writes of device memory.
     """
     chip, work = spec.target, work_of(kernel, spec)
     sm, num_sms = chips.rates_of(chip), chips.num_sms(chip)
-    flops = sm.tf32_flops if spec.q.dtype.itemsize > 2 else sm.bf16_flops
-    pairs = tile.block_q * tile.block_kv
-    step_flops = 2.0 * pairs * work.products
-    rows = tile.block_q if work.rows == "q" else tile.block_kv
-    step_bytes = (pairs // rows) * work.streamed * spec.q.dtype.itemsize
-    # The elementwise part overlaps with products of other programs of the SM, not with its own.
+    rows, step = (tile.block_q, tile.block_kv) if work.rows == "q" else (tile.block_kv, tile.block_q)
+    pairs = rows * step
+    steps, longest = max(1.0, sum(visits) / len(visits) / parts), -(-max(1, *visits) // parts)
     per_sm = max(1, min(resident(spec, work, tile), -(-programs // num_sms)))
-    elementwise = (pairs / sm.exps) * (2.0 if per_sm * tile.num_warps < 8 else 1.2)
-    step = step_flops / (flops * _share(chip, rows, pairs)) + elementwise + 0.15e-6 / per_sm
-    step = max(step, step_bytes / (sm.memory_bytes * _SM_BYTES_SHARE)) * (1.3 if tile.num_stages == 1 else 1.0)
-    busiest = max(longest, steps * hardware.waves(programs, num_sms * per_sm) * per_sm)
-    total_bytes = extra_bytes + programs * steps * step_bytes / 8  # Most of what programs share comes from L2.
-    waiting = longest * (_STEP_SECONDS[(rows >= 64) + (rows >= 128)] + tile.block_kv * _KEY_SECONDS)
-    launch = _LAUNCH_SECONDS + (_EIGHT_WARPS_SECONDS if tile.num_warps > 4 else 0)
-    return launch + max(busiest * step, waiting, total_bytes / (num_sms * sm.memory_bytes * MEMORY_SHARE))
+    waves = -(-programs // (num_sms * per_sm))
+    factor = 1 + constants.term_share * terms_with_rows(spec)
+    if tile.num_warps > 4 and rows < 128:
+        factor *= constants.wide_tile
+    # The elementwise part overlaps with products of other programs of the SM, not with its own.
+    elementwise = pairs / sm.exps * constants.logit_exps * (_FEW_WARPS if per_sm * tile.num_warps < 8 else 1)
+    flops = sm.tf32_flops if spec.q.dtype.itemsize > 2 else sm.bf16_flops
+    computing = 2.0 * pairs * work.products / (flops * _share(chip, rows, pairs)) + elementwise
+    computing *= factor * (_NO_PIPELINE if tile.num_stages == 1 else 1)
+    waiting = (constants.step_seconds_16, constants.step_seconds_64, constants.step_seconds_128)[
+        (rows >= 64) + (rows >= 128)
+    ]
+    waiting *= {1: constants.one_stage, 2: constants.two_stages}.get(tile.num_stages, 1.0)
+    waiting = factor * (waiting + step * work.streamed * spec.q.dtype.itemsize * constants.byte_seconds)
+    edges = constants.program_seconds + constants.stage_seconds * max(0.0, tile.num_stages - steps)
+    launch = constants.launch_seconds + (constants.eight_warps_seconds if tile.num_warps > 4 else 0)
+    return launch + hardware.soft_max(
+        computing * max(longest, steps * waves * per_sm),
+        waiting * max(longest, steps * waves) + waves * edges,
+        num_bytes / (num_sms * sm.memory_bytes * MEMORY_SHARE),
+    )
+
+
+def not_estimated(spec: AttentionSpec) -> str | None:
+    """Which part of a kernel's time the estimate leaves out, or None."""
+    if spec.query_lengths or spec.key_lengths or spec.segments:
+        return "lengths and segments are not known"
+    return None
 
 
 def combine_seconds(spec: AttentionSpec, num_splits: int) -> float:
@@ -277,7 +326,8 @@ def combine_seconds(spec: AttentionSpec, num_splits: int) -> float:
     batch, num_queries, num_heads, _ = spec.q.shape
     num_bytes = num_splits * batch * num_queries * num_heads * spec.v.shape[3] * 4
     chip = spec.target
-    return _COMBINE_SECONDS + 2 * num_bytes / (chips.num_sms(chip) * chips.rates_of(chip).memory_bytes)
+    moving = 2 * num_bytes / (chips.num_sms(chip) * chips.rates_of(chip).memory_bytes)
+    return _COMBINE_SECONDS + num_splits * _PART_SECONDS + moving
 
 
 def _share(chip: Chip, rows: int, pairs: int) -> float:

@@ -21,10 +21,11 @@ import numpy as np
 from jaxkernels.core.arguments import check_fields
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.blind import mean_of_values
+from jaxkernels.ops.attention.planning import forward_steps
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.visibility import may_see_nothing, queries_inside
 from jaxkernels.triton import calls
-from jaxkernels.triton.attention import costs
+from jaxkernels.triton.attention import backward, costs
 from jaxkernels.triton.attention.problem import (
     Problem,
     check_tiles,
@@ -78,18 +79,16 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
 
 
 def estimate(spec: AttentionSpec, config: Config) -> float:
-    """Seconds, by the cost model of `jaxkernels.triton.attention.costs`."""
-    batch, num_queries, num_heads, _ = spec.q.shape
-    visits = -(-spec.k.shape[1] // config.block_kv)
-    share = costs.share_of_pairs(spec)
+    """Seconds, by the cost model of `jaxkernels.triton.attention.costs` with the constants of the backward pass."""
+    visits = forward_steps(spec, config.block_q, config.block_kv)
     return costs.seconds(
         spec,
         "tangent",
         config,
-        programs=-(-num_queries // config.block_q) * batch * num_heads,
-        steps=max(1.0, visits * share),
-        longest=max(1.0, visits * min(1.0, 2 * share)),
-        extra_bytes=2 * costs.bytes_of(spec.q, spec.k, spec.v, *spec.results("attention_tangent")),
+        backward.CONSTANTS,
+        programs=len(visits) * spec.q.shape[0] * spec.q.shape[2],
+        visits=visits,
+        num_bytes=2 * costs.bytes_of(spec.q, spec.k, spec.v, *spec.results("attention_tangent")),
     )
 
 

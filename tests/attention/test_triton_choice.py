@@ -1,0 +1,62 @@
+"""The configurations that Triton's cost models choose, compared with measured times. It needs no Triton."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import pathlib
+from typing import Any
+
+import pytest
+from attentions import H200
+
+from jaxkernels.core import dispatch, plain
+from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.triton.attention import backward, forward
+
+_TIMES = pathlib.Path(__file__).parents[2] / "docs/benchmarks/choice/triton-configurations-h200.json"
+
+
+@functools.cache
+def measured(op: str) -> dict[str, tuple[AttentionSpec, dict[Any, float]]]:
+    """Problem -> its spec, and the seconds of each configuration that was timed."""
+    backend, found = dispatch.load(op, "triton"), {}
+    for problem in json.loads(_TIMES.read_text())["problems"]:
+        if problem["op"] == op and len(problem["configurations"]) > 2:
+            spec = plain.restore(AttentionSpec, problem["spec"], H200)
+            times = {backend.decode(one["config"]): one["seconds"] for one in problem["configurations"]}
+            found[problem["drawn"]] = spec, times
+    return found
+
+
+def losses(op: str) -> dict[str, float]:
+    """Problem -> the time of the default configuration over that of the fastest, if the default was timed."""
+    found = {}
+    for name, (spec, times) in measured(op).items():
+        default = dispatch.default_config(op, "triton", spec)
+        if default in times:
+            found[name] = times[default] / min(times.values())
+    return found
+
+
+@pytest.mark.parametrize(("op", "least", "mean"), [("attention_forward", 38, 1.05), ("attention_backward", 12, 1.06)])
+def test_default_is_nearly_the_fastest_configuration(op, least, mean):
+    """With an earlier cost model the defaults took 1.15 and 1.09 times as long as the fastest, and up to 1.85."""
+    found = losses(op)
+    assert len(found) >= least
+    assert math.prod(found.values()) ** (1 / len(found)) <= mean
+    assert {name: loss for name, loss in found.items() if loss > 1.3} == {}
+
+
+@pytest.mark.parametrize(("op", "design"), [("attention_forward", forward), ("attention_backward", backward)])
+def test_estimates_are_near_the_times(op, design):
+    """Two thirds of the estimates are within a factor of 1.5."""
+    errors = [
+        abs(math.log(design.estimate(spec, config) / seconds))
+        for spec, times in measured(op).values()
+        for config, seconds in times.items()
+        if isinstance(config, design.Config) and design.not_estimated(spec, config) is None
+    ]
+    assert len(errors) >= 70
+    assert sorted(errors)[2 * len(errors) // 3] <= math.log(1.5)
