@@ -102,7 +102,6 @@ def _tangent_transpose(cts: Any, *args: Any, static: NormSpec, backend: str | No
         spec = dataclasses.replace(
             static,
             residual=False,
-            returns_x=False,
             sum_gradient=has_dsum,
             scale_gradient="dscale" in wanted,
             bias_gradient="dbias" in wanted,

@@ -32,7 +32,8 @@ class NormSpec(Spec):
       bias: type of the bias, (1, F) or (G, F), or None.
       scale_offset: added to the scale.
       residual: whether a residual is given. Then z is a result of the forward pass, the sum.
-      returns_x: whether x is returned as the sum, without a residual: the backward pass takes its cotangent.
+      returns_x: whether x is returned as the sum, without a residual: the backward pass takes its cotangent, if it has
+        one. Then nothing else is added to the gradient of x.
       sum_gradient: whether the backward pass takes the cotangent of z.
       scale_gradient, bias_gradient: whether the backward pass returns these.
     """
