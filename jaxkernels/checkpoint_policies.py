@@ -16,6 +16,9 @@ Attention is not a dot. `save_attention` saves its output and its logsumexp, so 
 forward kernel again. `save_products_and_attention` saves them and all products. Both also save the attention of
 `jax.nn.dot_product_attention(implementation="cudnn")`. For policies of `jax.checkpoint_policies`, the output is named
 `jk_attention_out` and the logsumexp `jk_attention_lse`.
+
+`save_norms` saves the statistics of `jk.rms_norm` and `jk.layer_norm`. A norm under `jax.checkpoint` with this policy
+computes nothing again, and saves its operand.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import jax
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.rules import SAVED_NAMES
 from jaxkernels.ops.matmul.rules import dot_general_op, matmul_op
+from jaxkernels.ops.norm.rules import forward_op as norm_op
 from jaxkernels.ops.qkv_projection.rules import qkv_projection_op
 
 __all__ = [
@@ -39,6 +43,7 @@ __all__ = [
     "knowing_products",
     "offload_dot_with_no_batch_dims",
     "save_attention",
+    "save_norms",
     "save_products_and_attention",
 ]
 
@@ -90,6 +95,11 @@ _CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
 def save_attention(primitive: Any, *avals: Any, **params: Any) -> Any:
     """The policy that saves the results of attentions only: of this package's, and of cuDNN's through `jax.nn`."""
     return primitive.name == _CUDNN_ATTENTION or _save_named_attention(primitive, *avals, **params)
+
+
+def save_norms(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """The policy that saves of norms' results what their gradients read: the statistics of each row."""
+    return primitive is norm_op.primitive
 
 
 save_products_and_attention = jax.checkpoint_policies.save_from_both_policies(dots_saveable, save_attention)

@@ -313,12 +313,12 @@ def abstract_params(
     return graphdef, nnx.to_pure_dict(params)
 
 
-@functools.partial(nnx.remat, prevent_cse=False)
+@functools.partial(nnx.remat, policy=jk.checkpoint_policies.save_norms, prevent_cse=False)
 def _normalise(norm: Norm, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Applies a norm, and returns the stream, too. The backward pass computes it again.
+    """Applies a norm, and returns the stream, too. The backward pass computes nothing of it again.
 
-    A scan keeps what the gradient reads of each layer, and that would be several float32 arrays of the stream's size.
-    In unrolled layers XLA decides what is computed again: without barriers it merges the two computations.
+    The checkpoint says that the gradient reads the stream: in a scan, products then write it into the array for all
+    layers, and norms read it there. Without the checkpoint, XLA copies the stream.
     """
     with jax.named_scope("norm"):
         return norm(x)

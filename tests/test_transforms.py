@@ -696,6 +696,24 @@ def test_attention_is_saved_by_name():
     assert_close(jax.jit(gradient(both))(weight, *xs), jax.jit(gradient(None))(weight, *xs))
 
 
+@pytest.mark.parametrize("centered", [False, True])
+def test_statistics_of_norms_are_saved(centered):
+    """Then the backward pass computes no norm again, and keeps the operand and the statistics, but not the result."""
+    draw = functools.partial(random_array, np.random.default_rng(0), dtype="float32")
+    x, scale = draw((2, 5, 8)), draw((8,))
+    norm = lambda x, scale: (jk.layer_norm if centered else jk.rms_norm)(x, scale, return_x=True)
+    f = lambda policy: lambda x, scale: sum(map(jnp.sum, map(jnp.sin, jax.checkpoint(norm, policy=policy)(x, scale))))
+    gradient = lambda policy: jax.grad(f(policy), (0, 1))
+    saving = jk.checkpoint_policies.save_norms
+    forward = lambda policy: count(gradient(policy), x, scale, names=("jk_norm_forward",))
+    assert (forward(None), forward(saving)) == (2, 1)
+    statistics = [(1, 2, 5)] * (2 if centered else 1)
+    assert kept(jax.checkpoint(lambda *xs: norm(*xs)[0], policy=saving), x, scale) == sorted(
+        [x.shape, scale.shape, *statistics]
+    )
+    assert_close(gradient(saving)(x, scale), gradient(None)(x, scale))
+
+
 def test_gradient_of_attention_is_one_forward_and_one_backward_kernel():
     q, k, v = PROGRAMS["attention"].operands()
     gradient = jax.grad(loss(jk.dot_product_attention), (0, 1, 2))
