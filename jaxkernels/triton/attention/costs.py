@@ -22,6 +22,7 @@ __all__ = [
     "bytes_of",
     "combine_seconds",
     "fits",
+    "has_room_for_packed",
     "is_filled",
     "measured_tile",
     "not_estimated",
@@ -34,6 +35,8 @@ __all__ = [
 
 #: Registers of a thread for accumulators, logits and operands, on Hopper and on others. With more, ptxas spills.
 _MOST_REGISTERS = 215, 170
+#: The same if heads share a tile and queries have a band: of such kernels with more, ptxas spilled up to 588 bytes.
+_MOST_REGISTERS_OF_PACKED = 190
 #: The share of these registers that a kernel may use if its steps have results of their own.
 _SHARE_WITH_RESULTS = 0.69
 #: What masks of columns take of them.
@@ -206,6 +209,13 @@ def fits(spec: AttentionSpec, kernel: str, tile: Tile) -> bool:
             return False
     most = _MOST_REGISTERS[0 if spec.target.is_hopper else 1] * (_SHARE_WITH_RESULTS if work.made else 1.0)
     return shared_bytes(spec, work, tile) <= chips.smem_bytes(spec.target) and registers(spec, work, tile) <= most
+
+
+def has_room_for_packed(spec: AttentionSpec, tile: Tile) -> bool:
+    """Whether heads may share a tile of the forward pass: with a band, each row computes its query's position."""
+    if not spec.target.is_hopper or (spec.band.left is None and spec.band.right is None):
+        return True
+    return registers(spec, work_of("forward", spec), tile) <= _MOST_REGISTERS_OF_PACKED
 
 
 #: Tiles that were fastest on an H200, 2026-11-25, of those that do not spill registers: kernel -> the padded head

@@ -125,7 +125,7 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
     for tile in itertools.starmap(Config, _TILES):
         if not costs.fits(spec, "forward", tile):
             continue
-        packs = {1, costs.packed_heads(spec, tile)}
+        packs = {1, costs.packed_heads(spec, tile)} if costs.has_room_for_packed(spec, tile) else {1}
         for pack in sorted(packs, reverse=spec.q.shape[1] < tile.block_q):
             if costs.is_filled(spec.q.shape[1] * pack, tile.block_q):
                 packed = dataclasses.replace(tile, pack=pack)
