@@ -28,6 +28,7 @@ from jaxkernels.core import _jax, hardware
 from jaxkernels.core.custom_transpose import linear_call
 from jaxkernels.ops.attention.rules import forward_op as attention_op
 from jaxkernels.ops.matmul.rules import dot_general_op, matmul_op
+from jaxkernels.ops.norm.rules import forward_op as norm_op
 from jaxkernels.ops.qkv_projection.rules import qkv_projection_op
 
 __all__ = ["scan_layers"]
@@ -35,7 +36,9 @@ __all__ = ["scan_layers"]
 _PRODUCTS = (dot_general_op.primitive, matmul_op.primitive)
 
 #: The kernels whose results a layer may keep for its backward pass.
-_KERNELS = (lax.dot_general_p, *_PRODUCTS, qkv_projection_op.primitive, attention_op.primitive)
+_KERNELS = (
+    lax.dot_general_p, *_PRODUCTS, qkv_projection_op.primitive, attention_op.primitive, norm_op.primitive,
+)  # fmt: skip
 
 #: Equations whose inner program may hold the kernel that makes a result.
 _CALLS = ("jit", "checkpoint", "remat2", "closed_call")
