@@ -13,6 +13,7 @@ from attentions import H200
 
 from jaxkernels.core import dispatch, plain
 from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.triton import calls
 from jaxkernels.triton.attention import backward, forward
 
 _TIMES = pathlib.Path(__file__).parents[2] / "docs/benchmarks/choice/triton-configurations-h200.json"
@@ -41,8 +42,9 @@ def losses(op: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("op", "least", "mean"), [("attention_forward", 38, 1.05), ("attention_backward", 12, 1.06)])
-def test_default_is_nearly_the_fastest_configuration(op, least, mean):
+def test_default_is_nearly_the_fastest_configuration(op, least, mean, monkeypatch):
     """With an earlier cost model the defaults took 1.15 and 1.09 times as long as the fastest, and up to 1.85."""
+    monkeypatch.setattr(calls, "missing", lambda: None)
     found = losses(op)
     assert len(found) >= least
     assert math.prod(found.values()) ** (1 / len(found)) <= mean
