@@ -28,7 +28,7 @@ from jaxkernels import cli
 from jaxkernels.bench import random_rows
 from jaxkernels.bench.lowering import kernels_of
 from jaxkernels.cli import tune as tune_cli
-from jaxkernels.core import dispatch, hardware, winners
+from jaxkernels.core import cases, dispatch, hardware, winners
 from jaxkernels.core.dispatch import Entry
 from jaxkernels.core.measure import Call, MeasureError
 from jaxkernels.core.types import ArrayType
@@ -385,6 +385,20 @@ def test_operands_are_the_same_every_time():
     assert [x.shape for x in first] == [(5, 7), (7, 3)]
     for x, y in zip(first, second, strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+def test_operands_are_random_numbers():
+    """Beyond the pool's length, too. No array has the rows of another one, or its own rows again."""
+    cpu, shape = jax.devices("cpu")[0], (3000, 512)
+    types = [ArrayType(shape, jnp.dtype(dtype)) for dtype in ("float32", "bfloat16", "int32", "bool")]
+    x, y, integers, booleans = (np.asarray(a, np.float32) for a in cases.random_on_device(types, cpu))
+    assert [abs(a.mean()) < 0.01 and abs(a.std() - 1) < 0.01 for a in (x, y)] == [True, True]
+    assert (set(np.unique(integers)), set(np.unique(booleans))) == ({*range(8)}, {0, 1})
+    assert abs(booleans.mean() - 7 / 8) < 0.01
+    rows = np.concatenate([x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)])
+    assert len(np.unique(rows.astype(np.float32), axis=0)) == len(rows)
+    (other,) = cases.random_on_device(types[:1], cpu, seed=1)
+    assert not np.any(np.all(np.asarray(other)[:100] == x[:100], axis=1))
 
 
 def test_attention_is_checked_and_tuned(lab):
