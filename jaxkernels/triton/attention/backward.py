@@ -208,7 +208,9 @@ def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTAN
 
 def not_estimated(spec: AttentionSpec, config: Config) -> str | None:
     """Which part of the time of `run` the estimate leaves out, or None."""
-    return "the gradient of a bias has a kernel of its own" if spec.bias_gradient else costs.not_estimated(spec)
+    if spec.bias_gradient:
+        return "the gradient of a bias has a kernel of its own"
+    return costs.not_estimated(spec, config.keys_tile)
 
 
 def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:

@@ -22,7 +22,6 @@ __all__ = [
     "bytes_of",
     "combine_seconds",
     "fits",
-    "has_room_for_packed",
     "is_filled",
     "measured_tile",
     "not_estimated",
@@ -37,6 +36,8 @@ __all__ = [
 _MOST_REGISTERS = 215, 170
 #: The same if heads share a tile and queries have a band: of such kernels with more, ptxas spilled up to 588 bytes.
 _MOST_REGISTERS_OF_PACKED = 190
+#: The same for gradients with tiles of eight warps, on other chips than Hopper.
+_MOST_REGISTERS_OF_EIGHT_WARPS = 150
 #: The share of these registers that a kernel may use if its steps have results of their own.
 _SHARE_WITH_RESULTS = 0.69
 #: What masks of columns take of them.
@@ -200,6 +201,9 @@ def fits(spec: AttentionSpec, kernel: str, tile: Tile) -> bool:
         return False
     if kernel == "few_queries" and rows >= 64 and max(work.held, work.made // 2) > 128:
         return False  # ptxas spills.
+    is_large = tile.num_stages > 2 or registers(spec, work, tile) > _MOST_REGISTERS_OF_EIGHT_WARPS
+    if kernel in ("dkv", "dq") and not spec.target.is_hopper and tile.num_warps > 4 and is_large:
+        return False  # ptxas spills 8 to 48 bytes.
     if _multiplies_from_shared(spec.target) and kernel != "forward":
         # ptxas spills where wgmma shares 64 rows among 8 warps, or gets transposed copies of float32. Smaller tiles are
         # multiplied by mma.sync.
@@ -209,13 +213,6 @@ def fits(spec: AttentionSpec, kernel: str, tile: Tile) -> bool:
             return False
     most = _MOST_REGISTERS[0 if spec.target.is_hopper else 1] * (_SHARE_WITH_RESULTS if work.made else 1.0)
     return shared_bytes(spec, work, tile) <= chips.smem_bytes(spec.target) and registers(spec, work, tile) <= most
-
-
-def has_room_for_packed(spec: AttentionSpec, tile: Tile) -> bool:
-    """Whether heads may share a tile of the forward pass: with a band, each row computes its query's position."""
-    if not spec.target.is_hopper or (spec.band.left is None and spec.band.right is None):
-        return True
-    return registers(spec, work_of("forward", spec), tile) <= _MOST_REGISTERS_OF_PACKED
 
 
 #: Tiles that were fastest on an H200, 2026-11-25, of those that do not spill registers: kernel -> the padded head
@@ -256,9 +253,15 @@ def is_filled(rows: int, block: int) -> bool:
 
 
 def packed_heads(spec: AttentionSpec, tile: Tile) -> int:
-    """How many query heads of a key head may share a tile: all of them. With segments, tiles have whole queries: then
-    the largest power of two that divides their number and the rows of a tile.
+    """How many query heads of a key head may share a tile of the forward pass: all of them.
+
+    With segments, tiles have whole queries: then the largest power of two that divides their number and the rows of a
+    tile. With a band, each row computes its query's position: heads share no tile that nearly fills the registers.
     """
+    has_band = spec.band.left is not None or spec.band.right is not None
+    count = registers(spec, work_of("forward", spec), tile)
+    if spec.target.is_hopper and has_band and count > _MOST_REGISTERS_OF_PACKED:
+        return 1
     heads = spec.group_size
     return min(heads & -heads, tile.block_q) if spec.segments else heads
 
@@ -322,8 +325,8 @@ def seconds(
     )
 
 
-def not_estimated(spec: AttentionSpec) -> str | None:
-    """Which part of a kernel's time the estimate leaves out, or None."""
+def not_estimated(spec: AttentionSpec, config: Tile) -> str | None:
+    """Which part of the time of `run` the estimate leaves out, or None."""
     if spec.query_lengths or spec.key_lengths or spec.segments:
         return "lengths and segments are not known"
     return None

@@ -25,7 +25,7 @@ from jaxkernels.ops.attention.planning import forward_steps
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.triton import calls
 from jaxkernels.triton.attention import costs
-from jaxkernels.triton.attention.costs import Constants
+from jaxkernels.triton.attention.costs import Constants, not_estimated
 from jaxkernels.triton.attention.problem import (
     Problem,
     check_counts,
@@ -125,7 +125,7 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
     for tile in itertools.starmap(Config, _TILES):
         if not costs.fits(spec, "forward", tile):
             continue
-        packs = {1, costs.packed_heads(spec, tile)} if costs.has_room_for_packed(spec, tile) else {1}
+        packs = {1, costs.packed_heads(spec, tile)}
         for pack in sorted(packs, reverse=spec.q.shape[1] < tile.block_q):
             if costs.is_filled(spec.q.shape[1] * pack, tile.block_q):
                 packed = dataclasses.replace(tile, pack=pack)
@@ -166,11 +166,6 @@ def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTAN
         num_bytes=costs.bytes_of(spec.q, spec.k, spec.v, *spec.results("attention_forward")),
     )
     return kernel + costs.combine_seconds(spec, config.num_splits)
-
-
-def not_estimated(spec: AttentionSpec, config: Config) -> str | None:
-    """Which part of the time of `run` the estimate leaves out, or None."""
-    return costs.not_estimated(spec)
 
 
 def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
