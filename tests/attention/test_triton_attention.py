@@ -150,10 +150,29 @@ def test_backward_of_few_queries(options):
         (dict(queries=1, keys=70, heads=12, query_offset=True, causal=True), few_queries.Config(16, 16, 4, 2, 4)),
         (dict(batch=4, query_lengths=True, key_lengths=True, value_dim=33), few_queries.Config(64, 16, 4, 2, 3)),
         (dict(keys=3, dtype="bfloat16", bias=(1, 4, 24, 3)), few_queries.Config(64, 16, 4, 2, 2)),
+        (dict(queries=5, keys=100, causal=True), few_queries.Config(16, 16, 4, 2, 2)),
+        (dict(queries=5, keys=100, window=(7, 2), query_offset=True), few_queries.Config(16, 16, 4, 2, 3)),
     ],
 )  # fmt: skip
 def test_few_queries_in_other_tiles(options, config):
     assert_right("attention_backward", make_spec(**options), config)
+
+
+@pytest.mark.parametrize(("window", "seen"), [((None, 0), (0, 45)), ((7, 2), (33, 47)), ((7, None), (33, 100))])
+def test_keys_that_no_query_sees_are_not_loaded(window, seen):
+    """The gradient for few queries has zeros for them, whatever they are. The queries are those from 40 to 44."""
+    spec = make_spec(queries=5, keys=100, window=window, query_offset=True)
+    values = draw(spec, 0) | dict(query_offset=np.int32(40))
+    is_seen = (np.arange(100) >= seen[0]) & (np.arange(100) < seen[1])
+    found = []
+    for unseen in (0.0, np.nan):
+        changed = {name: np.where(is_seen[:, None, None], values[name], unseen) for name in ("k", "v")}
+        operands = spec.pack("attention_backward", values | changed)
+        with tritons.interpreted(*MODULES):
+            found.append(few_queries.run(spec, few_queries.Config(16, 16, 4, 2, 2), *operands))
+    for zero, nan in zip(*found):
+        np.testing.assert_array_equal(zero, nan)
+    assert not np.any(np.asarray(found[0][1])[:, ~is_seen])
 
 
 @pytest.mark.sampled(one_in=12)

@@ -28,9 +28,6 @@ __all__ = ["SAVED_NAMES", "backward_op", "forward_op", "tangent_op"]
 #: Names of output and logsumexp where they are differentiated, for policies of `jax.checkpoint`.
 SAVED_NAMES = ("jk_attention_out", "jk_attention_lse")
 
-#: The backward pass leaves out keys that no query sees, if the others are at most one in so many.
-_FEW_OF_KEYS = 4
-
 
 class _AttentionOp(KernelOp):
     def local(self, spec: AttentionSpec, assignment: Assignment, **params: Any) -> Callable[..., list[jax.Array]]:
@@ -83,29 +80,9 @@ def _tangent_transpose(cts: Any, *args: Any, static: AttentionSpec, backend: str
     has_dlse = type(cts[1]) is not ad.Zero
     spec = dataclasses.replace(static, bias_gradient="dbias" in wanted, lse_gradient=has_dlse)
     dout, dlse = (ad.instantiate_zeros(ct) for ct in cts)
-    reach = _keys_within_reach(spec, operands)
-    given = operands if reach is None else operands | {name: operands[name][:, :reach] for name in ("k", "v")}
-    grads = backward_op.bind(spec, dict(given, dout=dout, dlse=dlse), backend=backend)
+    grads = backward_op.bind(spec, dict(operands, dout=dout, dlse=dlse), backend=backend)
     named = dict(zip(spec.outputs(backward_op.name), grads))
-    if reach is not None:
-        rest = ((0, 0), (0, operands["k"].shape[1] - reach), (0, 0), (0, 0))
-        named |= {name: jnp.pad(named[name], rest) for name in ("dk", "dv")}
     return [named[name] if name in wanted else None for name in operands]
-
-
-def _keys_within_reach(spec: AttentionSpec, operands: dict[str, Any]) -> int | None:
-    """How many keys, from the first, the backward pass takes, or None: all.
-
-    With a causal mask, the first queries see the first keys. Kernels would load the others and store zeros. Slicing
-    and padding take a pass over what is left, so they pay if most keys are out of reach.
-    """
-    num_queries, num_keys, right = operands["q"].shape[1], operands["k"].shape[1], spec.band.right
-    if right is None or spec.mask_terms != (spec.band,) or spec.bias is not None or spec.query_offset:
-        return None
-    if not (isinstance(num_queries, int) and isinstance(num_keys, int)):
-        return None
-    end = num_queries + right
-    return end if _FEW_OF_KEYS * end <= num_keys else None
 
 
 ad.primitive_jvps[forward_op.primitive] = _forward_jvp

@@ -184,7 +184,8 @@ def registers(spec: AttentionSpec, work: Work, tile: Tile) -> float:
     if size > 2:
         count += step * work.streamed * size / 8
     if tile.num_stages == 1:
-        count += step * work.streamed * size / 2
+        # ptxas loads keys, and only then values, into the registers of one warp.
+        count += step * work.streamed * size / (8 if tile.num_warps == 1 else 2)
     return count / (32 * tile.num_warps) + (_REGISTERS_OF_COLUMNS if has_odd_heads(spec) else 0)
 
 

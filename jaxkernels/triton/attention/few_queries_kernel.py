@@ -72,11 +72,17 @@ def attention_few_queries(
 
     k_row = batch.to(tl.int64) * p.num_keys * p.num_kv_heads + kv_head
     dq_acc = tl.full((p.block_q, BH), 0.0, tl.float32)
+    # Keys that no query sees are not loaded. Their gradients are zeros.
+    seen_end = at.key_end
+    if p.right is not None:
+        seen_end = tl.minimum(seen_end, p.num_queries + at.offset + p.right)
     for block in tl.range(split * SHARE, tl.minimum((split + 1) * SHARE, BLOCKS)):
         key = block * BK + tl.arange(0, BK)
-        is_key = key < at.key_end
-        k_tile = load_operand(k + k_row * H, key, K_STRIDE, H, BH, is_key, True, p)
-        v_tile = load_operand(v + k_row * D, key, V_STRIDE, D, BD, is_key, True, p)
+        is_seen = key < seen_end
+        if p.left is not None:
+            is_seen = is_seen & (key >= at.offset - p.left)
+        k_tile = load_operand(k + k_row * H, key, K_STRIDE, H, BH, is_seen, True, p)
+        v_tile = load_operand(v + k_row * D, key, V_STRIDE, D, BD, is_seen, True, p)
         products = tl.dot(q_tile, tl.trans(k_tile), input_precision=p.precision)
         s = change(products, x, at, head[:, None], query[:, None], key[None, :], p)
         weights = tl.exp2(s * p.unit - top[:, None])
@@ -86,8 +92,8 @@ def attention_few_queries(
         dv_tile = tl.dot(tl.trans(operand(weights, dout_tile, p)), dout_tile, input_precision=p.precision)
         dk_tile = tl.dot(tl.trans(dlogits), q_tile, input_precision=p.precision)
         dq_acc = tl.dot(dlogits, k_tile, dq_acc, input_precision=p.precision)
-        dk_tile = tl.where(is_key[:, None], dk_tile * p.scale, 0.0)
-        dv_tile = tl.where(is_key[:, None], dv_tile, 0.0) + dmean[None, :]
+        dk_tile = tl.where(is_seen[:, None], dk_tile * p.scale, 0.0)
+        dv_tile = tl.where(is_seen[:, None], dv_tile, 0.0) + dmean[None, :]
         store_rows(dk + k_row * H, key, dk_tile, K_STRIDE, H, BH, key < p.num_keys, True)
         store_rows(dv + k_row * D, key, dv_tile, V_STRIDE, D, BD, key < p.num_keys, True)
     part = split.to(tl.int64) * (tl.num_programs(0) // p.num_kv_heads) * (p.num_queries * p.num_heads) + first_row

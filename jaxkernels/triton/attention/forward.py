@@ -23,7 +23,7 @@ from jaxkernels.core.arguments import check_fields
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.planning import forward_steps
 from jaxkernels.ops.attention.spec import AttentionSpec
-from jaxkernels.triton import calls
+from jaxkernels.triton import calls, chips
 from jaxkernels.triton.attention import costs
 from jaxkernels.triton.attention.costs import Constants, not_estimated
 from jaxkernels.triton.attention.problem import (
@@ -115,9 +115,16 @@ _TILES = (
     (16, 128, 4, 3),
     (16, 64, 4, 3),
     (16, 32, 4, 2),
+    (16, 32, 4, 1),
+    (64, 16, 4, 1),
     (32, 16, 4, 1),
+    (16, 16, 1, 1),
     (16, 16, 4, 1),
 )
+
+#: Up to so many rows, or with a program or more for each SM, one warp computes a tile in less time than four: it waits
+#: for no other. (With more rows and fewer programs, it took up to 1.5 times as long.)
+_ROWS_OF_ONE_WARP = 8
 
 
 def search_space(spec: AttentionSpec) -> Iterator[Config]:
@@ -126,11 +133,17 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
         if not costs.fits(spec, "forward", tile):
             continue
         packs = {1, costs.packed_heads(spec, tile)}
-        for pack in sorted(packs, reverse=spec.q.shape[1] < tile.block_q):
-            if costs.is_filled(spec.q.shape[1] * pack, tile.block_q):
-                packed = dataclasses.replace(tile, pack=pack)
+        for pack in sorted(packs, reverse=spec.q.shape[1] < 2 * tile.block_q):
+            packed = dataclasses.replace(tile, pack=pack)
+            if costs.is_filled(spec.q.shape[1] * pack, tile.block_q) and _shares_warps(spec, packed):
                 for num_splits in _splits(spec, packed):
                     yield dataclasses.replace(packed, num_splits=num_splits)
+
+
+def _shares_warps(spec: AttentionSpec, config: Config) -> bool:
+    """Whether a tile is not left to one warp where four are faster."""
+    is_small = spec.q.shape[1] * config.pack <= _ROWS_OF_ONE_WARP
+    return config.num_warps > 1 or is_small or _programs(spec, config) >= chips.num_sms(spec.target)
 
 
 def _splits(spec: AttentionSpec, config: Config) -> Iterable[int]:
