@@ -314,7 +314,7 @@ class TrainingConfig:
       seed: seed of the initialisation, the batches and the sample.
       log_every, eval_every, checkpoint_every: a step with each of these multiples logs, evaluates or saves; the last
         step does all three.
-      eval_batches: validation batches in an evaluation.
+      eval_batches: validation batches in an evaluation, at most. A short validation text has fewer.
       deterministic: on a GPU, compile with `xla_gpu_deterministic_ops`: equal runs have equal losses, bit for
         bit. XLA then sums an embedding's gradient in order instead of atomically, and does not autotune its own
         matmuls. Our attention sums the queries' gradient in order. On CPUs equal runs are equal without it.

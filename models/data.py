@@ -415,7 +415,11 @@ def batch_at(tokens: np.ndarray, *, seed: int, step: int, batch_size: int, seque
 def validation_batches(
     tokens: np.ndarray, *, num_batches: int, batch_size: int, sequence_length: int
 ) -> Iterator[np.ndarray]:
-    """Yields batches like `batch_at`, of windows evenly spread over the stream. They are always the same."""
+    """Yields batches like `batch_at`, of windows evenly spread over the stream. They are always the same.
+
+    A short stream has fewer batches: as many as its tokens fill.
+    """
+    num_batches = min(num_batches, -(-len(tokens) // (batch_size * sequence_length)))
     starts = np.linspace(0, len(tokens) - sequence_length - 1, num_batches * batch_size).astype(np.int64)
     for chunk in starts.reshape(num_batches, batch_size):
         yield _windows(tokens, chunk, sequence_length)

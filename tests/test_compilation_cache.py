@@ -52,7 +52,7 @@ def run(script: str, *args: object, **variables: object) -> str:
 
 def test_second_run_compiles_nothing_again(tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
-    cache = dict(JAXKERNELS_CACHE_DIR=tmp_path / "cache", JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0)
+    cache = dict(JAXKERNELS_CACHE_DIR=tmp_path / "cache")
     options = ("--steps=2", "--batch-size=2", "--sequence-length=16", "--data", tmp_path / "text.txt")
     found = []
     for name in ("first", "second"):
@@ -77,17 +77,25 @@ def test_programs_with_kernels_have_the_same_key_in_every_process():
 def unset(tmp_path, monkeypatch):
     """JAX's cache as if the user had chosen nothing."""
     monkeypatch.setenv("JAXKERNELS_CACHE_DIR", str(tmp_path / "cache"))
-    before = jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_enable_compilation_cache", True)
+    names = "compilation_cache_dir", "enable_compilation_cache", "persistent_cache_min_compile_time_secs"
+    before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in names}
+    for name, value in zip(before, (None, True, 1.0)):
+        jax.config.update(name, value)
     yield tmp_path / "cache" / "programs"
-    jax.config.update("jax_compilation_cache_dir", before[0])
-    jax.config.update("jax_enable_compilation_cache", before[1])
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 def test_cache_is_in_the_packages_folder(unset):
     assert compilation_cache.enable() is None
     assert jax.config.jax_compilation_cache_dir == str(unset)
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
+
+
+def test_threshold_of_the_user_is_kept(unset, monkeypatch):
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1.0")
+    assert compilation_cache.enable() is None
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 1
 
 
 def test_folder_of_the_user_is_kept(unset, tmp_path):

@@ -430,3 +430,11 @@ def test_validation_batches_spread_over_the_stream():
     starts = np.concatenate(batches)[:, 0]
     assert (starts[0], starts[-1]) == (0, 983)
     assert set(np.diff(starts)) <= {89, 90}
+
+
+def test_validation_batches_of_a_short_stream_are_as_many_as_its_tokens_fill():
+    batches = list(data.validation_batches(STREAM, num_batches=20, batch_size=4, sequence_length=100))
+    starts = np.concatenate(batches)[:, 0]
+    assert len(starts) == 12  # Two batches have room for 800 of the 1000 tokens.
+    assert (starts[0], starts[-1]) == (0, 899)
+    assert max(np.diff(starts)) <= 100

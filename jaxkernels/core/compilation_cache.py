@@ -6,6 +6,7 @@ process. The cache's key includes the program, the versions of JAX and XLA, the 
 
 from __future__ import annotations
 
+import os
 import pathlib
 
 import jax
@@ -13,6 +14,9 @@ import jax
 from jaxkernels.core.folders import cache_root, distrust_folder, make_private
 
 __all__ = ["enable", "folder"]
+
+#: JAX keeps programs that took as long as this to compile.
+_LEAST_SECONDS = "jax_persistent_cache_min_compile_time_secs"
 
 
 def folder() -> pathlib.Path:
@@ -23,7 +27,8 @@ def enable() -> str | None:
     """Switches the cache on, unless the user has chosen a folder or has switched it off.
 
     The user's choice is JAX's own: `JAX_COMPILATION_CACHE_DIR` and `JAX_ENABLE_COMPILATION_CACHE`. XLA also keeps the
-    results of its autotuning in the folder.
+    results of its autotuning in the folder. JAX keeps no program that compiles within a second, unless
+    `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS` says otherwise: a training has a dozen of them, so all are kept.
 
     Returns:
       None, or the reason why programs are not kept.
@@ -39,4 +44,6 @@ def enable() -> str | None:
     except OSError as e:
         return f"{programs}: {e.strerror}"
     jax.config.update("jax_compilation_cache_dir", str(programs))
+    if _LEAST_SECONDS.upper() not in os.environ:
+        jax.config.update(_LEAST_SECONDS, 0.0)
     return None
