@@ -552,7 +552,9 @@ def test_mistake_in_parts_of_the_keys_is_noticed(module, name, right, wrong, tmp
     ("right", "wrong", "options"),
     [
         ("- tl.load(dlse", "+ tl.load(dlse", {}),
-        ("+ dmean[None, :]", "", CASES["key-lengths"]),
+        ("+ dmean[None, :]", "", dict(keys=12, window=(3, 0))),
+        ("tl.broadcast_to(dmean", "0 * tl.broadcast_to(dmean", CASES["key-lengths"]),
+        ("+ at.offset + p.right", "+ p.right", dict(causal=True, query_offset=True)),
         ("is_query & (logsumexp > BLIND)", "is_query", CASES["key-lengths"]),
         ("rows % p.pack", "rows // p.num_queries", {}),
         ("(split + 1) * SHARE", "(split + 2) * SHARE", {}),

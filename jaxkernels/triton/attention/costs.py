@@ -197,11 +197,13 @@ def has_odd_heads(spec: AttentionSpec) -> bool:
 def fits(spec: AttentionSpec, kernel: str, tile: Tile) -> bool:
     """Whether a tile fits the chip, and has work for each of its warps."""
     work = work_of(kernel, spec)
-    rows = tile.block_q if work.rows == "q" else tile.block_kv
+    rows, step = (tile.block_q, tile.block_kv) if work.rows == "q" else (tile.block_kv, tile.block_q)
     if 16 < rows < 16 * min(tile.num_warps, 4):
         return False
     if kernel == "few_queries" and rows >= 64 and max(work.held, work.made // 2) > 128:
         return False  # ptxas spills.
+    if kernel == "few_queries" and rows > 64 and step > 16 and not spec.target.is_hopper:
+        return False  # ptxas spills up to 96 bytes.
     is_large = tile.num_stages > 2 or registers(spec, work, tile) > _MOST_REGISTERS_OF_EIGHT_WARPS
     if kernel in ("dkv", "dq") and not spec.target.is_hopper and tile.num_warps > 4 and is_large:
         return False  # ptxas spills 8 to 48 bytes.

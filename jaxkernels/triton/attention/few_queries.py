@@ -76,6 +76,12 @@ def _rows(spec: AttentionSpec) -> int:
     return spec.q.shape[1] * spec.group_size
 
 
+def _seen(spec: AttentionSpec) -> int:
+    """How many keys are loaded: of the others no query sees one. Offset and lengths are not known."""
+    num_queries, num_keys, right = spec.q.shape[1], spec.k.shape[1], spec.band.right
+    return num_keys if right is None or spec.query_offset else min(num_keys, max(num_queries + right, 0))
+
+
 def unsupported(spec: AttentionSpec) -> str | None:
     """Why this design cannot compute the spec, or None."""
     if reason := problem.unsupported(spec):
@@ -108,14 +114,17 @@ def estimate(spec: AttentionSpec, config: Config) -> float:
     """Seconds: steps that wait for their products and loads, or the memory."""
     chip, work = spec.target, costs.work_of("few_queries", spec)
     programs = spec.k.shape[0] * spec.k.shape[2] * config.num_splits
-    steps = -(-spec.k.shape[1] // (config.block_kv * config.num_splits))
+    # The first parts have all keys that queries see.
+    steps = -(-_seen(spec) // config.block_kv)
+    steps = min(steps, -(-spec.k.shape[1] // (config.block_kv * config.num_splits)))
     resident = costs.resident(spec, work, config)
     beside = min(resident, -(-programs // chips.num_sms(chip))) - 1
     step = _STEP_SECONDS * math.sqrt(config.block_kv * work.streamed / _STEP_ELEMENTS)
     step *= (_SHALLOW if config.num_stages < 3 else 1) * (_EIGHT_WARPS if config.num_warps > 4 else 1)
     step *= (_TALL if config.block_q > 64 else 1) * (1 + _BESIDE * beside)
     waves = -(-programs // (chips.num_sms(chip) * resident))
-    num_bytes = 2 * costs.bytes_of(spec.q, spec.q, spec.k, spec.v)
+    loaded = _seen(spec) / spec.k.shape[1]
+    num_bytes = 4 * costs.bytes_of(spec.q) + (1 + loaded) * costs.bytes_of(spec.k, spec.v)
     memory = num_bytes / (chips.num_sms(chip) * chips.rates_of(chip).memory_bytes * costs.MEMORY_SHARE)
     launch = _LAUNCH_SECONDS[config.num_warps > 4]
     return launch + max(waves * steps * step, memory) + costs.combine_seconds(spec, config.num_splits)

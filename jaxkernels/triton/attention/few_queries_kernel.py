@@ -72,11 +72,13 @@ def attention_few_queries(
 
     k_row = batch.to(tl.int64) * p.num_keys * p.num_kv_heads + kv_head
     dq_acc = tl.full((p.block_q, BH), 0.0, tl.float32)
-    # Keys that no query sees are not loaded. Their gradients are zeros.
+    # Keys that no query sees are not loaded.
     seen_end = at.key_end
     if p.right is not None:
-        seen_end = tl.minimum(seen_end, p.num_queries + at.offset + p.right)
-    for block in tl.range(split * SHARE, tl.minimum((split + 1) * SHARE, BLOCKS)):
+        seen_end = tl.minimum(seen_end, tl.maximum(p.num_queries + at.offset + p.right, 0))
+    block_end = tl.minimum((split + 1) * SHARE, BLOCKS)
+    seen_block_end = tl.minimum(block_end, (seen_end + BK - 1) // BK)
+    for block in tl.range(split * SHARE, seen_block_end):
         key = block * BK + tl.arange(0, BK)
         is_seen = key < seen_end
         if p.left is not None:
@@ -94,6 +96,12 @@ def attention_few_queries(
         dq_acc = tl.dot(dlogits, k_tile, dq_acc, input_precision=p.precision)
         dk_tile = tl.where(is_seen[:, None], dk_tile * p.scale, 0.0)
         dv_tile = tl.where(is_seen[:, None], dv_tile, 0.0) + dmean[None, :]
+        store_rows(dk + k_row * H, key, dk_tile, K_STRIDE, H, BH, key < p.num_keys, True)
+        store_rows(dv + k_row * D, key, dv_tile, V_STRIDE, D, BD, key < p.num_keys, True)
+    for block in tl.range(tl.maximum(split * SHARE, seen_block_end), block_end):
+        key = block * BK + tl.arange(0, BK)
+        dk_tile = tl.full((BK, BH), 0.0, tl.float32)
+        dv_tile = tl.broadcast_to(dmean[None, :], (BK, BD))
         store_rows(dk + k_row * H, key, dk_tile, K_STRIDE, H, BH, key < p.num_keys, True)
         store_rows(dv + k_row * D, key, dv_tile, V_STRIDE, D, BD, key < p.num_keys, True)
     part = split.to(tl.int64) * (tl.num_programs(0) // p.num_kv_heads) * (p.num_queries * p.num_heads) + first_row
