@@ -70,6 +70,8 @@ _SCHEDULES = (
 _STEP_SECONDS, _STEP_ELEMENTS = 1.2e-6, 32 * 256
 _SHALLOW, _EIGHT_WARPS, _TALL, _BESIDE = 1.6, 1.45, 1.25, 0.25
 _LAUNCH_SECONDS = 2.5e-6, 3.5e-6
+#: The share of a step that zeros take for keys that no query sees.
+_UNSEEN = 0.17
 
 
 def _rows(spec: AttentionSpec) -> int:
@@ -114,9 +116,9 @@ def estimate(spec: AttentionSpec, config: Config) -> float:
     """Seconds: steps that wait for their products and loads, or the memory."""
     chip, work = spec.target, costs.work_of("few_queries", spec)
     programs = spec.k.shape[0] * spec.k.shape[2] * config.num_splits
-    # The first parts have all keys that queries see.
-    steps = -(-_seen(spec) // config.block_kv)
-    steps = min(steps, -(-spec.k.shape[1] // (config.block_kv * config.num_splits)))
+    blocks = -(-spec.k.shape[1] // (config.block_kv * config.num_splits))
+    seen = min(blocks, -(-_seen(spec) // config.block_kv))  # The first parts have all keys that queries see.
+    steps = seen + _UNSEEN * (blocks - seen)
     resident = costs.resident(spec, work, config)
     beside = min(resident, -(-programs // chips.num_sms(chip))) - 1
     step = _STEP_SECONDS * math.sqrt(config.block_kv * work.streamed / _STEP_ELEMENTS)
