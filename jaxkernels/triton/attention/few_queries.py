@@ -70,6 +70,8 @@ _SCHEDULES = (
 _STEP_SECONDS, _STEP_ELEMENTS = 1.2e-6, 32 * 256
 _SHALLOW, _EIGHT_WARPS, _TALL, _BESIDE = 1.6, 1.45, 1.25, 0.25
 _LAUNCH_SECONDS = 2.5e-6, 3.5e-6
+#: Adding up the parts of dQ: a kernel of XLA's, and for each part.
+_SUM_SECONDS, _PART_SECONDS = 1e-6, 7e-9
 #: The share of a step that zeros take for keys that no query sees.
 _UNSEEN = 0.17
 
@@ -129,7 +131,16 @@ def estimate(spec: AttentionSpec, config: Config) -> float:
     num_bytes = 4 * costs.bytes_of(spec.q) + (1 + loaded) * costs.bytes_of(spec.k, spec.v)
     memory = num_bytes / (chips.num_sms(chip) * chips.rates_of(chip).memory_bytes * costs.MEMORY_SHARE)
     launch = _LAUNCH_SECONDS[config.num_warps > 4]
-    return launch + max(waves * steps * step, memory) + costs.combine_seconds(spec, config.num_splits)
+    return launch + max(waves * steps * step, memory) + _sum_seconds(spec, config.num_splits)
+
+
+def _sum_seconds(spec: AttentionSpec, num_splits: int) -> float:
+    """What XLA takes to add up the parts of dQ."""
+    if num_splits == 1:
+        return 0.0
+    sm, num_sms = chips.rates_of(spec.target), chips.num_sms(spec.target)
+    moving = 2 * num_splits * costs.bytes_of(spec.q) / spec.q.dtype.itemsize * 4 / (num_sms * sm.memory_bytes)
+    return _SUM_SECONDS + num_splits * _PART_SECONDS + moving
 
 
 def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
