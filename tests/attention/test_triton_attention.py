@@ -499,6 +499,7 @@ def test_measured_tiles_are_in_the_search_space():
         (forward_kernel, "mean_of_values", "total / p.num_keys", "total / at.key_end", "forward", "lengths-and-window"),
         (backward_kernel, "add_queries", "dweights - shift[None, :]", "dweights", "backward", "plain"),
         (backward_kernel, "attention_keys_and_values", "kv_head * p.group +", "kv_head +", "backward", "plain"),
+        (backward_kernel, "attention_keys_and_values", "+ kv_head) * D", ") * D", "backward", "key-lengths"),
         (backward_kernel, "add_keys", "head // p.group", "head % p.num_kv_heads", "backward", "plain"),
         (backward_kernel, "gradient_of_logits", "top[:, None]", "top[:, None] * 0.5", "backward", "plain"),
         (tangent_kernel, "follow", "weights * slope(s_dot, s, p)", "weights * s_dot", "tangent", "soft-cap"),

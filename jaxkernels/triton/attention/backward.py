@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkernels.core.arguments import check_fields
@@ -30,6 +29,7 @@ from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.blind import row_sums
 from jaxkernels.ops.attention.planning import backward_steps, forward_steps
 from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.ops.attention.visibility import may_see_nothing
 from jaxkernels.triton import calls, chips
 from jaxkernels.triton.attention import costs
 from jaxkernels.triton.attention.costs import Constants
@@ -70,8 +70,8 @@ CONSTANTS = Constants(
     launch_seconds=1e-6,
     eight_warps_seconds=1.5e-6,
 )
-#: XLA's programs before and after the kernels.
-_OTHER_SECONDS = 2e-6
+#: A program of XLA's before the kernels.
+_OTHER_SECONDS = 4e-6
 
 
 class _Tile(NamedTuple):
@@ -203,7 +203,15 @@ def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTAN
     """Seconds of both kernels, by the cost model of `jaxkernels.triton.attention.costs`, and of what XLA computes."""
     keys = _kernel_seconds(spec, "dkv", config.keys_tile, constants, parts=config.group_parts)
     queries = _kernel_seconds(spec, "dq", config.queries_tile, constants, parts=config.dq_splits)
-    return _OTHER_SECONDS + keys + queries
+    return keys + queries + _other_seconds(spec)
+
+
+def _other_seconds(spec: AttentionSpec) -> float:
+    """What XLA takes for the sums of out * dout, and of dout over queries that see no key, if there may be some."""
+    chip = spec.target
+    rate = chips.num_sms(chip) * chips.rates_of(chip).memory_bytes * costs.MEMORY_SHARE
+    passes = 1.5 if spec.query_lengths or spec.bias is not None or may_see_nothing(spec) else 1.0
+    return passes * (_OTHER_SECONDS + 2 * costs.bytes_of(*spec.results("attention_forward")) / rate)
 
 
 def not_estimated(spec: AttentionSpec, config: Config) -> str | None:
@@ -222,35 +230,46 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
         )
     named = spec.named("attention_backward", operands)
     lse, delta, mean = row_sums(spec, named)
-    dk, dv = _keys_and_values(spec, config, named, lse, delta)
-    if mean is not None:
-        dv = dv.astype(jnp.float32) + mean
+    dk, dv = _keys_and_values(spec, config, named, lse, delta, mean)
     gradients = [_queries(spec, config, named, lse, delta), dk.astype(spec.k.dtype), dv.astype(spec.v.dtype)]
     return [*gradients, _bias(spec, named, lse, delta)] if spec.bias_gradient else gradients
 
 
 def _keys_and_values(
-    spec: AttentionSpec, config: Config, named: Mapping[str, jax.Array], lse: jax.Array, delta: jax.Array
+    spec: AttentionSpec,
+    config: Config,
+    named: Mapping[str, jax.Array],
+    lse: jax.Array,
+    delta: jax.Array,
+    mean: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     from jaxkernels.triton.attention import backward_kernel
 
     tile, parts = config.keys_tile, config.group_parts
     p = Problem.of(spec, tile.block_q, tile.block_kv, over_queries=True)
     apart = lambda x: ArrayType((*x.shape[:2], x.shape[2] * parts, x.shape[3]), x.dtype if parts == 1 else _FLOAT32)
+    # On other chips than Hopper, ptxas would spill.
+    added = mean if parts == 1 and spec.target.is_hopper else None
     dk, dv = calls.call_kernel(
         backward_kernel.attention_keys_and_values,
-        [*_common(spec, named), ranges_of_queries(spec, p, named), named["dout"], lse, delta],
+        [
+            *_common(spec, named),
+            ranges_of_queries(spec, p, named),
+            named["dout"],
+            lse,
+            delta,
+            lse if added is None else added,
+        ],
         [apart(spec.k), apart(spec.v)],
         target=spec.target,
         grid=(-(-spec.k.shape[1] // tile.block_kv) * spec.k.shape[0] * spec.k.shape[2] * parts,),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        constants=dict(p=p, parts=parts),
+        constants=dict(p=p, parts=parts, adds_mean=added is not None),
     )
-    if parts == 1:
-        return dk, dv
-    together = lambda x: x.reshape(*x.shape[:2], -1, parts, x.shape[3]).sum(axis=3)
-    return together(dk), together(dv)
+    if parts > 1:
+        dk, dv = (x.reshape(*x.shape[:2], -1, parts, x.shape[3]).sum(axis=3) for x in (dk, dv))
+    return dk, dv if mean is None or added is not None else dv.astype(_FLOAT32) + mean
 
 
 def _queries(

@@ -34,9 +34,12 @@ LOG2E = tl.constexpr(_LOG2E)
 @triton.jit
 def attention_keys_and_values(
     q, k, v, bias, mask, query_lengths, key_lengths, query_segments, key_segments, query_offset, ranges, dout, lse,
-    delta, dk, dv, p: tl.constexpr, parts: tl.constexpr,
+    delta, mean, dk, dv, p: tl.constexpr, parts: tl.constexpr, adds_mean: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys, over the queries that see them, of one part of a group of query heads."""
+    """dk and dv of a block of keys, over the queries that see them, of one part of a group of query heads.
+
+    `mean` is what queries that see no key add to dv, if `adds_mean`.
+    """
     x = Extras(bias, mask, query_lengths, key_lengths, query_segments, key_segments, query_offset)
     H: tl.constexpr = p.head_dim
     D: tl.constexpr = p.value_dim
@@ -80,6 +83,9 @@ def attention_keys_and_values(
             )
     dk_acc = tl.where(is_key[:, None], dk_acc * p.scale, 0.0)
     dv_acc = tl.where(is_key[:, None], dv_acc, 0.0)
+    if adds_mean:
+        columns = tl.arange(0, BD)
+        dv_acc += tl.load(mean + (batch * p.num_kv_heads + kv_head) * D + columns, mask=columns < D, other=0.0)[None, :]
     dk_row = batch.to(tl.int64) * p.num_keys * p.num_kv_heads * parts + kv_part
     # The mask is not needed, but without it ptxas spills 72 bytes at head dimension 128 on Hopper.
     store_rows(dk + dk_row * p.head_dim, key, dk_acc, DK_STRIDE, H, BH, key < p.num_keys, True)
