@@ -629,6 +629,12 @@ def test_a_pattern_chooses_random_rows_by_kind(monkeypatch):
             "bench: --largest needs --random; got --largest 256 without it. Add --random N, or leave --largest out.",
         ),
         (["train", "--random", "3"], "bench: train takes no --random; use gemm or attention."),
+        (["gemm", "--random", "3", "--processes", "0"], "bench: --processes must be at least 1; got 0."),
+        (
+            ["gemm", "--processes", "3"],
+            "bench: --processes needs --random; got --processes 3 without it. Add --random N, or leave --processes "
+            "out.",
+        ),
     ],
 )
 def test_what_random_refuses(arguments, message):

@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +75,7 @@ class Settings:
       processes: the number of processes that lower our kernels while others are timed; 0: this process lowers them.
       auto: whether `backend=None` is a side, named "auto". The backends beside it then show what else could have been
         chosen: one that is the same program as auto's, or is slower than another of them, is not timed further.
+      turn: enters "compiling", "choosing" or "timing", where other processes share the device.
     """
 
     device: Any
@@ -85,6 +86,9 @@ class Settings:
     clock: Clock | None = None
     processes: int = 0
     auto: bool = False
+    turn: Callable[[Literal["compiling", "choosing", "timing"]], contextlib.AbstractContextManager[None]] = (
+        lambda kind: contextlib.nullcontext()
+    )
 
 
 def run(
@@ -114,16 +118,19 @@ def run(
             status(f"compiling {start + 1} to {start + len(chunk)} of {len(problems)}")
             begin = time.perf_counter()
             of_chunk = ours[start : start + _CHUNK]
-            plans = [_Plan(*work, started, settings, pool, shared) for work, started in zip(chunk, of_chunk)]
-            for plan in plans:
-                plan.wait()
-            for plan in plans:
-                plan.choose()
-            for plan in plans:
-                plan.fall_back()
-            for plan in plans:
-                plan.wait()
-                plan.seconds["compile"] = (time.perf_counter() - begin) / len(chunk)
+            with settings.turn("compiling"):
+                plans = [_Plan(*work, started, settings, pool, shared) for work, started in zip(chunk, of_chunk)]
+                for plan in plans:
+                    plan.wait()
+            with settings.turn("choosing"):
+                status(f"choosing {start + 1} to {start + len(chunk)} of {len(problems)}")
+                for plan in plans:
+                    plan.choose()
+                for plan in plans:
+                    plan.fall_back()
+                for plan in plans:
+                    plan.wait()
+                    plan.seconds["compile"] = (time.perf_counter() - begin) / len(chunk)
             while plans:  # Dropping a plan frees its programs and their device memory.
                 plan = plans.pop(0)
                 status(f"timing {start + len(chunk) - len(plans)} of {len(problems)}: {plan.problem.shape}")
@@ -265,7 +272,8 @@ class _Plan:
 
         If auto loses or fails, our other backends are timed afterwards, as often as the sides before.
         """
-        rows = list(self._rows())
+        with self._settings.turn("timing"):
+            rows = list(self._rows())
         if _others_follow(self._settings) and any(map(_is_lost, rows)):
             rows = self._with_others(rows)
         yield from rows
@@ -273,13 +281,14 @@ class _Plan:
     def _with_others(self, rows: Sequence[Row]) -> list[Row]:
         """The rows, with our other backends as further sides."""
         known, refused_before = set(self._contestants), dict(self._refused)
-        with self._counted("compile"):
+        with self._settings.turn("choosing"), self._counted("compile"):
             for name in _our_backends(self._settings):
                 self._compile_ours(name)
             self.wait()
         self._contestants = {key: x for key, x in self._contestants.items() if key not in known}
         counts = {row.regime: len(side.samples.round_medians) for row in rows for side in row.sides if side.samples}
-        found = {row.regime: row for row in self._rows(counts)} if self._contestants else {}
+        with self._settings.turn("timing"):
+            found = {row.regime: row for row in self._rows(counts)} if self._contestants else {}
         of_others = {key: reason for key, reason in self._refused.items() if refused_before.get(key) != reason}
         order = lambda side: (not side.is_ours, side.name != AUTO)
         joined = []

@@ -65,6 +65,15 @@ def bench(
         int | None,
         typer.Option(help="Largest size that --random draws.", show_default="32768", rich_help_panel=_WHAT),
     ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes that measure --random on one GPU: they compile beside each other, and time one by one. "
+            "Half as many as there are CPU cores take the least time.",
+            show_default="1",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
     rows: Annotated[
         int | None,
         typer.Option(
@@ -168,6 +177,7 @@ def bench(
     if rows is not None and rows < 1:
         raise InputError(f"bench: --rows must be at least 1; got {rows}.")
     drawn = _drawn(op, random, seed, largest, suite, shapes, rows)
+    _check_processes(processes, random)
     old = None if compare is None else results_lib.load(compare)
     earlier = _earlier(op, json) if resume else None
     _check_outputs("bench", json, plot)
@@ -179,6 +189,10 @@ def bench(
         )
     if drawn:
         settings = dataclasses.replace(settings, auto=True, regimes=settings.regimes if regime else ("burst",))
+        if processes is not None and processes > 1:
+            from jaxkernels.bench import processes as processes_lib
+
+            measure = functools.partial(processes_lib.run, count=processes)
         work = _matching(drawn, match)
     else:
         work = _work(op, suite or [], shapes or [], rows, match, settings, console)
@@ -240,6 +254,20 @@ def _drawn(
     seed, largest = seed or 0, largest or LARGEST
     suite = random_rows.suite_name(op, seed, largest)
     return [(suite, problem) for problem in random_rows.problems(op, count, seed, largest)]
+
+
+def _check_processes(processes: int | None, random: int | None) -> None:
+    """Checks --processes, and lets them share the GPU's memory. Called before JAX takes the memory."""
+    if processes is None:
+        return
+    if random is None:
+        raise InputError(
+            f"bench: --processes needs --random; got --processes {processes} without it. Add --random N, or leave "
+            "--processes out."
+        )
+    if processes < 1:
+        raise InputError(f"bench: --processes must be at least 1; got {processes}.")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 #: The smallest --largest: the shapes of all kinds of problems fit.

@@ -1,0 +1,170 @@
+"""Measures problems in several processes that share a GPU: they compile beside each other, and time alone.
+
+Most of the time of drawn problems is Python that lowers programs, in one thread of a process. Timings need the GPU for
+themselves. XLA's autotuning uses the GPU, too. So processes take turns (`Turns`) of three kinds: while some compile
+baselines, others may do the same; then all choose backends; then one after the other times its problems.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import multiprocessing
+import os
+import pathlib
+import queue
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from jaxkernels.bench.results import Row
+from jaxkernels.bench.runner import Settings
+
+__all__ = ["Turns", "run"]
+
+Kind = Literal["compiling", "choosing", "timing"]
+
+#: Seconds between two looks at the queue of turns, and at the processes.
+_POLL_SECONDS, _WATCH_SECONDS = 0.02, 1.0
+
+_ENDED = (
+    "bench: a process ended before its problems were measured. Most likely there was not enough memory: use fewer "
+    "--processes, and --resume the run."
+)
+
+
+class Turns:
+    """Turns of processes, in the order in which they asked.
+
+    Turns of one kind that follow each other in the queue are taken at once, but those of timing one by one. The queue
+    is a file: a list of [process, kind].
+
+    Args:
+      folder: a folder for the files, the same in all processes.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self._folder = folder
+
+    @contextlib.contextmanager
+    def turn(self, kind: Kind) -> Iterator[None]:
+        """Waits for a turn of this process, and has it inside."""
+        mine = [os.getpid(), kind]
+        with self._queue() as waiting:
+            waiting.append(mine)
+        try:
+            while not self._is_first(mine):
+                time.sleep(_POLL_SECONDS)
+            yield
+        finally:
+            with self._queue() as waiting:
+                waiting.remove(mine)
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[None]:
+        """One process at a time is inside. For measurements in turns that several processes have."""
+        with self._locked("measuring"):
+            yield
+
+    def _is_first(self, mine: list[Any]) -> bool:
+        with self._queue() as waiting:
+            before = waiting[: waiting.index(mine)]
+        return all(kind == mine[1] != "timing" for _, kind in before)
+
+    @contextlib.contextmanager
+    def _queue(self) -> Iterator[list[Any]]:
+        with self._locked("queue") as file:
+            file.seek(0)
+            waiting = json.loads(file.read() or "[]")
+            before = json.dumps(waiting)
+            yield waiting
+            if (after := json.dumps(waiting)) != before:
+                file.seek(0)
+                file.truncate()
+                file.write(after)
+
+    @contextlib.contextmanager
+    def _locked(self, name: str) -> Iterator[Any]:
+        with open(self._folder / name, "a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
+            file.flush()
+
+
+def run(
+    work: list[tuple[str, Any]], settings: Settings, status: Callable[[str], None] = lambda text: None, *, count: int
+) -> Iterator[Row]:
+    """As `runner.run`, in `count` processes. Rows come in the order in which they are measured.
+
+    Raises:
+      RuntimeError: a process failed.
+    """
+    context = multiprocessing.get_context("spawn")
+    found = context.Queue()
+    fields = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
+    fields = {name: fields[name] for name in ("backends", "baselines", "regimes", "auto")}
+    with tempfile.TemporaryDirectory(prefix="jaxkernels-turns-") as folder:
+        processes = [
+            context.Process(target=_measure, args=(found, pathlib.Path(folder), work[i::count], fields), daemon=True)
+            for i in range(min(count, len(work)))
+        ]
+        for process in processes:
+            process.start()
+        try:
+            yield from _rows(found, processes, status, len(work))
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.join()
+
+
+def _rows(found: Any, processes: list[Any], status: Callable[[str], None], total: int) -> Iterator[Row]:
+    running, problems = len(processes), set()
+    states: dict[int, str] = {}
+    while running:
+        try:
+            process, kind, value = found.get(timeout=_WATCH_SECONDS)
+        except queue.Empty:
+            if any(process.exitcode for process in processes):
+                raise RuntimeError(_ENDED) from None
+            continue
+        if kind == "row":
+            problems.add(value.problem)
+            yield value
+        elif kind == "end":
+            running -= 1
+            states.pop(process, None)
+        elif kind == "error":
+            raise RuntimeError(f"bench: a process failed: {value}. Use fewer --processes, and --resume the run.")
+        else:
+            states[process] = value.partition(" ")[0]
+        doing = ", ".join(f"{list(states.values()).count(state)} {state}" for state in sorted(set(states.values())))
+        status(f"{len(problems)} of {total} problems; processes: {doing or 'starting'}")
+
+
+def _measure(found: Any, folder: pathlib.Path, work: list[tuple[str, Any]], fields: dict[str, Any]) -> None:
+    """A process: measures its share, and sends (its number, "row", "status", "error" or "end", value)."""
+    import jax
+
+    from jaxkernels.bench import runner
+    from jaxkernels.bench.telemetry import Telemetry
+    from jaxkernels.core import measure
+
+    me = os.getpid()
+    try:
+        turns = Turns(folder)
+        measure.take_turns(turns.measuring)
+        device = jax.devices()[0]
+        settings = Settings(device, Telemetry(device.local_hardware_id or 0), turn=turns.turn, **fields)
+        with settings.telemetry:
+            for row in runner.run(work, settings, lambda text: found.put((me, "status", text))):
+                found.put((me, "row", row))
+        found.put((me, "end", None))
+    except KeyboardInterrupt:
+        found.put((me, "end", None))
+    except Exception as e:
+        found.put((me, "error", f"{type(e).__name__}: {e}"))

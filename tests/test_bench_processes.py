@@ -1,0 +1,150 @@
+"""`jaxkernels bench --random N --processes M`: turns of processes, and rows that come from several."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import queue
+import subprocess
+import sys
+import threading
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from errors import raises_exactly
+
+from jaxkernels.bench import processes, random_rows, results
+from jaxkernels.bench.processes import Turns
+from jaxkernels.core import measure
+
+OTHER = 1  # The number of a process that is not this one.
+
+
+@pytest.fixture
+def turns(tmp_path):
+    return Turns(tmp_path)
+
+
+def enter(turns: Turns, kind: processes.Kind) -> tuple[threading.Event, threading.Thread]:
+    """Asks for a turn in a thread. The event is set when it has had it."""
+    entered = threading.Event()
+
+    def work() -> None:
+        with turns.turn(kind):
+            entered.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return entered, thread
+
+
+@pytest.mark.parametrize(
+    ("before", "kind", "waits"),
+    [
+        ([], "timing", False),
+        (["compiling", "compiling"], "compiling", False),
+        (["choosing"], "choosing", False),
+        (["compiling"], "choosing", True),
+        (["choosing"], "compiling", True),
+        (["timing"], "timing", True),
+        (["timing"], "compiling", True),
+        (["compiling", "timing"], "compiling", True),  # The process that waits to time is not overtaken.
+    ],
+)
+def test_turns_of_one_kind_are_taken_together_but_those_of_timing_alone(turns, tmp_path, before, kind, waits):
+    (tmp_path / "queue").write_text(json.dumps([[OTHER, other] for other in before]))
+    entered, thread = enter(turns, kind)
+    assert entered.wait(0.3 if waits else 10) != waits
+    if waits:
+        while len(json.loads((tmp_path / "queue").read_text())) <= len(before):
+            pass
+        (tmp_path / "queue").write_text(json.dumps([[os.getpid(), kind]]))  # The others have left.
+        assert entered.wait(10)
+    thread.join()
+    left = json.loads((tmp_path / "queue").read_text())
+    assert left == ([] if waits else [[OTHER, other] for other in before])
+
+
+def test_turn_is_given_back_after_an_error(turns):
+    with pytest.raises(KeyError), turns.turn("timing"):
+        raise KeyError
+    with turns.turn("timing"):
+        pass
+
+
+def test_every_measurement_takes_its_turn(monkeypatch):
+    monkeypatch.setattr(measure, "_turn", contextlib.nullcontext)
+    taken = []
+
+    @contextlib.contextmanager
+    def turn():
+        taken.append("in")
+        yield
+        taken.append("out")
+
+    measure.take_turns(turn)
+    x = jnp.ones(8)
+    call = measure.Call(jax.jit(jnp.sin).lower(x).compile(), [(x,)])
+    assert measure.measure({"sin": call}, rounds=1)["sin"].median > 0
+    assert taken == ["in", "out"]
+
+
+class Messages:
+    """A queue with messages of processes."""
+
+    def __init__(self, *messages: tuple[int, str, object]):
+        self._messages = list(messages)
+
+    def get(self, timeout: float) -> tuple[int, str, object]:
+        if not self._messages:
+            raise queue.Empty
+        return self._messages.pop(0)
+
+
+def row(problem: str) -> types.SimpleNamespace:
+    return types.SimpleNamespace(problem=problem)
+
+
+def test_rows_come_as_they_are_measured_and_the_status_counts():
+    said = []
+    messages = Messages(
+        (1, "status", "compiling 1 to 2 of 2"), (2, "status", "timing 1 of 2: 8x8x8"), (2, "row", row("b")),
+        (2, "end", None), (1, "row", row("a")), (1, "row", row("a")), (1, "end", None),
+    )  # fmt: skip
+    alive = types.SimpleNamespace(exitcode=None)
+    found = processes._rows(messages, [alive, alive], said.append, 2)
+    assert [x.problem for x in found] == ["b", "a", "a"]
+    assert said[1] == "0 of 2 problems; processes: 1 compiling, 1 timing"
+    assert said[-1] == "2 of 2 problems; processes: starting"
+
+
+def test_process_that_fails_or_is_killed_ends_the_run():
+    failed = Messages((1, "error", "ValueError: no"))
+    with raises_exactly(
+        RuntimeError, "bench: a process failed: ValueError: no. Use fewer --processes, and --resume the run."
+    ):
+        list(processes._rows(failed, [types.SimpleNamespace(exitcode=None)], print, 1))
+    with pytest.raises(RuntimeError, match="there was not enough memory: use fewer --processes"):
+        list(processes._rows(Messages(), [types.SimpleNamespace(exitcode=-9)], print, 1))
+
+
+def test_several_processes_measure_every_problem_once(tmp_path):
+    out = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "jaxkernels", "bench", "gemm", "--random", "3", "--largest", "128"]
+    environment = os.environ | {
+        "PYTHONPATH": str(pathlib.Path(__file__).parent.parent),
+        "JAX_PLATFORMS": "cpu",
+        "JAXKERNELS_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    done = subprocess.run(
+        [*command, "--processes", "2", "--json", str(out)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    rows = results.load(out).rows
+    drawn = random_rows.problems("gemm", 3, 0, 128)
+    assert sorted(row.label for row in rows) == sorted(problem.label for problem in drawn)
+    assert all(row.ours and row.ours[0].name == "auto" for row in rows)
