@@ -19,6 +19,7 @@ from errors import raises_exactly
 
 from jaxkernels.bench import processes, random_rows, results
 from jaxkernels.bench.processes import Turns
+from jaxkernels.bench.runner import Turn
 from jaxkernels.core import measure
 
 OTHER = 1  # The number of a process that is not this one.
@@ -29,7 +30,7 @@ def turns(tmp_path):
     return Turns(tmp_path)
 
 
-def enter(turns: Turns, kind: processes.Kind) -> tuple[threading.Event, threading.Thread]:
+def enter(turns: Turns, kind: Turn) -> tuple[threading.Event, threading.Thread]:
     """Asks for a turn in a thread. The event is set when it has had it."""
     entered = threading.Event()
 
@@ -60,9 +61,11 @@ def test_turns_of_one_kind_are_taken_together_but_those_of_timing_alone(turns, t
     entered, thread = enter(turns, kind)
     assert entered.wait(0.3 if waits else 10) != waits
     if waits:
-        while len(json.loads((tmp_path / "queue").read_text())) <= len(before):
-            pass
-        (tmp_path / "queue").write_text(json.dumps([[os.getpid(), kind]]))  # The others have left.
+        asked = False
+        while not asked:
+            with turns._queue() as waiting:
+                if asked := len(waiting) > len(before):
+                    waiting[:] = [[os.getpid(), kind]]  # The others have left.
         assert entered.wait(10)
     thread.join()
     left = json.loads((tmp_path / "queue").read_text())

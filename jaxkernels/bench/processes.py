@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import multiprocessing
 import os
@@ -18,14 +17,14 @@ import queue
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
+
+import filelock
 
 from jaxkernels.bench.results import Row
-from jaxkernels.bench.runner import Settings
+from jaxkernels.bench.runner import Settings, Turn
 
 __all__ = ["Turns", "run"]
-
-Kind = Literal["compiling", "choosing", "timing"]
 
 #: Seconds between two looks at the queue of turns, and at the processes.
 _POLL_SECONDS, _WATCH_SECONDS = 0.02, 1.0
@@ -50,7 +49,7 @@ class Turns:
         self._folder = folder
 
     @contextlib.contextmanager
-    def turn(self, kind: Kind) -> Iterator[None]:
+    def turn(self, kind: Turn) -> Iterator[None]:
         """Waits for a turn of this process, and has it inside."""
         mine = [os.getpid(), kind]
         with self._queue() as waiting:
@@ -63,11 +62,9 @@ class Turns:
             with self._queue() as waiting:
                 waiting.remove(mine)
 
-    @contextlib.contextmanager
-    def measuring(self) -> Iterator[None]:
+    def measuring(self) -> contextlib.AbstractContextManager[Any]:
         """One process at a time is inside. For measurements in turns that several processes have."""
-        with self._locked("measuring"):
-            yield
+        return filelock.FileLock(self._folder / "measuring.lock")
 
     def _is_first(self, mine: list[Any]) -> bool:
         with self._queue() as waiting:
@@ -76,22 +73,13 @@ class Turns:
 
     @contextlib.contextmanager
     def _queue(self) -> Iterator[list[Any]]:
-        with self._locked("queue") as file:
-            file.seek(0)
-            waiting = json.loads(file.read() or "[]")
-            before = json.dumps(waiting)
+        path = self._folder / "queue"
+        with filelock.FileLock(self._folder / "queue.lock"):
+            before = path.read_text() if path.exists() else "[]"
+            waiting = json.loads(before)
             yield waiting
             if (after := json.dumps(waiting)) != before:
-                file.seek(0)
-                file.truncate()
-                file.write(after)
-
-    @contextlib.contextmanager
-    def _locked(self, name: str) -> Iterator[Any]:
-        with open(self._folder / name, "a+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield file
-            file.flush()
+                path.write_text(after)
 
 
 def run(

@@ -33,7 +33,7 @@ from jaxkernels.core.cases import Case, Draw, by_name, result_types
 from jaxkernels.core.measure import Call, Clock, Regime, Samples, clock_for, measure, num_rotations
 from jaxkernels.core.problems import Contender, Problem
 
-__all__ = ["Settings", "our_key", "run"]
+__all__ = ["Settings", "Turn", "our_key", "run"]
 
 _Arrays = dict[str, jax.Array]
 
@@ -60,6 +60,10 @@ _LAUNCH_SECONDS = 30e-6
 _REASON_LENGTH = 240
 
 
+#: Kinds of work with the device: compiling baselines, choosing backends, and checking and timing.
+Turn = Literal["compiling", "choosing", "timing"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The settings of a run.
@@ -75,7 +79,7 @@ class Settings:
       processes: the number of processes that lower our kernels while others are timed; 0: this process lowers them.
       auto: whether `backend=None` is a side, named "auto". The backends beside it then show what else could have been
         chosen: one that is the same program as auto's, or is slower than another of them, is not timed further.
-      turn: enters "compiling", "choosing" or "timing", where other processes share the device.
+      turn: a context for each kind of work, where other processes share the device.
     """
 
     device: Any
@@ -86,9 +90,7 @@ class Settings:
     clock: Clock | None = None
     processes: int = 0
     auto: bool = False
-    turn: Callable[[Literal["compiling", "choosing", "timing"]], contextlib.AbstractContextManager[None]] = (
-        lambda kind: contextlib.nullcontext()
-    )
+    turn: Callable[[Turn], contextlib.AbstractContextManager[None]] = lambda kind: contextlib.nullcontext()
 
 
 def run(

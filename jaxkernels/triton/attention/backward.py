@@ -208,10 +208,9 @@ def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTAN
 
 def _other_seconds(spec: AttentionSpec) -> float:
     """What XLA takes for the sums of out * dout, and of dout over queries that see no key, if there may be some."""
-    chip = spec.target
-    rate = chips.num_sms(chip) * chips.rates_of(chip).memory_bytes * costs.MEMORY_SHARE
     passes = 1.5 if spec.query_lengths or spec.bias is not None or may_see_nothing(spec) else 1.0
-    return passes * (_OTHER_SECONDS + 2 * costs.bytes_of(*spec.results("attention_forward")) / rate)
+    num_bytes = 2 * costs.bytes_of(*spec.results("attention_forward"))
+    return passes * (_OTHER_SECONDS + costs.memory_seconds(spec.target, num_bytes))
 
 
 def not_estimated(spec: AttentionSpec, config: Config) -> str | None:

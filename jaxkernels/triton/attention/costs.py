@@ -7,6 +7,7 @@ H200; for other chips they are a model.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -24,11 +25,13 @@ __all__ = [
     "fits",
     "is_filled",
     "measured_tile",
+    "memory_seconds",
     "not_estimated",
     "packed_heads",
     "resident",
     "seconds",
     "splits",
+    "sum_seconds",
     "work_of",
 ]
 
@@ -324,7 +327,7 @@ def seconds(
     return launch + hardware.soft_max(
         computing * max(longest, steps * waves * per_sm),
         waiting * max(longest, steps * waves) + waves * edges,
-        num_bytes / (num_sms * sm.memory_bytes * MEMORY_SHARE),
+        memory_seconds(chip, num_bytes),
     )
 
 
@@ -339,11 +342,19 @@ def combine_seconds(spec: AttentionSpec, num_splits: int) -> float:
     """What the second kernel takes to combine the results of parts of the keys."""
     if num_splits == 1:
         return 0.0
-    batch, num_queries, num_heads, _ = spec.q.shape
-    num_bytes = num_splits * batch * num_queries * num_heads * spec.v.shape[3] * 4
-    chip = spec.target
-    moving = 2 * num_bytes / (chips.num_sms(chip) * chips.rates_of(chip).memory_bytes)
-    return _COMBINE_SECONDS + num_splits * _PART_SECONDS + moving
+    num_elements = math.prod(spec.q.shape[:3]) * spec.v.shape[3]
+    return sum_seconds(spec.target, num_splits, num_elements, _COMBINE_SECONDS, _PART_SECONDS)
+
+
+def sum_seconds(chip: Chip, num_parts: int, num_elements: int, kernel_seconds: float, seconds_of_part: float) -> float:
+    """What a kernel takes to add up the float32 parts of a result: a constant, more for each part, and the memory."""
+    moving = 2 * num_parts * num_elements * 4 / (chips.num_sms(chip) * chips.rates_of(chip).memory_bytes)
+    return kernel_seconds + num_parts * seconds_of_part + moving
+
+
+def memory_seconds(chip: Chip, num_bytes: float) -> float:
+    """What the memory takes to move bytes, at the rate that kernels reach."""
+    return num_bytes / (chips.num_sms(chip) * chips.rates_of(chip).memory_bytes * MEMORY_SHARE)
 
 
 def _share(chip: Chip, rows: int, pairs: int) -> float:

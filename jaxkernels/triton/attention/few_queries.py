@@ -129,18 +129,11 @@ def estimate(spec: AttentionSpec, config: Config) -> float:
     waves = -(-programs // (chips.num_sms(chip) * resident))
     loaded = _seen(spec) / spec.k.shape[1]
     num_bytes = 4 * costs.bytes_of(spec.q) + (1 + loaded) * costs.bytes_of(spec.k, spec.v)
-    memory = num_bytes / (chips.num_sms(chip) * chips.rates_of(chip).memory_bytes * costs.MEMORY_SHARE)
-    launch = _LAUNCH_SECONDS[config.num_warps > 4]
-    return launch + max(waves * steps * step, memory) + _sum_seconds(spec, config.num_splits)
-
-
-def _sum_seconds(spec: AttentionSpec, num_splits: int) -> float:
-    """What XLA takes to add up the parts of dQ."""
-    if num_splits == 1:
-        return 0.0
-    sm, num_sms = chips.rates_of(spec.target), chips.num_sms(spec.target)
-    moving = 2 * num_splits * costs.bytes_of(spec.q) / spec.q.dtype.itemsize * 4 / (num_sms * sm.memory_bytes)
-    return _SUM_SECONDS + num_splits * _PART_SECONDS + moving
+    seconds = _LAUNCH_SECONDS[config.num_warps > 4] + max(waves * steps * step, costs.memory_seconds(chip, num_bytes))
+    if config.num_splits == 1:
+        return seconds
+    num_elements = math.prod(spec.q.shape)
+    return seconds + costs.sum_seconds(chip, config.num_splits, num_elements, _SUM_SECONDS, _PART_SECONDS)
 
 
 def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
