@@ -8,7 +8,6 @@ baselines, others may do the same; then all choose backends; then one after the 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -92,8 +91,7 @@ def run(
     """
     context = multiprocessing.get_context("spawn")
     found = context.Queue()
-    fields = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
-    fields = {name: fields[name] for name in ("backends", "baselines", "regimes", "auto")}
+    fields = {name: getattr(settings, name) for name in ("backends", "baselines", "regimes", "auto")}
     with tempfile.TemporaryDirectory(prefix="jaxkernels-turns-") as folder:
         processes = [
             context.Process(target=_measure, args=(found, pathlib.Path(folder), work[i::count], fields), daemon=True)
