@@ -6,6 +6,7 @@ a CUDA toolkit. It comes with the extras cuda13 and cuda12.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -15,6 +16,7 @@ import json
 import os
 import pathlib
 import re
+import threading
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +36,9 @@ _MAX_WAIT_VARIABLE = "JAXKERNELS_MAX_WAIT_CYCLES"
 
 #: Part of every cache key: entries of another layout, or compiled with other fixed options, are not found.
 _CACHE_FORMAT = 3
+
+#: Threads that want the same kernel wait for the first of them.
+_compiling: dict[pathlib.Path, threading.Lock] = {}
 
 # Since this version NVRTC has a cache of its own where there is a driver. What it takes from there comes without
 # ptxas' account and warnings, which `strict` and `Report` stand on.
@@ -148,11 +153,12 @@ def compile_kernel(
     headers = _with_own_headers(source, headers or {})
     request = _Request(source, kernel, filename, tuple(sorted(headers.items())), options)
     path = cache_root() / "cubins" / f"{request.key()}.zip" if request.tells_all() else None
-    compiled = None if path is None else _read(path)
-    if compiled is None:
-        compiled = request.compile()
-        if path is not None:
-            _write(path, compiled)
+    with contextlib.nullcontext() if path is None else _compiling.setdefault(path, threading.Lock()):
+        compiled = None if path is None else _read(path)
+        if compiled is None:
+            compiled = request.compile()
+            if path is not None:
+                _write(path, compiled)
     if strict:
         _refuse_slow(filename, compiled)
     return compiled

@@ -19,6 +19,7 @@ if (_root / "pyproject.toml").exists() and (_root / "pallas" / "__init__.py").ex
     __path__.insert(0, str(_root))
 
 from jaxkernels import checkpoint_policies
+from jaxkernels.core.ahead import compile_ahead
 from jaxkernels.core.explain import explain
 from jaxkernels.core.versions import installed_version as _installed_version
 from jaxkernels.layers import scan_layers
@@ -31,9 +32,9 @@ from jaxkernels.ops.qkv_projection.api import qkv_projection
 from jaxkernels.tuning.autotune import autotune, comparing, tuning
 
 __all__ = [
-    "__version__", "autotune", "checkpoint_policies", "comparing", "dot_general", "dot_product_attention", "explain",
-    "ffi", "gated_mlp", "layer_norm", "linear_cross_entropy", "matmul", "models", "qkv_projection", "rms_norm",
-    "scan_layers", "tuning",
+    "__version__", "autotune", "checkpoint_policies", "comparing", "compile_ahead", "dot_general",
+    "dot_product_attention", "explain", "ffi", "gated_mlp", "layer_norm", "linear_cross_entropy", "matmul", "models",
+    "qkv_projection", "rms_norm", "scan_layers", "tuning",
 ]  # fmt: skip
 
 #: The installed version; "0+unknown" in a checkout that is not installed.

@@ -172,7 +172,10 @@ class Trainer:
         def compiled(function: Callable[..., Any], *args: Any, **jit_options: Any) -> Any:
             # Two measurements may find different kernels fastest.
             with jk.comparing(False) if config.deterministic else contextlib.nullcontext():
-                return jax.jit(function, **jit_options).lower(*args).compile(options)
+                traced = jax.jit(function, **jit_options).trace(*args)
+                if len(self.devices) == 1:
+                    jk.compile_ahead(traced)
+                return traced.lower().compile(options)
 
         #: (state, batch) -> (next state, metrics); the state's buffers are donated.
         self.step: Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]] = compiled(

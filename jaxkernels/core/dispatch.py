@@ -162,6 +162,10 @@ class Policy:
     comparisons: Literal["made", "known", "ignored"] | None = None
     exports_all: bool = False
 
+    @property
+    def makes_comparisons(self) -> bool:
+        return self.comparisons == "made" or (self.comparisons is None and _autotunes())
+
 
 #: The policy here and now: `policy.value`, or `with policy(Policy(...))`. JAX lowers a program anew for each.
 policy = jax.make_user_context(Policy())
@@ -519,8 +523,7 @@ def _comparison(op: str, spec: Spec, close: list[str], now: Policy) -> str | Non
     """The fastest of close backends, if they were measured or are measured now; else None."""
     if len(close) < 2:
         return None
-    comparisons = now.comparisons or ("made" if _autotunes() else "known")
-    if comparisons == "made" and compared(op, spec, close) is None:
+    if now.makes_comparisons and compared(op, spec, close) is None:
         _compare(op, spec, close)
     return compared(op, spec, close)
 

@@ -20,7 +20,10 @@ from jaxkernels.core.operands import Spec
 from jaxkernels.core.sharding import Assignment, assign
 from jaxkernels.core.types import ArrayType
 
-__all__ = ["KernelOp", "usual_promotion"]
+__all__ = ["OPS", "KernelOp", "usual_promotion"]
+
+#: Primitive -> operation.
+OPS: dict[Any, KernelOp] = {}
 
 
 @contextlib.contextmanager
@@ -55,6 +58,7 @@ class KernelOp:
         self.name = name
         self.primitive = jax.extend.core.Primitive(primitive_name)
         self.primitive.multiple_results = multiple_results
+        OPS[self.primitive] = self
         _jax.evaluate_eagerly(self.primitive)
         self._whole = functools.cache(self._partition)
         self.primitive.def_abstract_eval(self._abstract_eval)

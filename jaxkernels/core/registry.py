@@ -37,11 +37,18 @@ class Entry:
       designs: its modules, one for each design. Their contract is in `jaxkernels.core.dispatch`.
       platforms: the lowering platforms it can run on; None: all.
       is_exportable: whether `jax.export` takes what it is lowered to unasked.
+      compiles_in_lowering: whether a compiler other than XLA (NVRTC, Triton) runs when a program is lowered.
     """
 
     designs: tuple[str, ...]
     platforms: tuple[str, ...] | None = None
     is_exportable: bool = True
+    compiles_in_lowering: bool = False
+
+
+def _compiled(*designs: str) -> Entry:
+    """A backend with kernels in CUDA C++ or Triton."""
+    return Entry(designs, _CUDA, is_exportable=False, compiles_in_lowering=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +69,11 @@ OPERATIONS: dict[str, Operation] = {
         "jaxkernels.ops.matmul",
         {
             "matmul": {
-                "cuda": Entry(
-                    ("jaxkernels.ffi.matmul.gemm", "jaxkernels.ffi.matmul.few_rows", "jaxkernels.ffi.matmul.simt"),
-                    _CUDA,
-                    is_exportable=False,
+                "cuda": _compiled(
+                    "jaxkernels.ffi.matmul.gemm", "jaxkernels.ffi.matmul.few_rows", "jaxkernels.ffi.matmul.simt"
                 ),
                 "pallas": Entry(("jaxkernels.pallas.matmul.gemm",), _CUDA),
-                "triton": Entry(("jaxkernels.triton.matmul.gemm",), _CUDA, is_exportable=False),
+                "triton": _compiled("jaxkernels.triton.matmul.gemm"),
                 "xla": Entry(("jaxkernels.ops.matmul.reference",)),
             }
         },
@@ -77,7 +82,7 @@ OPERATIONS: dict[str, Operation] = {
         "jaxkernels.ops.qkv_projection",
         {
             "qkv_projection": {
-                "cuda": Entry(("jaxkernels.ffi.matmul.projection",), _CUDA, is_exportable=False),
+                "cuda": _compiled("jaxkernels.ffi.matmul.projection"),
                 "xla": Entry(("jaxkernels.ops.qkv_projection.reference",)),
             }
         },
@@ -87,8 +92,8 @@ OPERATIONS: dict[str, Operation] = {
         {
             "attention_forward": {
                 "pallas": Entry(("jaxkernels.pallas.attention.forward",), _CUDA),
-                "cuda": Entry(("jaxkernels.ffi.attention.forward",), _CUDA, is_exportable=False),
-                "triton": Entry(("jaxkernels.triton.attention.forward",), _CUDA, is_exportable=False),
+                "cuda": _compiled("jaxkernels.ffi.attention.forward"),
+                "triton": _compiled("jaxkernels.triton.attention.forward"),
                 "cudnn": Entry(("jaxkernels.cudnn.attention.forward",), _CUDA, is_exportable=False),
                 "xla": Entry(("jaxkernels.ops.attention.reference_forward",)),
             },
@@ -101,21 +106,13 @@ OPERATIONS: dict[str, Operation] = {
                     ),
                     _CUDA,
                 ),
-                "cuda": Entry(
-                    ("jaxkernels.ffi.attention.backward", "jaxkernels.ffi.attention.backward_wide"),
-                    _CUDA,
-                    is_exportable=False,
-                ),
-                "triton": Entry(
-                    ("jaxkernels.triton.attention.backward", "jaxkernels.triton.attention.few_queries"),
-                    _CUDA,
-                    is_exportable=False,
-                ),
+                "cuda": _compiled("jaxkernels.ffi.attention.backward", "jaxkernels.ffi.attention.backward_wide"),
+                "triton": _compiled("jaxkernels.triton.attention.backward", "jaxkernels.triton.attention.few_queries"),
                 "cudnn": Entry(("jaxkernels.cudnn.attention.backward",), _CUDA, is_exportable=False),
                 "xla": Entry(("jaxkernels.ops.attention.reference_backward",)),
             },
             "attention_tangent": {
-                "triton": Entry(("jaxkernels.triton.attention.tangent",), _CUDA, is_exportable=False),
+                "triton": _compiled("jaxkernels.triton.attention.tangent"),
                 "xla": Entry(("jaxkernels.ops.attention.reference_tangent",)),
             },
         },
@@ -124,15 +121,15 @@ OPERATIONS: dict[str, Operation] = {
         "jaxkernels.ops.norm",
         {
             "norm_forward": {
-                "triton": Entry(("jaxkernels.triton.norm.forward",), _CUDA, is_exportable=False),
+                "triton": _compiled("jaxkernels.triton.norm.forward"),
                 "xla": Entry(("jaxkernels.ops.norm.reference_forward",)),
             },
             "norm_backward": {
-                "triton": Entry(("jaxkernels.triton.norm.backward",), _CUDA, is_exportable=False),
+                "triton": _compiled("jaxkernels.triton.norm.backward"),
                 "xla": Entry(("jaxkernels.ops.norm.reference_backward",)),
             },
             "norm_tangent": {
-                "triton": Entry(("jaxkernels.triton.norm.tangent",), _CUDA, is_exportable=False),
+                "triton": _compiled("jaxkernels.triton.norm.tangent"),
                 "xla": Entry(("jaxkernels.ops.norm.reference_tangent",)),
             },
         },
@@ -141,7 +138,7 @@ OPERATIONS: dict[str, Operation] = {
         "jaxkernels.ops.linear_cross_entropy",
         {
             f"linear_cross_entropy_{kernel}": {
-                "triton": Entry((f"jaxkernels.triton.linear_cross_entropy.{kernel}",), _CUDA, is_exportable=False),
+                "triton": _compiled(f"jaxkernels.triton.linear_cross_entropy.{kernel}"),
                 "xla": Entry((f"jaxkernels.ops.linear_cross_entropy.reference_{kernel}",)),
             }
             for kernel in ("forward", "tangent", "backward", "fused")
