@@ -145,7 +145,7 @@ def test_program_is_a_traced_function():
         TypeError,
         "compile_ahead: traced must be a traced function; got function. Pass jax.jit(f).trace(...).",
     ):
-        jk.compile_ahead(lambda x: x)
+        jk.compile_ahead(lambda x: x)  # type: ignore[arg-type]
     x = np.ones((4, 4), np.float32)
     traced = f.trace(x, x)
     jk.compile_ahead(traced)

@@ -132,6 +132,7 @@ def _compile(kernel: _Kernel, now: dispatch.Policy) -> None:
         return dispatch.load(kernel.op, kernel.backend).run(kernel.spec, kernel.config, *xs)
 
     operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.types]
-    with contextlib.suppress(Exception), dispatch.policy(now):  # The lowering raises it.
-        with kernel_op.usual_promotion(), _jax.ignore_x64(operands):
-            jax.jit(run).trace(*operands).lower(lowering_platforms=("cuda",))
+    as_lowered = _jax.ignore_x64([*kernel.types, *kernel.spec.results(kernel.op)])
+    # The lowering raises what is wrong.
+    with contextlib.suppress(Exception), dispatch.policy(now), kernel_op.usual_promotion(), as_lowered:
+        jax.jit(run).trace(*operands).lower(lowering_platforms=("cuda",))

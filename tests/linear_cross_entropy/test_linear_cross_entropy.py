@@ -128,20 +128,26 @@ def test_checkpoint_and_jit(reduction):
 
 
 def test_numbers_of_products():
-    """A reduced loss and its gradients take three products, and one that is not reduced takes four."""
+    """A reduced loss and its gradients take three products, and one that is not reduced takes four.
+
+    With several chunks, what sums has the first chunk before the loop.
+    """
     case, operands = SMALL, SMALL.operands()
 
-    def count(reduction: str, *names: str) -> int:
+    def count(reduction: str, *names: str, config: reference.Config | None = None) -> int:
         def total(moving: Any) -> Any:
-            return jnp.sum(case.run(operands | moving, reduction=reduction, config=CHUNKED, backend="xla"))
+            return jnp.sum(case.run(operands | moving, reduction=reduction, config=config, backend="xla"))
 
         moving = {name: operands[name] for name in names}
         program = jax.value_and_grad(total) if names else total
         return jax.jit(program).lower(moving).as_text().count("stablehlo.dot_general")
 
     assert {reduction: count(reduction) for reduction in REDUCTIONS} == dict(none=1, sum=1, mean=1)
+    assert {reduction: count(reduction, config=CHUNKED) for reduction in REDUCTIONS} == dict(none=1, sum=1, mean=1)
     assert {reduction: count(reduction, "x", "w") for reduction in REDUCTIONS} == dict(none=4, sum=3, mean=3)
     assert {reduction: count(reduction, "w") for reduction in REDUCTIONS} == dict(none=3, sum=2, mean=2)
+    of_chunks = {reduction: count(reduction, "x", "w", config=CHUNKED) for reduction in REDUCTIONS}
+    assert of_chunks == dict(none=1 + 2 * 3, sum=2 * 3, mean=2 * 3)
 
 
 @every_reduction

@@ -2,7 +2,8 @@
 
 A step of the loop computes the logits of its chunk, with one product, and what the kernel wants of them. The gradients
 need two more products: dx = g w^T and dw += x^T g, where g is the cotangent of the logits, rounded to x's dtype. dw is
-accumulated over the chunks in float32. All chunks have one size: the last is filled up with tokens of weight 0.
+accumulated over the chunks in float32; the first chunk comes before the loop. All chunks have one size: the last is
+filled up with tokens of weight 0.
 
 The products are XLA's. What a backend does itself lies between them.
 """
@@ -164,9 +165,18 @@ def in_chunks(
         filling = lambda name: jnp.inf if name == "lse" else 0
         pad = lambda name, x: jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)], constant_values=filling(name))
         split = lambda name, x: (pad(name, x) if missing else x).reshape(num_chunks, size, *x.shape[1:])
+        parts = {name: split(name, x) for name, x in rows.items()}
         # A derivative of the loop keeps its operands, and computes the logits of each chunk again.
-        sums, outs = jax.lax.scan(jax.checkpoint(step), sums, {name: split(name, x) for name, x in rows.items()})
-        outs = {name: x.reshape(-1, *x.shape[2:])[:num_tokens] for name, x in outs.items()}
+        step = jax.checkpoint(step)
+        part = lambda x, i: jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+        step_of = lambda sums, i: step(sums, {name: part(x, i) for name, x in parts.items()})
+        done: list[dict[str, jax.Array]] = []
+        if sums:  # Outside of the loop, XLA knows that they are zeros: it neither fills them nor adds to them.
+            sums, outs = step_of(sums, 0)
+            done.append(outs)
+        sums, others = jax.lax.scan(step_of, sums, jnp.arange(len(done), num_chunks))
+        done.append({name: x.reshape(-1, *x.shape[2:]) for name, x in others.items()})
+        outs = jax.tree.map(lambda *xs: jnp.concatenate(xs)[:num_tokens], *done)
     outs = {name: x.reshape(*lead, *x.shape[1:]) for name, x in outs.items()}
     return outs | {name: x.astype(arrays[name].type.dtype) for name, x in sums.items()}
 
