@@ -19,7 +19,6 @@ if (_root / "pyproject.toml").exists() and (_root / "pallas" / "__init__.py").ex
     __path__.insert(0, str(_root))
 
 from jaxkernels import checkpoint_policies
-from jaxkernels.core.ahead import compile_ahead
 from jaxkernels.core.explain import explain
 from jaxkernels.core.versions import installed_version as _installed_version
 from jaxkernels.layers import scan_layers
@@ -29,6 +28,7 @@ from jaxkernels.ops.matmul.api import dot_general, matmul
 from jaxkernels.ops.matmul.gated import gated_mlp
 from jaxkernels.ops.norm.api import layer_norm, rms_norm
 from jaxkernels.ops.qkv_projection.api import qkv_projection
+from jaxkernels.tuning.ahead import compile_ahead
 from jaxkernels.tuning.autotune import autotune, comparing, tuning
 
 __all__ = [

@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from errors import raises_exactly
 
 import jaxkernels as jk
 from jaxkernels import ffi
-from jaxkernels.core import ahead, dispatch
+from jaxkernels.core import dispatch, hardware
 from jaxkernels.ffi import compiler
 from jaxkernels.ffi.matmul import gemm
-from tests.errors import raises_exactly
+from jaxkernels.tuning import ahead, tuner
 
+H200 = hardware.lookup("NVIDIA H200")
 X = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
 W = jax.ShapeDtypeStruct((3, 256, 256), jnp.bfloat16)
 #: A kernel that compiles within a second.
@@ -52,7 +54,13 @@ def layers(x, w):
     return jnp.sum(matmul(x, w[0]).astype(jnp.float32))
 
 
-def test_lowering_finds_all_kernels(compiled):
+@pytest.mark.parametrize("x64", [False, True])
+def test_lowering_finds_all_kernels(x64, compiled):
+    with jax.enable_x64(x64):
+        check_that_lowering_finds_all_kernels(compiled)
+
+
+def check_that_lowering_finds_all_kernels(compiled):
     traced = jax.jit(jax.grad(layers, (0, 1))).trace(X, W)
     before = traced.lower(lowering_platforms=("cuda",)).as_text()
     of_lowering = set(compiled)
@@ -61,7 +69,7 @@ def test_lowering_finds_all_kernels(compiled):
     gemm._compile_cached.cache_clear()
     for entry in compiler.cache_root().glob("cubins/*"):
         entry.unlink()
-    ahead.compile_kernels(traced.jaxpr)
+    ahead.compile_kernels(traced.jaxpr, H200)
     assert set(compiled) >= of_lowering
     assert len(compiled) == len(set(compiled))
     compiled.clear()
@@ -75,7 +83,7 @@ def test_threads_wait_for_the_first_that_compiles_a_kernel(compiled):
     def f(x, w):
         return matmul(x, w), matmul(x[:256], w)
 
-    ahead.compile_kernels(jax.jit(f).trace(X, jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)).jaxpr)
+    ahead.compile_kernels(jax.jit(f).trace(X, jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)).jaxpr, H200)
     assert len(compiled) == 1
 
 
@@ -91,30 +99,33 @@ def test_kernels_compile_side_by_side(monkeypatch):
     monkeypatch.setattr(ahead, "_compile", compile_one)
     monkeypatch.setattr(ahead, "_THREADS", 2)
     f = lambda x, w: (matmul(x, w), matmul(x, w, activation="gelu"))
-    ahead.compile_kernels(jax.jit(f).trace(X, jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)).jaxpr)
+    ahead.compile_kernels(jax.jit(f).trace(X, jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)).jaxpr, H200)
     assert begun == [SMALL, SMALL]
 
 
 @pytest.mark.parametrize("is_compared", [False, True])
 def test_kernels_that_will_be_compared(is_compared, monkeypatch, compiled):
-    """Of a product whose estimates are close, those of all backends that compile in the lowering."""
+    """Of a product whose estimates are close, all backends if the lowering compares them; else the one it takes."""
     operands = [jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)] * 2
     (choice,) = jk.explain(jk.matmul, *operands, platform="cuda").choices
     assert len(choice.close) > 1
     begun = []
-    monkeypatch.setattr(ahead, "_compile", lambda kernel, now: begun.append(kernel.backend))
+    monkeypatch.setattr(ahead, "_compile", lambda kernel, now: begun.append((kernel.backend, kernel.is_compared)))
     traced = jax.jit(jk.matmul).trace(*operands)
+    of_choice = [(choice.backend, False)] if dispatch.REGISTRY["matmul", choice.backend].compiles_in_lowering else []
     with jk.comparing(is_compared):
-        ahead.compile_kernels(traced.jaxpr)
-    compiles = lambda backend: dispatch.REGISTRY["matmul", backend].compiles_in_lowering
-    expected = choice.close if is_compared else [choice.backend]
-    assert begun == [backend for backend in expected if compiles(backend)]
+        ahead.compile_kernels(traced.jaxpr, H200)
+        assert begun == of_choice  # The chip is not here: nothing will be compared.
+        begun.clear()
+        monkeypatch.setattr(tuner, "device_for", lambda chip: jax.devices()[0])
+        ahead.compile_kernels(traced.jaxpr, H200)
+    assert begun == ([(backend, True) for backend in choice.close] if is_compared else of_choice)
 
 
 def test_choices_are_not_those_of_a_lowering(compiled):
     traced = jax.jit(matmul).trace(X, jax.ShapeDtypeStruct((256, 256), jnp.bfloat16))
     with dispatch.recording() as choices:
-        ahead.compile_kernels(traced.jaxpr)
+        ahead.compile_kernels(traced.jaxpr, H200)
     assert not choices
 
 
@@ -124,7 +135,7 @@ def test_lowering_raises_what_a_kernel_raises(monkeypatch, compiled):
 
     monkeypatch.setattr(compiler._Request, "compile", fails)
     traced = jax.jit(matmul).trace(X, jax.ShapeDtypeStruct((256, 256), jnp.bfloat16))
-    ahead.compile_kernels(traced.jaxpr)
+    ahead.compile_kernels(traced.jaxpr, H200)
     with pytest.raises(ffi.CompileError, match="no"):
         traced.lower(lowering_platforms=("cuda",))
 
@@ -133,7 +144,7 @@ def test_lowering_raises_what_a_backend_refuses(monkeypatch, compiled):
     """A chip without the instructions."""
     monkeypatch.setenv("JAXKERNELS_TARGET", "NVIDIA A100-SXM4-80GB")
     traced = jax.jit(matmul).trace(X, jax.ShapeDtypeStruct((256, 256), jnp.bfloat16))
-    ahead.compile_kernels(traced.jaxpr)
+    ahead.compile_kernels(traced.jaxpr, hardware.cuda_target())
     assert not compiled
     with pytest.raises(NotImplementedError, match=r"^matmul\[cuda\]: "):
         traced.lower(lowering_platforms=("cuda",))

@@ -35,8 +35,8 @@ from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention import tuning as attention_tuning
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.ops.matmul.spec import MatmulSpec
+from jaxkernels.tuning import ahead, tuner
 from jaxkernels.tuning import autotune as autotune_lib
-from jaxkernels.tuning import tuner
 
 CPU = hardware.host()
 A = np.ones((5, 7), np.float32)
@@ -952,6 +952,44 @@ def test_kernels_inside_of_a_candidate_are_not_compared(lab, estimates, monkeypa
     assert dispatch.choose("matmul", make_spec(), None).source == "compared"
     jk.autotune(jk.matmul, A[:4], B)
     assert {*seen} == {"default"}
+
+
+def test_programs_are_compiled_before_they_are_compared(lab, estimates, monkeypatch):
+    lab.microseconds = lambda backend, config: 5.0 if backend == "xla" else 6.0
+    compiled, threads = [], set()
+    program = tuner._program
+
+    def recorded(op: str, spec: Any, backend: str, *args: Any) -> Any:
+        compiled.append(backend)
+        threads.add(threading.current_thread())
+        return program(op, spec, backend, *args)
+
+    monkeypatch.setattr(tuner, "_program", recorded)
+    traced = jax.jit(lambda a, b: jk.matmul(a, b) + jk.matmul(a, b)).trace(A, B)
+    with jk.comparing(False):
+        ahead.compile_kernels(traced.jaxpr, CPU)
+    assert compiled == []
+    ahead.compile_kernels(traced.jaxpr, CPU)
+    assert sorted(compiled) == ["fake", "xla"]
+    assert lab.measured == []
+    with dispatch.recording() as choices:
+        traced.lower()
+    assert {(choice.backend, choice.source) for choice in choices} == {("xla", "compared")}
+    assert len(lab.measured) == 1
+    assert len(compiled) == 2
+    assert threading.main_thread() not in threads
+    ahead.compile_kernels(jax.jit(lambda a, b: jk.matmul(a, b) - 1).trace(A, B).jaxpr, CPU)  # It was compared.
+    assert len(compiled) == 2
+    assert tuner._ready == {}
+
+
+def test_a_program_that_does_not_compile_ahead_is_compiled_again(lab, estimates, monkeypatch):
+    lab.broken = {Config()}
+    traced = jax.jit(jk.matmul).trace(A, B)
+    ahead.compile_kernels(traced.jaxpr, CPU)
+    with dispatch.recording() as choices:
+        traced.lower()
+    assert [choice.backend for choice in choices] == ["xla"]
 
 
 def test_a_comparison_works_under_a_transfer_guard(lab, estimates, monkeypatch):

@@ -29,7 +29,10 @@ from jaxkernels.core.measure import Call, MeasureError, QueueClock, num_rotation
 from jaxkernels.core.measure import measure as bench_measure
 from jaxkernels.core.types import ArrayType
 
-__all__ = ["Candidate", "Measure", "Result", "TuningError", "check_settings", "compare", "device_for", "tune"]
+__all__ = [
+    "Candidate", "Measure", "Result", "TuningError", "check_settings", "compare", "compile_to_compare", "device_for",
+    "tune",
+]  # fmt: skip
 
 # The errors of a wrong kernel are as large as the results. Rounding errors are below a hundredth of them.
 _MAX_RMS_ERROR = 0.03
@@ -43,6 +46,9 @@ _INSIDE = dispatch.Policy(use_winners=False)
 #: One measurement at a time: two would slow each other down.
 _measuring = threading.Lock()
 
+
+#: (operation, spec, backend, configuration) -> a program that was compiled before the comparison that takes it.
+_ready: dict[tuple[str, Any, str, Any], Callable[..., Any]] = {}
 
 #: A comparison measures for so long after all is compiled, and at most for so many rounds.
 _BRIEF_SECONDS, _BRIEF_ROUNDS = 0.3, 15
@@ -243,6 +249,39 @@ def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | N
     dispatch.store_compared(op, taken, spec, backends, seconds[taken])
 
 
+def compile_to_compare(
+    op: str, spec: Any, backend: str, config: Any, operands: Sequence[jax.ShapeDtypeStruct], results: Sequence[Any]
+) -> None:
+    """Compiles a program that `compare` will time: several threads can do that for several comparisons.
+
+    Args:
+      op, spec: as in `compare`.
+      backend, config: a backend, in the configuration that a call gets.
+      operands, results: their types.
+    """
+    device = device_for(spec.target)
+    if (op, spec, backend, config) not in _ready:
+        _ready[op, spec, backend, config] = _program(op, spec, backend, config, device, operands, results)
+
+
+def _program(
+    op: str, spec: Any, backend: str, config: Any, device: Any, operands: Iterable[Any], results: Iterable[Any]
+) -> Callable[..., Any]:
+    """A compiled kernel. A thread does not have the policy of the thread that started it."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in operands]
+    run = functools.partial(dispatch.load(op, backend).run, spec, config)
+    with dispatch.policy(_INSIDE), _tracing([*structs, *results]):
+        return jax.jit(run).lower(*structs).compile()
+
+
+@contextlib.contextmanager
+def _tracing(types: Iterable[Any]) -> Iterator[None]:
+    """The context in which an operation is traced in a program."""
+    with usual_promotion(), _jax.ignore_x64(types):
+        yield
+
+
 def _queue_clock(device: Any) -> QueueClock:
     from jaxkernels.pallas import timer
 
@@ -321,7 +360,7 @@ class _Trial:
             if not is_brief:
                 small, cut_operands, cut_results = _part_to_check(op, spec)
                 reference = jax.jit(lambda *xs: jax.tree.leaves(run(small, config, *cut_operands(xs))))
-                with self._tracing():
+                with _tracing([*self._operands, *self._types]):
                     self._expected = jax.block_until_ready(reference(*self._operands))
                 self._errors = jax.jit(lambda xs, ys: [_errors(x, y) for x, y in zip(cut_results(xs), ys, strict=True)])
             num_bytes = sum(x.nbytes for x in self._operands)
@@ -361,12 +400,6 @@ class _Trial:
         first = next(iter(self.candidates()), None)
         return None if first is None or first.seconds is None else first
 
-    @contextlib.contextmanager
-    def _tracing(self) -> Iterator[None]:
-        """The context in which the operation is traced in a program."""
-        with usual_promotion(), _jax.ignore_x64([*self._operands, *self._types]):
-            yield
-
     def _settle(self, candidate: Candidate, **found: Any) -> None:
         self._tried[candidate.backend, candidate.config] = dataclasses.replace(candidate, **found)
 
@@ -375,8 +408,6 @@ class _Trial:
 
         All are compiled before any is timed, because XLA's autotuning uses the device.
         """
-        sharding = jax.sharding.SingleDeviceSharding(self._device)
-        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in self._operands]
         tried_before = len(self._tried) > len(candidates)
         defaults = {dispatch.default_config(self._op, c.backend, self._spec) for c in candidates}
 
@@ -384,10 +415,9 @@ class _Trial:
             is_certain = self._is_brief or (not tried_before and candidate.config in defaults)
             if not is_certain and time.monotonic() > (self._end if tried_before else self._end_of_compiling):
                 raise TimeoutError("out of time")
-            run = dispatch.load(self._op, candidate.backend).run
-            # A thread does not have the policy of the thread that started it.
-            with dispatch.policy(_INSIDE), self._tracing():
-                return jax.jit(functools.partial(run, self._spec, candidate.config)).lower(*structs).compile()
+            kernel = (self._op, self._spec, candidate.backend, candidate.config)
+            ready = _ready.pop(kernel, None) if self._is_brief else None
+            return ready or _program(*kernel, self._device, self._operands, self._types)
 
         fits = {}
         with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, len(candidates) or 1)) as pool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,8 +15,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxkernels.core import _jax, dispatch, hardware, kernel_op
 from jaxkernels.core.types import ArrayType
+from jaxkernels.tuning import tuner
 
-__all__ = ["compile_ahead"]
+__all__ = ["compile_ahead", "compile_kernels"]
 
 #: Compilers run outside of Python's lock, each in its thread.
 _THREADS = min(os.cpu_count() or 1, 16)
@@ -28,9 +30,9 @@ def compile_ahead(traced: jax.stages.Traced) -> None:
     >>> jk.compile_ahead(traced)
     >>> step = traced.lower().compile()
 
-    JAX lowers one operation after the other, and a CUDA or Triton kernel is compiled when its operation is lowered.
-    After this call the lowering finds the kernels compiled. The program is the same without this call. Where a lowering
-    will compare backends (`jk.comparing`), the kernels to be compared are compiled.
+    JAX lowers one operation after the other. When an operation is lowered, its CUDA or Triton kernel is compiled, and
+    backends are compared (`jk.comparing`). After this call, the lowering finds the kernels and the programs to compare
+    compiled. The program is the same without this call.
 
     Kernels are chosen for JAX's default device. XLA compiles the kernels of Pallas itself, so they are left out. If a
     kernel does not compile, the lowering raises the error. Nothing is done if the default device is no GPU.
@@ -47,16 +49,16 @@ def compile_ahead(traced: jax.stages.Traced) -> None:
             f"compile_ahead: traced must be a traced function; got {type(traced).__name__}. Pass jax.jit(f).trace(...)."
         )
     if jax.default_backend() in hardware.GPU_PLATFORMS:
-        compile_kernels(traced.jaxpr)
+        compile_kernels(traced.jaxpr, hardware.cuda_target())
 
 
-def compile_kernels(program: ClosedJaxpr) -> None:
-    """Compiles the kernels of a program for the chip of `hardware.cuda_target()`."""
+def compile_kernels(program: ClosedJaxpr, target: hardware.Chip) -> None:
+    """Compiles the kernels of a program for a chip, and the programs that its lowering will compare."""
     now, begun = dispatch.policy.value, set[_Kernel]()
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         for call in dict.fromkeys(_calls(program.jaxpr)):
             # While one operation's kernel is chosen, those of others are compiled.
-            for kernel in _kernels(call):
+            for kernel in _kernels(call, target):
                 if kernel not in begun:
                     begun.add(kernel)
                     pool.submit(_compile, kernel, now)
@@ -81,13 +83,20 @@ class _Call:
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """A kernel that an operation may get."""
+    """A kernel that an operation may get.
+
+    Attributes:
+      op, types: as in `_Call`.
+      backend, spec, config: the kernel.
+      is_compared: whether the lowering will compare it with others.
+    """
 
     op: str
     types: tuple[ArrayType, ...]
     backend: str
     spec: Any
     config: Any
+    is_compared: bool
 
 
 def _calls(jaxpr: Jaxpr) -> Iterator[_Call]:
@@ -108,9 +117,9 @@ def _programs(params: Any) -> Iterable[Jaxpr]:
             yield value
 
 
-def _kernels(call: _Call) -> Iterator[_Kernel]:
+def _kernels(call: _Call, target: hardware.Chip) -> Iterator[_Kernel]:
     """The kernels to compile for an operation: the chosen one, or those that its lowering will compare."""
-    spec = call.static.typed(call.op, call.types, hardware.cuda_target())
+    spec = call.static.typed(call.op, call.types, target)
     now = dispatch.policy.value
     comparisons = "ignored" if now.comparisons == "ignored" else "known"
     try:
@@ -119,20 +128,21 @@ def _kernels(call: _Call) -> Iterator[_Kernel]:
             choice = dispatch.choose(call.op, spec, call.backend, call.config)
     except (NotImplementedError, ValueError):
         return  # The lowering raises it.
-    configs = {choice.backend: choice.config}
-    if now.makes_comparisons and len(choice.close) > 1:
-        configs = {backend: dispatch.config_of(call.op, backend, spec) for backend in choice.close}
-    for backend, config in configs.items():
-        if dispatch.REGISTRY[call.op, backend].compiles_in_lowering:
-            yield _Kernel(call.op, call.types, backend, choice.spec, config)
+    if now.makes_comparisons and len(choice.close) > 1 and tuner.device_for(target) is not None:
+        for backend in choice.close:
+            yield _Kernel(call.op, call.types, backend, spec, dispatch.config_of(call.op, backend, spec), True)
+    elif dispatch.REGISTRY[call.op, choice.backend].compiles_in_lowering:
+        yield _Kernel(call.op, call.types, choice.backend, spec, choice.config, False)
 
 
 def _compile(kernel: _Kernel, now: dispatch.Policy) -> None:
-    def run(*xs: jax.Array) -> Any:
-        return dispatch.load(kernel.op, kernel.backend).run(kernel.spec, kernel.config, *xs)
-
+    run = dispatch.load(kernel.op, kernel.backend).run
     operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.types]
-    as_lowered = _jax.ignore_x64([*kernel.types, *kernel.spec.results(kernel.op)])
-    # The lowering raises what is wrong.
-    with contextlib.suppress(Exception), dispatch.policy(now), kernel_op.usual_promotion(), as_lowered:
-        jax.jit(run).trace(*operands).lower(lowering_platforms=("cuda",))
+    results = kernel.spec.results(kernel.op)
+    with contextlib.suppress(Exception):  # The lowering raises what is wrong.
+        if kernel.is_compared:
+            tuner.compile_to_compare(kernel.op, kernel.spec, kernel.backend, kernel.config, operands, results)
+            return
+        with dispatch.policy(now), kernel_op.usual_promotion(), _jax.ignore_x64([*operands, *results]):
+            traced = jax.jit(functools.partial(run, kernel.spec, kernel.config)).trace(*operands)
+            traced.lower(lowering_platforms=(kernel.spec.target.platform,))
