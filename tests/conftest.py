@@ -17,6 +17,10 @@ if not Path("/dev/nvidiactl").exists():
 # pytest-xdist's workers share a GPU: each takes what its arrays need, and keeps nothing.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+    # Where there are several GPUs, each worker has one.
+    if (num_gpus := len(list(Path("/dev").glob("nvidia[0-9]*")))) > 1:
+        worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(worker % num_gpus))
 
 import collections
 import dataclasses

@@ -96,6 +96,68 @@ def test_every_measurement_takes_its_turn(monkeypatch):
     assert taken == ["in", "out"]
 
 
+@pytest.mark.parametrize(
+    ("named", "gpus"),
+    [
+        (None, ["0", "1", "2"]),
+        ("", ["0", "1", "2"]),
+        ("3,5, 7", ["3", "5", "7"]),
+        ("GPU-a,GPU-b,GPU-c,GPU-d", ["GPU-a", "GPU-b", "GPU-c"]),
+    ],
+)
+def test_gpus_are_those_of_this_process(named, gpus, monkeypatch):
+    monkeypatch.setattr(jax, "local_device_count", lambda: 3)
+    if named is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert processes._gpus(types.SimpleNamespace(platform="gpu")) == gpus
+    assert processes._gpus(jax.devices("cpu")[0]) == [""]
+
+
+@pytest.mark.parametrize("before", [None, "0,1"])
+def test_processes_see_one_gpu(before, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if before is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+    with processes._seeing("1"):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
+    with processes._seeing(""):
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
+
+
+def test_problems_are_divided_among_gpus(monkeypatch):
+    """Seven problems, five processes, two GPUs."""
+    started = []
+
+    class Process:
+        exitcode = None
+
+        def __init__(self, target, args, daemon):
+            _, self.folder, self.work, _ = args
+
+        def start(self):
+            started.append((os.environ["CUDA_VISIBLE_DEVICES"], self.folder.name, self.work))
+
+        def terminate(self):
+            pass
+
+        def join(self):
+            pass
+
+    context = types.SimpleNamespace(Queue=queue.Queue, Process=Process)
+    monkeypatch.setattr(processes.multiprocessing, "get_context", lambda kind: context)
+    monkeypatch.setattr(processes, "_gpus", lambda device: ["4", "6"])
+    monkeypatch.setattr(processes, "_rows", lambda *args: [])
+    settings = types.SimpleNamespace(device=None, backends=None, baselines=None, regimes=("burst",), auto=True)
+    assert list(processes.run([("suite", i) for i in range(7)], settings, count=5)) == []
+    work = lambda *problems: [("suite", i) for i in problems]
+    assert started == [
+        ("4", "0", work(0, 5)), ("6", "1", work(1, 6)), ("4", "0", work(2)), ("6", "1", work(3)), ("4", "0", work(4)),
+    ]  # fmt: skip
+
+
 class Messages:
     """A queue with messages of processes."""
 

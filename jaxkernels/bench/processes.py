@@ -1,8 +1,8 @@
-"""Measures problems in several processes that share a GPU: they compile beside each other, and time alone.
+"""Measures problems in several processes that share GPUs: they compile beside each other, and time alone on a GPU.
 
 Most of the time of drawn problems is Python that lowers programs, in one thread of a process. Timings need the GPU for
-themselves. XLA's autotuning uses the GPU, too. So processes take turns (`Turns`) of three kinds: while some compile
-baselines, others may do the same; then all choose backends; then one after the other times its problems.
+themselves. XLA's autotuning uses the GPU, too. So the processes of a GPU take turns (`Turns`) of three kinds: while
+some compile baselines, others may do the same; then all choose backends; then one after the other times its problems.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import filelock
+import jax
 
 from jaxkernels.bench.results import Row
 from jaxkernels.bench.runner import Settings, Turn
+from jaxkernels.core import hardware
 
 __all__ = ["Turns", "run"]
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 #: Seconds between two looks at the queue of turns, and at the processes.
 _POLL_SECONDS, _WATCH_SECONDS = 0.02, 1.0
@@ -86,19 +90,25 @@ def run(
 ) -> Iterator[Row]:
     """As `runner.run`, in `count` processes. Rows come in the order in which they are measured.
 
+    If there are several GPUs, each process has one of them, and all have about as many processes.
+
     Raises:
       RuntimeError: a process failed.
     """
     context = multiprocessing.get_context("spawn")
     found = context.Queue()
     fields = {name: getattr(settings, name) for name in ("backends", "baselines", "regimes", "auto")}
+    gpus = _gpus(settings.device)
     with tempfile.TemporaryDirectory(prefix="jaxkernels-turns-") as folder:
-        processes = [
-            context.Process(target=_measure, args=(found, pathlib.Path(folder), work[i::count], fields), daemon=True)
-            for i in range(min(count, len(work)))
-        ]
-        for process in processes:
-            process.start()
+        processes = []
+        for i in range(min(count, len(work))):
+            gpu = i % len(gpus)
+            turns = pathlib.Path(folder) / str(gpu)
+            turns.mkdir(exist_ok=True)
+            process = context.Process(target=_measure, args=(found, turns, work[i::count], fields), daemon=True)
+            with _seeing(gpus[gpu]):
+                process.start()
+            processes.append(process)
         try:
             yield from _rows(found, processes, status, len(work))
         finally:
@@ -106,6 +116,30 @@ def run(
                 process.terminate()
             for process in processes:
                 process.join()
+
+
+def _gpus(device: Any) -> list[str]:
+    """The GPUs of this process, as `CUDA_VISIBLE_DEVICES` names them; one empty name on another platform."""
+    if device.platform not in hardware.GPU_PLATFORMS:
+        return [""]
+    named = os.environ.get(_VISIBLE, "")
+    names = [name.strip() for name in named.split(",")] if named else list(map(str, range(jax.local_device_count())))
+    return names[: jax.local_device_count()]
+
+
+@contextlib.contextmanager
+def _seeing(gpu: str) -> Iterator[None]:
+    """Processes that are started inside see one GPU."""
+    before = os.environ.get(_VISIBLE)
+    if gpu:
+        os.environ[_VISIBLE] = gpu
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_VISIBLE, None)
+        else:
+            os.environ[_VISIBLE] = before
 
 
 def _rows(found: Any, processes: list[Any], status: Callable[[str], None], total: int) -> Iterator[Row]:
@@ -134,8 +168,6 @@ def _rows(found: Any, processes: list[Any], status: Callable[[str], None], total
 
 def _measure(found: Any, folder: pathlib.Path, work: list[tuple[str, Any]], fields: dict[str, Any]) -> None:
     """A process: measures its share, and sends (its number, "row", "status", "error" or "end", value)."""
-    import jax
-
     from jaxkernels.bench import runner
     from jaxkernels.bench.telemetry import Telemetry
     from jaxkernels.core import measure

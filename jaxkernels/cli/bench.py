@@ -68,8 +68,8 @@ def bench(
     processes: Annotated[
         int | None,
         typer.Option(
-            help="Processes that measure --random on one GPU: they compile beside each other, and time one by one. "
-            "Half as many as there are CPU cores take the least time.",
+            help="Processes that measure --random, divided among the GPUs. Those of a GPU compile beside each other, "
+            "and time one by one. Half as many as there are CPU cores take the least time.",
             show_default="1",
             rich_help_panel=_WHAT,
         ),
