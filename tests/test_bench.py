@@ -584,7 +584,7 @@ def test_rows_are_the_same_with_workers():
 
 def test_a_row_says_what_it_took():
     burst, sustained = rows(regimes=("burst", "sustained"))
-    assert set(burst.seconds) == {"compile", "check", "look", "time"}
+    assert set(burst.seconds) == {"compile", "choose", "check", "look", "time"}
     assert set(sustained.seconds) == {"time"}
     assert burst.programs == sustained.programs
     assert set(burst.programs) == {"reference", "jaxkernels xla", "xla"}

@@ -104,8 +104,9 @@ class Row:
       checked: the part of the result that was compared with the reference, or "all".
       tokens: the tokens of a training step, else None.
       device: clock, power and temperature during the measurement; None if they are not sampled.
-      seconds: the time that the run spent on the row: "compile" (a share, as many compile at once), "check", "look"
-        (the first look at each side) and "time". The row of a problem's first regime has the first three.
+      seconds: the time that the run spent on the row: "compile" (a share, as many compile at once), "choose" (also a
+        share: our backends are compared and compiled), "check", "look" (the first look at each side) and "time". The
+        row of a problem's first regime has the first four. Waiting for a turn does not count.
       programs: side -> the seconds that "lower" and "compile" took on a thread; many threads worked at once.
       kinds: the groups in which a summary counts a random problem (`jaxkernels.bench.losses`).
     """

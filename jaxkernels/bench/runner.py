@@ -118,13 +118,16 @@ def run(
         for start in range(0, len(problems), _CHUNK):
             chunk = problems[start : start + _CHUNK]
             status(f"compiling {start + 1} to {start + len(chunk)} of {len(problems)}")
-            begin = time.perf_counter()
             of_chunk = ours[start : start + _CHUNK]
             with settings.turn("compiling"):
+                begin = time.perf_counter()
                 plans = [_Plan(*work, started, settings, pool, shared) for work, started in zip(chunk, of_chunk)]
                 for plan in plans:
                     plan.wait()
+                for plan in plans:
+                    plan.seconds["compile"] = (time.perf_counter() - begin) / len(chunk)
             with settings.turn("choosing"):
+                begin = time.perf_counter()
                 status(f"choosing {start + 1} to {start + len(chunk)} of {len(problems)}")
                 for plan in plans:
                     plan.choose()
@@ -132,7 +135,8 @@ def run(
                     plan.fall_back()
                 for plan in plans:
                     plan.wait()
-                    plan.seconds["compile"] = (time.perf_counter() - begin) / len(chunk)
+                for plan in plans:
+                    plan.seconds["choose"] = (time.perf_counter() - begin) / len(chunk)
             while plans:  # Dropping a plan frees its programs and their device memory.
                 plan = plans.pop(0)
                 status(f"timing {start + len(chunk) - len(plans)} of {len(problems)}: {plan.problem.shape}")
@@ -283,7 +287,7 @@ class _Plan:
     def _with_others(self, rows: Sequence[Row]) -> list[Row]:
         """The rows, with our other backends as further sides."""
         known, refused_before = set(self._contestants), dict(self._refused)
-        with self._settings.turn("choosing"), self._counted("compile"):
+        with self._settings.turn("choosing"), self._counted("choose"):
             for name in _our_backends(self._settings):
                 self._compile_ours(name)
             self.wait()
