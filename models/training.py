@@ -173,7 +173,7 @@ class Trainer:
             # Two measurements may find different kernels fastest.
             with jk.comparing(False) if config.deterministic else contextlib.nullcontext():
                 traced = jax.jit(function, **jit_options).trace(*args)
-                if len(self.devices) == 1:
+                if on_gpu and len(self.devices) == 1:
                     jk.compile_ahead(traced)
                 return traced.lower().compile(options)
 
