@@ -264,6 +264,25 @@ def rows(problem: Problem = SMALL, **options: Any) -> list[Row]:
     return list(runner.run([("suite", problem)], settings(**options)))
 
 
+@pytest.mark.parametrize(("direction", "num_programs"), [("forward", 1), ("backward", 2)])
+def test_what_auto_compares_is_compiled_while_baselines_are(direction, num_programs, monkeypatch):
+    turns, programs = ["none"], []
+
+    @contextlib.contextmanager
+    def turn(kind: str) -> Iterator[None]:
+        turns.append(kind)
+        yield
+        turns.append("none")
+
+    monkeypatch.setattr(jk, "compile_ahead", lambda traced: programs.append((turns[-1], traced)))
+    (row,) = rows(Problem(MatmulCase(32, 48, 40), direction), backends=(), auto=True, turn=turn)
+    assert ("auto", True) in {(side.name, side.is_ours) for side in row.sides}
+    assert [kind for kind, _ in programs] == ["compiling"] * num_programs
+    of_matmul = [name for _, traced in programs for name in re.findall("jk_[a-z_]+", str(traced.jaxpr))]
+    assert len(of_matmul) == (3 if direction == "backward" else 1)
+    assert turns == ["none", "compiling", "none", "choosing", "none", "timing", "none"]
+
+
 def test_a_row_has_every_side_and_every_reason():
     (row,) = rows()
     assert [(side.name, side.is_ours) for side in row.sides] == [("xla", True), ("xla", False)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pathlib
@@ -13,14 +12,12 @@ import threading
 import types
 
 import jax
-import jax.numpy as jnp
 import pytest
 from errors import raises_exactly
 
 from jaxkernels.bench import processes, random_rows, results
 from jaxkernels.bench.processes import Turns
 from jaxkernels.bench.runner import Turn
-from jaxkernels.core import measure
 
 OTHER = 1  # The number of a process that is not this one.
 
@@ -48,7 +45,7 @@ def enter(turns: Turns, kind: Turn) -> tuple[threading.Event, threading.Thread]:
     [
         ([], "timing", False),
         (["compiling", "compiling"], "compiling", False),
-        (["choosing"], "choosing", False),
+        (["choosing"], "choosing", True),
         (["compiling"], "choosing", True),
         (["choosing"], "compiling", True),
         (["timing"], "timing", True),
@@ -56,7 +53,7 @@ def enter(turns: Turns, kind: Turn) -> tuple[threading.Event, threading.Thread]:
         (["compiling", "timing"], "compiling", True),  # The process that waits to time is not overtaken.
     ],
 )
-def test_turns_of_one_kind_are_taken_together_but_those_of_timing_alone(turns, tmp_path, before, kind, waits):
+def test_processes_compile_together_and_choose_and_time_alone(turns, tmp_path, before, kind, waits):
     (tmp_path / "queue").write_text(json.dumps([[OTHER, other] for other in before]))
     entered, thread = enter(turns, kind)
     assert entered.wait(0.3 if waits else 10) != waits
@@ -77,23 +74,6 @@ def test_turn_is_given_back_after_an_error(turns):
         raise KeyError
     with turns.turn("timing"):
         pass
-
-
-def test_every_measurement_takes_its_turn(monkeypatch):
-    monkeypatch.setattr(measure, "_turn", contextlib.nullcontext)
-    taken = []
-
-    @contextlib.contextmanager
-    def turn():
-        taken.append("in")
-        yield
-        taken.append("out")
-
-    measure.take_turns(turn)
-    x = jnp.ones(8)
-    call = measure.Call(jax.jit(jnp.sin).lower(x).compile(), [(x,)])
-    assert measure.measure({"sin": call}, rounds=1)["sin"].median > 0
-    assert taken == ["in", "out"]
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,18 @@ def lower(problem: Problem, contender: Contender) -> Lowered:
     return _lower(problem, contender, make, lambda x: x.out_info, begin)
 
 
+def compile_ahead(problem: Problem, contender: Contender) -> None:
+    """Compiles the kernels of a contender, and the programs that `lower` will compare (`jk.compile_ahead`)."""
+
+    def make(f: Callable[..., Any], *xs: Any) -> Any:
+        traced = jax.jit(f).trace(*xs)
+        jk.compile_ahead(traced)
+        return traced
+
+    _, make_program = _lower_forward(problem, contender, make, lambda traced: traced.out_info)
+    make_program()
+
+
 def are_same(one: Lowered, other: Lowered) -> bool:
     """Whether XLA gets the same programs, with operands and results in the same places."""
     return _identity(one) == _identity(other)

@@ -1,8 +1,8 @@
 """Measures problems in several processes that share GPUs: they compile beside each other, and time alone on a GPU.
 
 Most of the time of drawn problems is Python that lowers programs, in one thread of a process. Timings need the GPU for
-themselves. XLA's autotuning uses the GPU, too. So the processes of a GPU take turns (`Turns`) of three kinds: while
-some compile baselines, others may do the same; then all choose backends; then one after the other times its problems.
+themselves. XLA's autotuning uses the GPU, too. So the processes of a GPU take turns (`Turns`): several compile beside
+each other, but a process chooses backends alone, because it may measure them, and times its problems alone.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _ENDED = (
 class Turns:
     """Turns of processes, in the order in which they asked.
 
-    Turns of one kind that follow each other in the queue are taken at once, but those of timing one by one. The queue
-    is a file: a list of [process, kind].
+    Turns of compiling that follow each other in the queue are taken at once, others one by one. The queue is a file: a
+    list of [process, kind].
 
     Args:
       folder: a folder for the files, the same in all processes.
@@ -65,14 +65,10 @@ class Turns:
             with self._queue() as waiting:
                 waiting.remove(mine)
 
-    def measuring(self) -> contextlib.AbstractContextManager[Any]:
-        """One process at a time is inside. For measurements in turns that several processes have."""
-        return filelock.FileLock(self._folder / "measuring.lock")
-
     def _is_first(self, mine: list[Any]) -> bool:
         with self._queue() as waiting:
             before = waiting[: waiting.index(mine)]
-        return all(kind == mine[1] != "timing" for _, kind in before)
+        return all(kind == mine[1] == "compiling" for _, kind in before)
 
     @contextlib.contextmanager
     def _queue(self) -> Iterator[list[Any]]:
@@ -170,12 +166,10 @@ def _measure(found: Any, folder: pathlib.Path, work: list[tuple[str, Any]], fiel
     """A process: measures its share, and sends (its number, "row", "status", "error" or "end", value)."""
     from jaxkernels.bench import runner
     from jaxkernels.bench.telemetry import Telemetry
-    from jaxkernels.core import measure
 
     me = os.getpid()
     try:
         turns = Turns(folder)
-        measure.take_turns(turns.measuring)
         device = jax.devices()[0]
         settings = Settings(device, Telemetry(device.local_hardware_id or 0), turn=turns.turn, **fields)
         with settings.telemetry:

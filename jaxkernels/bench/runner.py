@@ -60,7 +60,7 @@ _LAUNCH_SECONDS = 30e-6
 _REASON_LENGTH = 240
 
 
-#: Kinds of work with the device: compiling baselines, choosing backends, and checking and timing.
+#: Kinds of work with the device: compiling baselines and what will be compared, choosing backends, checking and timing.
 Turn = Literal["compiling", "choosing", "timing"]
 
 
@@ -122,6 +122,9 @@ def run(
             with settings.turn("compiling"):
                 begin = time.perf_counter()
                 plans = [_Plan(*work, started, settings, pool, shared) for work, started in zip(chunk, of_chunk)]
+                if settings.auto:
+                    ahead = [pool.submit(_on, settings.device, plan.compile_ahead) for plan in plans]
+                    concurrent.futures.wait(ahead)
                 for plan in plans:
                     plan.wait()
                 for plan in plans:
@@ -253,6 +256,11 @@ class _Plan:
             if key != _AUTO_KEY and contestant.is_ours and _chosen(contestant) == _chosen(auto):
                 del self._contestants[key]
                 self._refused[key] = "auto is the same program"
+
+    def compile_ahead(self) -> None:
+        """Compiles what `choose` will compare. Errors are left to it."""
+        with contextlib.suppress(Exception):
+            lowering.compile_ahead(self.problem, Contender(AUTO, lowering.our_function(self.problem, AUTO)))
 
     def choose(self) -> None:
         """Compiles the backend that `backend=None` takes. It may measure, so nothing else is compiled meanwhile."""

@@ -10,7 +10,6 @@ until the result is ready. `QueueClock` needs no profiler.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -27,7 +26,7 @@ from jaxkernels.core import hardware
 
 __all__ = [
     "REGIMES", "Call", "Clock", "CuptiClock", "MeasureError", "QueueClock", "Regime", "Samples", "Visit", "WallClock",
-    "clock_for", "measure", "num_rotations", "ratio", "take_turns",
+    "clock_for", "measure", "num_rotations", "ratio",
 ]  # fmt: skip
 
 #: "burst": a few launches after a pause, at the clocks of a cool chip. "sustained": launches back to back, at the
@@ -409,29 +408,8 @@ def measure(
         raise ValueError(f"measure: rounds must be at least 1, or None; got {rounds}.")
     if not calls:
         return {}
-    with _turn():
-        return _measured(calls, regime, rounds, budget_s, clock or clock_for(_platform(calls)), probe)
-
-
-#: Entered by each measurement.
-_turn: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-
-
-def take_turns(turn: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-    """From now on, `measure` enters `turn()`: processes that share a device measure one after the other."""
-    global _turn
-    _turn = turn
-
-
-def _measured(
-    calls: Mapping[str, Call],
-    regime: Regime,
-    rounds: int | None,
-    budget_s: float,
-    clock: Clock,
-    probe: Callable[[], float | None],
-) -> dict[str, Samples]:
     begin = time.perf_counter()
+    clock = clock or clock_for(_platform(calls))
     sides = {name: _Side(call, probe) for name, call in calls.items()}
     for side in sides.values():
         side.warm_up(clock)
