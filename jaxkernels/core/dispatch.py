@@ -164,6 +164,7 @@ class Policy:
 
     @property
     def makes_comparisons(self) -> bool:
+        """Whether lowering measures backends with close estimates that were not measured before."""
         return self.comparisons == "made" or (self.comparisons is None and _autotunes())
 
 
