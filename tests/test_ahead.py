@@ -105,7 +105,7 @@ def test_kernels_compile_side_by_side(monkeypatch):
 
 @pytest.mark.parametrize("is_compared", [False, True])
 def test_kernels_that_will_be_compared(is_compared, monkeypatch, compiled):
-    """Of a product whose estimates are close, all backends if the lowering compares them; else the one it takes."""
+    """A lowering that compares needs all backends with close estimates. Otherwise it needs the chosen one."""
     operands = [jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)] * 2
     (choice,) = jk.explain(jk.matmul, *operands, platform="cuda").choices
     assert len(choice.close) > 1
