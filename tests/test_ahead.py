@@ -56,25 +56,20 @@ def layers(x, w):
 
 @pytest.mark.parametrize("x64", [False, True])
 def test_lowering_finds_all_kernels(x64, compiled):
+    lower = lambda: jax.jit(jax.grad(layers, (0, 1))).trace(X, W).lower(lowering_platforms=("cuda",)).as_text()
     with jax.enable_x64(x64):
-        check_that_lowering_finds_all_kernels(compiled)
-
-
-def check_that_lowering_finds_all_kernels(compiled):
-    traced = jax.jit(jax.grad(layers, (0, 1))).trace(X, W)
-    before = traced.lower(lowering_platforms=("cuda",)).as_text()
-    of_lowering = set(compiled)
-    assert len(of_lowering) >= 5
-    compiled.clear()
-    gemm._compile_cached.cache_clear()
-    for entry in compiler.cache_root().glob("cubins/*"):
-        entry.unlink()
-    ahead.compile_kernels(traced.jaxpr, H200)
-    assert set(compiled) >= of_lowering
-    assert len(compiled) == len(set(compiled))
-    compiled.clear()
-    assert jax.jit(jax.grad(layers, (0, 1))).trace(X, W).lower(lowering_platforms=("cuda",)).as_text() == before
-    assert not compiled
+        before, of_lowering = lower(), set(compiled)
+        assert len(of_lowering) >= 5
+        compiled.clear()
+        gemm._compile_cached.cache_clear()
+        for entry in compiler.cache_root().glob("cubins/*"):
+            entry.unlink()
+        ahead.compile_kernels(jax.jit(jax.grad(layers, (0, 1))).trace(X, W).jaxpr, H200)
+        assert set(compiled) >= of_lowering
+        assert len(compiled) == len(set(compiled))
+        compiled.clear()
+        assert lower() == before
+        assert not compiled
 
 
 def test_threads_wait_for_the_first_that_compiles_a_kernel(compiled):

@@ -167,6 +167,11 @@ class Policy:
         """Whether lowering measures backends with close estimates that were not measured before."""
         return self.comparisons == "made" or (self.comparisons is None and _autotunes())
 
+    def without_measurements(self) -> Policy:
+        """The policy under which lowering takes what was measured before, and measures nothing."""
+        comparisons = "ignored" if self.comparisons == "ignored" else "known"
+        return dataclasses.replace(self, tune=None, comparisons=comparisons)
+
 
 #: The policy here and now: `policy.value`, or `with policy(Policy(...))`. JAX lowers a program anew for each.
 policy = jax.make_user_context(Policy())

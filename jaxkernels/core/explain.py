@@ -67,8 +67,6 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
         return f(*args, **kwargs)
 
     traced = jax.jit(program).trace(arrays)
-    now = dispatch.policy.value
-    now = dataclasses.replace(now, tune=None, comparisons="known" if now.comparisons != "ignored" else "ignored")
-    with dispatch.policy(now), dispatch.recording() as choices:
+    with dispatch.policy(dispatch.policy.value.without_measurements()), dispatch.recording() as choices:
         traced.lower(lowering_platforms=(platform,))
     return Explanation(platform, tuple(choices))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jaxkernels.core.operands import Spec
 from jaxkernels.core.sharding import Assignment, assign
 from jaxkernels.core.types import ArrayType
 
-__all__ = ["OPS", "KernelOp", "usual_promotion"]
+__all__ = ["OPS", "KernelOp", "tracing", "usual_promotion"]
 
 #: Primitive -> operation.
 OPS: dict[Any, KernelOp] = {}
@@ -30,6 +30,17 @@ OPS: dict[Any, KernelOp] = {}
 def usual_promotion() -> Iterator[None]:
     """Lets our own arithmetic promote dtypes and ranks, whatever the caller's settings forbid in theirs."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@contextlib.contextmanager
+def tracing(types: Iterable[Any]) -> Iterator[None]:
+    """The context in which a kernel is traced and lowered.
+
+    Args:
+      types: operands and results: anything with shape and dtype.
+    """
+    with usual_promotion(), _jax.ignore_x64(types):
         yield
 
 
@@ -219,7 +230,7 @@ class KernelOp:
             ctx = _jax.with_unknown_devices(ctx)
         else:
             run = functools.partial(dispatch.load(self.name, choice.backend).run, choice.spec, choice.config)
-        with usual_promotion(), _jax.ignore_x64([*ctx.avals_in, *ctx.avals_out]):
+        with tracing([*ctx.avals_in, *ctx.avals_out]):
             return _jax.lower_traced(ctx, run, values, multiple_results=self.primitive.multiple_results)
 
     def _partition(

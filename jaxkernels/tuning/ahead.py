@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxkernels.core import _jax, dispatch, hardware, kernel_op
+from jaxkernels.core import dispatch, hardware, kernel_op
 from jaxkernels.core.types import ArrayType
 from jaxkernels.tuning import tuner
 
@@ -56,7 +56,7 @@ def compile_kernels(program: ClosedJaxpr, target: hardware.Chip) -> None:
     """Compiles the kernels of a program for a chip, and the programs that its lowering will compare."""
     now, begun = dispatch.policy.value, set[_Kernel]()
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        for call in dict.fromkeys(_calls(program.jaxpr)):
+        for call in dict.fromkeys(_calls(program.jaxpr, set())):
             # While one operation's kernel is chosen, those of others are compiled.
             for kernel in _kernels(call, target):
                 if kernel not in begun:
@@ -99,13 +99,20 @@ class _Kernel:
     is_compared: bool
 
 
-def _calls(jaxpr: Jaxpr) -> Iterator[_Call]:
-    """The operations of a program. A function that is called several times may have them several times."""
+def _calls(jaxpr: Jaxpr, visited: set[int]) -> Iterator[_Call]:
+    """The operations of a program.
+
+    Args:
+      visited: the `id` of each program inside it that was visited: a function may be called in many places.
+    """
+    if id(jaxpr) in visited:
+        return
+    visited.add(id(jaxpr))
     for eqn in jaxpr.eqns:
         if (op := kernel_op.OPS.get(eqn.primitive)) is not None:
             yield _Call(op.name, tuple(ArrayType.of(v.aval) for v in eqn.invars), **eqn.params)
         for inner in _programs(eqn.params):
-            yield from _calls(inner)
+            yield from _calls(inner, visited)
 
 
 def _programs(params: Any) -> Iterable[Jaxpr]:
@@ -121,10 +128,9 @@ def _kernels(call: _Call, target: hardware.Chip) -> Iterator[_Kernel]:
     """The kernels to compile for an operation: the chosen one, or those that its lowering will compare."""
     spec = call.static.typed(call.op, call.types, target)
     now = dispatch.policy.value
-    comparisons = "ignored" if now.comparisons == "ignored" else "known"
     try:
         # The choices are not those of a lowering: they are recorded here, and dropped.
-        with dispatch.policy(dataclasses.replace(now, tune=None, comparisons=comparisons)), dispatch.recording():
+        with dispatch.policy(now.without_measurements()), dispatch.recording():
             choice = dispatch.choose(call.op, spec, call.backend, call.config)
     except (NotImplementedError, ValueError):
         return  # The lowering raises it.
@@ -143,6 +149,6 @@ def _compile(kernel: _Kernel, now: dispatch.Policy) -> None:
         if kernel.is_compared:
             tuner.compile_to_compare(kernel.op, kernel.spec, kernel.backend, kernel.config, operands, results)
             return
-        with dispatch.policy(now), kernel_op.usual_promotion(), _jax.ignore_x64([*operands, *results]):
+        with dispatch.policy(now), kernel_op.tracing([*operands, *results]):
             traced = jax.jit(functools.partial(run, kernel.spec, kernel.config)).trace(*operands)
             traced.lower(lowering_platforms=(kernel.spec.target.platform,))

@@ -9,22 +9,21 @@ reference, and the correct ones are timed in turns (`jaxkernels.core.measure`).
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from jaxkernels.core import _jax, dispatch, hardware, registry
+from jaxkernels.core import dispatch, hardware, registry
 from jaxkernels.core.arguments import positive_number, positive_whole
 from jaxkernels.core.cases import Cut
-from jaxkernels.core.kernel_op import usual_promotion
+from jaxkernels.core.kernel_op import tracing, usual_promotion
 from jaxkernels.core.measure import Call, MeasureError, QueueClock, num_rotations
 from jaxkernels.core.measure import measure as bench_measure
 from jaxkernels.core.types import ArrayType
@@ -271,15 +270,8 @@ def _program(
     sharding = jax.sharding.SingleDeviceSharding(device)
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in operands]
     run = functools.partial(dispatch.load(op, backend).run, spec, config)
-    with dispatch.policy(_INSIDE), _tracing([*structs, *results]):
+    with dispatch.policy(_INSIDE), tracing([*structs, *results]):
         return jax.jit(run).lower(*structs).compile()
-
-
-@contextlib.contextmanager
-def _tracing(types: Iterable[Any]) -> Iterator[None]:
-    """The context in which an operation is traced in a program."""
-    with usual_promotion(), _jax.ignore_x64(types):
-        yield
 
 
 def _queue_clock(device: Any) -> QueueClock:
@@ -360,7 +352,7 @@ class _Trial:
             if not is_brief:
                 small, cut_operands, cut_results = _part_to_check(op, spec)
                 reference = jax.jit(lambda *xs: jax.tree.leaves(run(small, config, *cut_operands(xs))))
-                with _tracing([*self._operands, *self._types]):
+                with tracing([*self._operands, *self._types]):
                     self._expected = jax.block_until_ready(reference(*self._operands))
                 self._errors = jax.jit(lambda xs, ys: [_errors(x, y) for x, y in zip(cut_results(xs), ys, strict=True)])
             num_bytes = sum(x.nbytes for x in self._operands)
