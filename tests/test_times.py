@@ -31,6 +31,7 @@ from jaxkernels.ops.matmul import cublas
 from jaxkernels.ops.matmul import tuning as matmul_tuning
 from jaxkernels.ops.matmul.spec import MatmulSpec
 from jaxkernels.triton import calls
+from jaxkernels.triton.matmul import gemm
 from jaxkernels.tuning import choices
 
 H200 = hardware.lookup("NVIDIA H200")
@@ -225,7 +226,7 @@ def test_the_package_has_times_of_many_problems(shipped, op, least):
 
 
 @pytest.mark.parametrize(
-    ("op", "least"), [("matmul", 0.963), ("attention_forward", 0.89), ("attention_backward", 0.92)]
+    ("op", "least"), [("matmul", 0.961), ("attention_forward", 0.89), ("attention_backward", 0.92)]
 )
 def test_chosen_backends_are_fast_on_problems_left_out(shipped, op, least):
     """The lower bounds are the values in docs/choice.md, rounded down."""
@@ -453,10 +454,13 @@ SIZES_OF_COPIES = [(4096, 4096), (4096, 4088), (4089, 4096)]
 
 @pytest.mark.usefixtures("as_if_triton_was_installed")
 def test_the_estimate_of_triton_products_has_rows_of_odd_length():
-    """They do not change the default configuration: `RANKING` leaves them out."""
+    """Their loads wait one after the other, so few rows need more programs: 11.6 us with 8 parts of k, 23.0 with 1."""
     even, odd = product(2048, 4096, 4096), product(2048, 4095, 4096)
     assert seconds("matmul", "triton", odd) > 1.5 * seconds("matmul", "triton", even)
-    assert dispatch.default_config("matmul", "triton", odd) == dispatch.default_config("matmul", "triton", even)
+    few = product(6, 5419, 1486)
+    whole = dataclasses.replace(config := dispatch.default_config("matmul", "triton", few), split_k=1)
+    assert config.split_k >= 4
+    assert gemm.estimate(few, whole) > 1.5 * gemm.estimate(few, config)
 
 
 @needs_aot

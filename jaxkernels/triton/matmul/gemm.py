@@ -32,7 +32,6 @@ from jaxkernels.triton import calls, chips
 
 __all__ = [
     "CONSTANTS",
-    "RANKING",
     "VERSION",
     "Config",
     "Constants",
@@ -45,7 +44,7 @@ __all__ = [
     "unsupported",
 ]
 
-VERSION = 1
+VERSION = 2
 
 _LABEL = "matmul[triton]"
 _FLOAT32 = np.dtype(np.float32)
@@ -65,6 +64,10 @@ _MOST_REGISTERS = 200
 _MOST = 2**16
 #: What 32 bits count.
 _MOST_TILES = 2**31
+#: Parts of k. XLA adds them up in one pass.
+_MOST_PARTS = 32
+#: Registers of a thread beside its accumulators, and warps of an SM: they limit how many programs run on it.
+_OTHER_REGISTERS, _MOST_WARPS = 24, 64
 #: Columns that are stored at once: what they need in shared memory would else take room of the pipeline.
 _PIECE_N = 64
 
@@ -74,72 +77,63 @@ class Constants:
     """The constants of the cost model. The rates that they refer to are those of `jaxkernels.triton.chips`.
 
     Attributes:
-      launch_seconds: a launch.
       add_seconds: the launch of XLA's kernel that adds up parts of k.
-      reached_flops: the share of the tensor cores' rate that kernels reach.
+      tile_seconds: what each wave of tiles takes beside its steps; the first one, with the launch.
+      next_tile_seconds: the same if a program computes several tiles. It stores one while it loads for the next.
+      reached_flops: the share of the tensor cores' rate that products alone would reach. It exceeds 1, as products wait
+        for operands also where the model has the two overlap.
+      tile_exponent: a tile below 2^15 elements reaches (elements / 2^15) to this power of it.
+      program_exponent: several programs on an SM reach (programs) to this power of what one reaches.
+      slow_products, most_slow_products: on Hopper, factor of the rate and the most of it that is reached without wgmma,
+        which needs 64 rows and four warps.
+      short_rows: factor of the rate on Hopper if block_k elements have fewer than 128 bytes.
+      reached_l2: the share of L2's rate that kernels reach.
       reached_bytes: the share of the memory's rate that kernels reach.
-      bytes_of_one: how many times its SM's share of the memory's rate one program alone can have.
-      tile_exponent: tiles below 2^15 elements reach (elements / 2^15) to this power of `reached_flops`.
-      few_rows: factor of the rate on Hopper if a tile has fewer than 64 rows.
-      short_rows: factor of the rate on Hopper if block_k elements have fewer than 128 bytes. Such tiles are slower; why
-        was not measured.
-      two_programs, many_programs: factor of the rate if an SM has two, and more than two programs.
-      two_stages: factor of the rate with two stages.
-      tile_seconds: what each wave of tiles takes beside its steps.
-      next_tile_seconds: the same if a program computes several tiles.
-      waiting_seconds: what a step waits for its operands at least, with two stages.
+      copy_seconds: an asynchronous copy of at most 16 bytes. As many elements as divide a row are copied at once.
       element_seconds: loading an element of an operand whose rows are no whole number of 4 bytes. Triton loads it
-        without asynchronous copies.
+        without asynchronous copies, element by element.
+      waiting_seconds: from an asynchronous copy to its arrival.
+      loading_seconds: the same for other loads.
+      store_seconds: a store of at most 16 bytes.
     """
 
-    launch_seconds: float
     add_seconds: float
-    reached_flops: float
-    reached_bytes: float
-    bytes_of_one: float
-    tile_exponent: float
-    few_rows: float
-    short_rows: float
-    two_programs: float
-    many_programs: float
-    two_stages: float
     tile_seconds: float
     next_tile_seconds: float
-    waiting_seconds: float
+    reached_flops: float
+    tile_exponent: float
+    program_exponent: float
+    slow_products: float
+    most_slow_products: float
+    short_rows: float
+    reached_l2: float
+    reached_bytes: float
+    copy_seconds: float
     element_seconds: float
+    waiting_seconds: float
+    loading_seconds: float
+    store_seconds: float
 
 
-#: `default_config` compares configurations by these constants. From measurements on an H200 (docs/triton.md).
-RANKING = Constants(
-    launch_seconds=3e-6,
-    add_seconds=3e-6,
-    reached_flops=0.8,
-    reached_bytes=0.88,
-    bytes_of_one=1.6,
-    tile_exponent=0.2,
-    few_rows=0.5,
-    short_rows=0.75,
-    two_programs=1.1,
-    many_programs=1.15,
-    two_stages=0.92,
-    tile_seconds=2e-6,
-    next_tile_seconds=1.5e-6,
-    waiting_seconds=0.0,
-    element_seconds=0.0,
-)
-
-#: The choice of a backend takes these. Fitted to 415 times of products that were drawn at random, on an H200: the
-#: median error is 23 %, the 90th percentile is 66 %.
-CONSTANTS = dataclasses.replace(
-    RANKING,
-    launch_seconds=0.9e-6,
-    add_seconds=1.4e-6,
-    reached_flops=0.66,
-    reached_bytes=0.6,
-    few_rows=0.25,
-    tile_seconds=0.15e-6,
-    waiting_seconds=0.65e-6,
-    element_seconds=1.3e-10,
+#: Fitted to measured times: 649 products on an H200 and an H100, most of them drawn at random, and 1,044 configurations
+#: of 60 other products. The median errors are 10 % and 12 %, the 90th percentiles 38 % and 34 %.
+CONSTANTS = Constants(
+    add_seconds=9e-07,
+    tile_seconds=1.1e-06,
+    next_tile_seconds=1.7e-06,
+    reached_flops=1.3,
+    tile_exponent=0.19,
+    program_exponent=0.61,
+    slow_products=0.18,
+    most_slow_products=0.24,
+    short_rows=0.77,
+    reached_l2=3.1,
+    reached_bytes=0.9,
+    copy_seconds=1.2e-10,
+    element_seconds=5.5e-11,
+    waiting_seconds=6.2e-07,
+    loading_seconds=5.1e-07,
+    store_seconds=1.5e-10,
 )
 
 
@@ -284,6 +278,16 @@ class _Tiles:
         return cls(m, n, k_iters, (g.batch or 1) * m * n * config.split_k)
 
 
+def _itemsize(spec: MatmulSpec) -> int:
+    """Bytes of an operand's element."""
+    return 4 if spec.lhs.dtype == spec.rhs.dtype == _FLOAT32 else 2
+
+
+def _result_itemsize(spec: MatmulSpec, config: Config) -> int:
+    """Bytes of an element that is stored: float32 where products are added up."""
+    return 4 if config.split_k > 1 or spec.lhs.dtype != spec.rhs.dtype else spec.out_dtype.itemsize
+
+
 def _steps(spec: MatmulSpec, config: Config) -> int:
     return -(-spec.gemm.k // config.block_k)
 
@@ -321,14 +325,21 @@ def unpreferred(spec: MatmulSpec) -> str | None:
 
 # Configurations.
 
+#: Of products with so few rows or columns, loads take the time.
+_FEW = 64
+
 #: Bytes of a line of L2.
 _LINE = 128
 
 #: (block_m, block_n, block_k, num_warps) for operands of 16 bits; of float32, block_k is half. Of equals, the first.
 _TILES = (
-    (128, 256, 64, 8), (256, 128, 64, 8), (128, 128, 64, 8), (128, 128, 64, 4), (128, 128, 32, 4), (64, 128, 64, 4),
-    (128, 64, 64, 4), (64, 64, 64, 4), (64, 256, 32, 4), (64, 32, 64, 4), (32, 64, 64, 4), (32, 128, 64, 4),
-    (16, 128, 64, 4), (16, 64, 128, 4), (16, 32, 128, 4), (32, 32, 64, 4), (16, 16, 64, 4),
+    (128, 256, 64, 8), (256, 128, 64, 8), (128, 128, 64, 8), (128, 128, 64, 4), (128, 128, 32, 4), (64, 256, 64, 4),
+    (64, 256, 32, 4), (64, 128, 64, 4), (64, 128, 32, 4), (128, 64, 64, 4), (256, 64, 32, 4), (64, 64, 64, 4),
+    (64, 64, 32, 4), (64, 64, 128, 4), (64, 32, 64, 4), (64, 32, 32, 4), (64, 32, 128, 4), (128, 32, 64, 4),
+    (64, 16, 64, 4), (64, 16, 32, 4), (64, 16, 128, 4), (128, 16, 64, 4), (128, 16, 32, 4), (256, 16, 64, 8),
+    (32, 128, 64, 4), (32, 64, 64, 4), (32, 64, 32, 4), (32, 32, 64, 4), (32, 16, 64, 4), (32, 16, 128, 4),
+    (16, 128, 64, 4), (16, 128, 32, 4), (16, 256, 32, 4), (16, 64, 128, 4), (16, 64, 64, 4), (16, 64, 32, 4),
+    (16, 32, 128, 4), (16, 32, 64, 4), (16, 32, 32, 4), (16, 16, 64, 4), (16, 16, 128, 4), (16, 16, 32, 4),
 )  # fmt: skip
 _STAGES = (4, 3, 2)
 
@@ -343,7 +354,7 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
         tile = Config(block_m, block_n, block_k, num_warps, num_stages)
         is_smallest = (block_m, block_n) == (16, 16) and num_stages == 2
         fits = _fits(spec, tile) and block_m < 2 * max(g.m, 16) and block_n < 2 * max(g.n, 16)
-        fits &= not (spec.target.is_hopper and block_m < min(64, g.m))  # wgmma needs 64 rows.
+        fits &= not (spec.target.is_hopper and block_m < min(64, g.m) and g.n > _FEW)  # wgmma needs 64 rows.
         if not fits and (found or not is_smallest):
             continue
         found = True
@@ -355,75 +366,119 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
 
 
 def _fits(spec: MatmulSpec, config: Config) -> bool:
-    itemsize = spec.lhs.dtype.itemsize
+    itemsize, threads = _itemsize(spec), 32 * config.num_warps
     operands = 0 if spec.target.is_hopper else (config.block_m + config.block_n) * 16 * itemsize / 4 / 2
-    registers = (config.block_m * config.block_n + operands) / (32 * config.num_warps)
+    # Elements that are loaded one by one wait in registers.
+    registers = (config.block_m * config.block_n + operands + _loads(spec, config)[1]) / threads
     most = _MOST_REGISTERS / 3 if _input_precision(spec) == "ieee" and itemsize == 4 else _MOST_REGISTERS
     return _shared_bytes(spec, config) <= chips.smem_bytes(spec.target) and registers <= most
 
 
 def _shared_bytes(spec: MatmulSpec, config: Config) -> int:
     """Shared memory of a program. What is stored takes the place of the pipeline, unless that runs on."""
-    itemsize = 4 if spec.lhs.dtype == spec.rhs.dtype == _FLOAT32 else 2
-    pipeline = config.num_stages * (config.block_m + config.block_n) * config.block_k * itemsize
-    is_wide = config.split_k > 1 or spec.lhs.dtype != spec.rhs.dtype  # Float32 products are added up.
-    piece = config.block_m * min(config.block_n, _PIECE_N) * (4 if is_wide else spec.out_dtype.itemsize)
+    pipeline = config.num_stages * (config.block_m + config.block_n) * config.block_k * _itemsize(spec)
+    piece = config.block_m * min(config.block_n, _PIECE_N) * _result_itemsize(spec, config)
     return (pipeline + piece if config.programs_per_sm else max(pipeline, piece)) + 1024
 
 
 def _splits(spec: MatmulSpec, tile: Config) -> Iterator[int]:
-    """Parts of k that fill the chip at most four times, each of at least four steps."""
+    """Parts of k that fill the chip at most sixteen times, each of at least two steps."""
     yield 1
     parts, items = 2, _Tiles.of(spec, tile).items
-    while items * parts <= 4 * chips.num_sms(spec.target) and _steps(spec, tile) >= 4 * parts:
+    while items * parts <= 16 * chips.num_sms(spec.target) and _steps(spec, tile) >= 2 * parts and parts <= _MOST_PARTS:
         if tensor_cores.fills_parts(_steps(spec, tile), parts):
             yield parts
         parts *= 2
 
 
 def estimate(spec: MatmulSpec, config: Config, constants: Constants = CONSTANTS) -> float:
-    """Seconds: waves of tiles, each its products or its loads, and not less than the bytes of all arrays."""
-    g, tile = spec.gemm, _Tiles.of(spec, config)
+    """Seconds. Three things take time: work of the SMs, waiting for operands, and the memory. They overlap in part."""
+    g, c, tile = spec.gemm, constants, _Tiles.of(spec, config)
     rates, num_sms = chips.rates_of(spec.target), chips.num_sms(spec.target)
-    is_float32 = spec.lhs.dtype == spec.rhs.dtype == _FLOAT32
-    precision = _input_precision(spec)
-    flops = rates.bf16_flops if not is_float32 else rates.fp32_flops if precision == "ieee" else rates.tf32_flops
-    if is_float32 and precision == "tf32x3":
-        flops /= 3
-    itemsize = 4 if is_float32 else 2
-    step_flops = 2.0 * config.block_m * config.block_n * config.block_k
-    step_bytes = (config.block_m + config.block_n) * config.block_k * itemsize
-    line_bytes = _line_bytes(g.lhs_layout, g.m, g.k, config.block_m, config.block_k, itemsize)
-    line_bytes += _line_bytes(g.rhs_layout, g.n, g.k, config.block_n, config.block_k, itemsize)
-    fitting = max(1, min(chips.programs_per_sm(spec.target, _shared_bytes(spec, config)), 16 // config.num_warps))
-    per_sm = min(config.programs_per_sm or fitting, fitting, -(-tile.items // num_sms))
-    # Small tiles leave the tensor cores waiting for operands; a second program on the SM fills some of the gaps.
-    share = constants.reached_flops * min(1.0, config.block_m * config.block_n / 2**15) ** constants.tile_exponent
-    if config.block_m < 64 and spec.target.is_hopper:  # wgmma needs 64 rows.
-        share *= constants.few_rows
-    if config.block_k * itemsize < 128 and spec.target.is_hopper:
-        share *= constants.short_rows
-    shared = constants.many_programs if per_sm > 2 else constants.two_programs if per_sm > 1 else 1.0
-    share = min(constants.reached_flops, share * shared) * (constants.two_stages if config.num_stages == 2 else 1.0)
-    loads = max(
-        line_bytes / rates.l2_bytes, step_bytes / (rates.memory_bytes * constants.bytes_of_one) if g.m <= 64 else 0
-    )
-    odd = _odd_elements(spec, config)
-    step = max(step_flops / (flops * share), loads) + odd * constants.element_seconds
-    latency = constants.next_tile_seconds if config.programs_per_sm else constants.tile_seconds
+    programs = _programs_per_sm(spec, config)
+    products, products_of_one = _product_seconds(spec, config, programs, c)
+    num_copies, num_elements = _loads(spec, config)
+    issue = num_copies * c.copy_seconds + num_elements * c.element_seconds
+    lines = _l2_bytes(spec, config) / (rates.l2_bytes * c.reached_l2)
+    has_next_tile = config.programs_per_sm > 0
+    stores = 0.0 if has_next_tile else _num_stores(spec, config) * c.store_seconds
     # The tiles of the last, partial wave have an SM with fewer others.
-    full, rest = divmod(tile.items, num_sms * per_sm)
-    tiles_of_sm = full * per_sm + -(-rest // num_sms)
-    waves = -(-tile.items // (num_sms * per_sm))
-    waiting = waves * tile.k_iters * constants.waiting_seconds / (1 if odd else max(1, config.num_stages - 1))
-    seconds = max(tiles_of_sm * tile.k_iters * step, waiting) + waves * latency
-    num_bytes = (g.batch or 1) * ((g.m * g.k + g.k * g.n) * itemsize + g.m * g.n * spec.out_dtype.itemsize)
-    seconds = max(seconds, num_bytes / (rates.memory_bytes * num_sms * constants.reached_bytes))
+    full, rest = divmod(tile.items, num_sms * programs)
+    tiles_of_sm = full * programs + -(-rest // num_sms)
+    waves = -(-tile.items // (num_sms * programs))
+    work = tiles_of_sm * (tile.k_iters * math.hypot(products, lines + issue) + stores)
+    # Without asynchronous copies a program loads, waits and multiplies, one after the other.
+    waiting = c.loading_seconds + issue + products_of_one if num_elements else _hidden(c.waiting_seconds, config)
+    num_bytes = (g.batch or 1) * ((g.m * g.k + g.k * g.n) * _itemsize(spec) + g.m * g.n * spec.out_dtype.itemsize)
+    memory = num_bytes / (rates.memory_bytes * num_sms * c.reached_bytes)
+    seconds = math.hypot(work, waves * tile.k_iters * waiting, memory)
+    seconds += waves * (c.next_tile_seconds if has_next_tile else c.tile_seconds)
     if config.split_k > 1:
         parts = 2 * config.split_k * (g.batch or 1) * g.m * g.n * 4
-        seconds += constants.add_seconds + parts / (rates.memory_bytes * num_sms)
-    passes = tensor_cores.gradients_seconds(spec) + tensor_cores.copies_seconds(spec)
-    return constants.launch_seconds + seconds + passes
+        seconds += c.add_seconds + parts / (rates.memory_bytes * num_sms)
+    return seconds + tensor_cores.gradients_seconds(spec) + tensor_cores.copies_seconds(spec)
+
+
+def _programs_per_sm(spec: MatmulSpec, config: Config) -> int:
+    """How many programs run on an SM at a time."""
+    of_memory = chips.programs_per_sm(spec.target, _shared_bytes(spec, config))
+    threads = 32 * config.num_warps
+    of_registers = int(2**16 / (config.block_m * config.block_n + _OTHER_REGISTERS * threads))
+    fitting = max(1, min(of_memory, of_registers, _MOST_WARPS // config.num_warps))
+    return min(
+        config.programs_per_sm or fitting, fitting, -(-_Tiles.of(spec, config).items // chips.num_sms(spec.target))
+    )
+
+
+def _product_seconds(spec: MatmulSpec, config: Config, programs: int, c: Constants) -> tuple[float, float]:
+    """What the products of a step take with so many programs on the SM, and with one."""
+    rates, precision = chips.rates_of(spec.target), _input_precision(spec)
+    flops = rates.bf16_flops
+    if _itemsize(spec) == 4:
+        flops = dict(ieee=rates.fp32_flops, tf32x3=rates.tf32_flops / 3).get(precision or "", rates.tf32_flops)
+    # Small tiles leave the tensor cores waiting for operands; other programs on the SM fill some of the gaps.
+    share, most = min(1.0, config.block_m * config.block_n / 2**15) ** c.tile_exponent, 1.0
+    if spec.target.is_hopper:
+        if config.block_m < 64 or config.num_warps < 4:
+            share, most = share * c.slow_products, c.most_slow_products
+        if config.block_k * _itemsize(spec) < 128:
+            share *= c.short_rows
+    seconds = 2.0 * config.block_m * config.block_n * config.block_k / (flops * c.reached_flops)
+    return seconds / min(most, share * programs**c.program_exponent), seconds / share
+
+
+def _hidden(seconds: float, config: Config) -> float:
+    """What is left of a wait if other steps are in flight."""
+    return seconds / max(1, config.num_stages - 1)
+
+
+def _loads(spec: MatmulSpec, config: Config) -> tuple[float, int]:
+    """Asynchronous copies of a step, and elements that are loaded one by one."""
+    g, itemsize = spec.gemm, _itemsize(spec)
+    sizes = dict(m=g.m, n=g.n, k=g.k)
+    copies, elements = 0.0, 0
+    for layout, block in ((g.lhs_layout, config.block_m), (g.rhs_layout, config.block_n)):
+        num_bytes = math.gcd(sizes[layout[1]] * itemsize, 16)
+        if num_bytes < 4:  # The least that cp.async copies.
+            elements += block * config.block_k
+        else:
+            copies += block * config.block_k * itemsize / num_bytes
+    return copies, elements
+
+
+def _num_stores(spec: MatmulSpec, config: Config) -> float:
+    """Stores of a tile. As many elements as divide a row are stored at once, at most 16 bytes."""
+    itemsize = _result_itemsize(spec, config)
+    return config.block_m * config.block_n * itemsize / math.gcd(spec.gemm.n * itemsize, 16)
+
+
+def _l2_bytes(spec: MatmulSpec, config: Config) -> int:
+    """Bytes of L2's lines that the blocks of a step touch."""
+    g, itemsize = spec.gemm, _itemsize(spec)
+    return sum(
+        _line_bytes(layout, size, g.k, block, config.block_k, itemsize)
+        for layout, size, block in ((g.lhs_layout, g.m, config.block_m), (g.rhs_layout, g.n, config.block_n))
+    )
 
 
 def not_estimated(spec: MatmulSpec, config: Config) -> str | None:
@@ -440,13 +495,6 @@ def _line_bytes(layout: str, size: int, k: int, block: int, block_k: int, itemsi
     row, length, rows = (k, block_k, block) if layout.endswith("k") else (size, block, block_k)
     lines = -(-length * itemsize // _LINE) + (row * itemsize % _LINE != 0)
     return rows * lines * _LINE
-
-
-def _odd_elements(spec: MatmulSpec, config: Config) -> int:
-    """Elements of a step that belong to operands whose rows are no whole number of 4 bytes."""
-    g, sizes, itemsize = spec.gemm, dict(m=spec.gemm.m, n=spec.gemm.n, k=spec.gemm.k), spec.lhs.dtype.itemsize
-    sides = (g.lhs_layout[1], config.block_m), (g.rhs_layout[1], config.block_n)
-    return sum(block * config.block_k for axis, block in sides if sizes[axis] * itemsize % 4)
 
 
 # Running.
