@@ -62,7 +62,7 @@ class Lab:
       runs: (operation, configuration) of every kernel traced.
     """
 
-    microseconds: Callable[[str, Any], float] = lambda backend, config: 1.0
+    microseconds: Callable[[str, Any], float] = lambda backend, config: 2.0 if backend == "xla" else 1.0
     broken: set[Any] = dataclasses.field(default_factory=set)
     wrong: set[Any] = dataclasses.field(default_factory=set)
     measured: list[list[str]] = dataclasses.field(default_factory=list)
@@ -738,10 +738,14 @@ def test_backends_far_apart_are_not_measured(lab, estimates):
         (113.0, 111.0, 110.0, "fake"),
         (113.0, 113.0, 110.0, "xla"),
         (98.0, 97.0, 96.0, "xla"),  # Short.
-        (98.0, 96.0, 96.0, "fake"),
+        (98.0, 96.0, 96.2, "fake"),
+        (98.0, 96.0, 96.1, "xla"),
+        (96.0, 96.1, 98.0, "far"),
     ],
 )
-def test_the_first_of_about_equal_long_kernels_is_taken(far, fake, xla, taken, lab, estimates, registry, tmp_path):
+def test_the_first_of_about_equal_long_kernels_is_taken_and_xla_of_short_ones(
+    far, fake, xla, taken, lab, estimates, registry, tmp_path
+):
     others = dict(registry)
     registry.clear()
     registry["matmul", "far"] = others["matmul", "fake"]
