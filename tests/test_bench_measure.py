@@ -254,6 +254,24 @@ def test_cupti_accepts_kernels_of_one_launch_in_any_order():
     assert CuptiClock(recorder).times([visit(left, 2)]) == [[3e-3, 3e-3]]
 
 
+def test_kernels_of_a_name_belong_to_the_launches_in_their_order():
+    """Others may stand between them. Here a launch has two kernels of one name."""
+    names = ["sum", "gemm", "gemm", "sum", "gemm", "gemm"]
+    recorder = Recorder(*zip(names, [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]))
+    assert CuptiClock(recorder).times([visit(left, 2)]) == [[7e-3, 56e-3]]
+    recorder.timings = list(zip(["sum", "sum", "gemm", "gemm", "gemm", "gemm"], [1.0, 8.0, 2.0, 4.0, 16.0, 32.0]))
+    assert CuptiClock(recorder).times([visit(left, 2)]) == [[7e-3, 56e-3]]
+
+
+def test_cupti_refuses_other_kernels_than_it_knows():
+    recorder = Recorder(("gemm", 1.0), ("sum", 1.0))
+    clock = CuptiClock(recorder)
+    clock.times([visit(left, 1)])
+    recorder.timings = [("gemm", 1.0), ("gemm", 1.0)]
+    with raises_exactly(MeasureError, "measure: kernel gemm was recorded 2 times where it ran 1 times."):
+        clock.times([visit(left, 1)])
+
+
 def test_cupti_keeps_one_record_of_sides_whose_kernels_are_known():
     recorder = Recorder(("gemm", 1.0))
     clock = CuptiClock(recorder)
@@ -273,9 +291,9 @@ def test_cupti_keeps_one_record_of_sides_whose_kernels_are_known():
 @pytest.mark.parametrize(
     ("timings", "message"),
     [
-        ([], "measure: 0 kernels were recorded for 2 launches, not a multiple."),
-        ([("a", 1.0)] * 3, "measure: 3 kernels were recorded for 2 launches, not a multiple."),
-        ([("a", 1.0), ("b", 1.0)], "measure: launches differ in their kernels: ['a'] and ['b']."),
+        ([], "measure: no kernels were recorded for 2 launches."),
+        ([("a", 1.0)] * 3, "measure: kernel a was recorded 3 times for 2 launches, not a multiple."),
+        ([("a", 1.0), ("b", 1.0)], "measure: kernel a was recorded 1 times for 2 launches, not a multiple."),
     ],
 )
 def test_a_record_that_does_not_add_up_is_refused(timings, message):

@@ -10,6 +10,7 @@ until the result is ready. `QueueClock` needs no profiler.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -195,7 +196,7 @@ class CuptiClock:
                 raise MeasureError("measure: this jaxlib has no CUPTI recorder. Install jax[cuda13] or jax[cuda12].")
             recorder = profiler.mosaic_gpu_lib._mosaic_gpu_ext
         self._recorder = recorder
-        #: function -> the names of the kernels of one launch.
+        #: function -> the names of the kernels of one launch, a name as often as it runs.
         self._kernels: dict[Callable[..., Any], list[str]] = {}
 
     def times(self, visits: Sequence[Visit]) -> list[list[float]]:
@@ -242,22 +243,40 @@ class CuptiClock:
             raise MeasureError(f"measure: {len(record)} kernels were recorded where {expected} ran.")
         times, position = [], 0
         for visit in visits:
-            kernels, of_visit = self._kernels[visit.function], []
-            for _ in range(visit.count):
-                launch = record[position : position + len(kernels)]
-                position += len(kernels)
-                if (names := sorted(name for name, _ in launch)) != kernels:
-                    raise MeasureError(f"measure: launches differ in their kernels: {kernels} and {names}.")
-                of_visit.append(math.fsum(milliseconds for _, milliseconds in launch) / 1e3)
-            times.append(of_visit)
+            end = position + visit.count * len(self._kernels[visit.function])
+            times.append(_times_of(record[position:end], self._kernels[visit.function], visit.count))
+            position = end
         return times
 
 
+def _times_of(record: Sequence[tuple[str, float]], kernels: Sequence[str], count: int) -> list[float]:
+    """Seconds of each of `count` launches. XLA may run kernels of a launch side by side: their order in a record may
+    change. Those of one name are in the order of the launches.
+    """
+    by_name = collections.defaultdict[str, list[float]](list)
+    for name, milliseconds in record:
+        by_name[name].append(milliseconds)
+    for name in dict.fromkeys([*kernels, *by_name]):
+        expected, found = kernels.count(name) * count, len(by_name[name])
+        if found != expected:
+            raise MeasureError(f"measure: kernel {name} was recorded {found} times where it ran {expected} times.")
+    columns = zip(
+        *(values[i :: len(values) // count] for values in by_name.values() for i in range(len(values) // count))
+    )
+    return [math.fsum(column) / 1e3 for column in columns]
+
+
 def _kernels(record: Sequence[tuple[str, float]], count: int) -> list[str]:
-    """The names of the kernels of the first of `count` launches, sorted: their order in a record may change."""
-    if not record or len(record) % count:
-        raise MeasureError(f"measure: {len(record)} kernels were recorded for {count} launches, not a multiple.")
-    return sorted(name for name, _ in record[: len(record) // count])
+    """The names of the kernels of each of `count` launches."""
+    names = collections.Counter(name for name, _ in record)
+    for name, found in names.items():
+        if found % count:
+            raise MeasureError(
+                f"measure: kernel {name} was recorded {found} times for {count} launches, not a multiple."
+            )
+    if not names:
+        raise MeasureError(f"measure: no kernels were recorded for {count} launches.")
+    return [name for name, found in names.items() for _ in range(found // count)]
 
 
 class WallClock:
