@@ -196,8 +196,8 @@ class CuptiClock:
                 raise MeasureError("measure: this jaxlib has no CUPTI recorder. Install jax[cuda13] or jax[cuda12].")
             recorder = profiler.mosaic_gpu_lib._mosaic_gpu_ext
         self._recorder = recorder
-        #: function -> the names of the kernels of one launch, a name as often as it runs.
-        self._kernels: dict[Callable[..., Any], list[str]] = {}
+        #: function -> how often a launch runs each kernel.
+        self._kernels: dict[Callable[..., Any], collections.Counter[str]] = {}
 
     def times(self, visits: Sequence[Visit]) -> list[list[float]]:
         if all(visit.function in self._kernels for visit in visits):
@@ -235,7 +235,7 @@ class CuptiClock:
         return timings
 
     def _num_kernels(self, visits: Sequence[Visit]) -> int:
-        return sum(visit.count * len(self._kernels[visit.function]) for visit in visits)
+        return sum(visit.count * self._kernels[visit.function].total() for visit in visits)
 
     def _split(self, record: Sequence[tuple[str, float]], visits: Sequence[Visit]) -> list[list[float]]:
         """Seconds of each launch of each visit, the sum of its kernels."""
@@ -243,13 +243,13 @@ class CuptiClock:
             raise MeasureError(f"measure: {len(record)} kernels were recorded where {expected} ran.")
         times, position = [], 0
         for visit in visits:
-            end = position + visit.count * len(self._kernels[visit.function])
+            end = position + self._num_kernels([visit])
             times.append(_times_of(record[position:end], self._kernels[visit.function], visit.count))
             position = end
         return times
 
 
-def _times_of(record: Sequence[tuple[str, float]], kernels: Sequence[str], count: int) -> list[float]:
+def _times_of(record: Sequence[tuple[str, float]], kernels: collections.Counter[str], count: int) -> list[float]:
     """Seconds of each of `count` launches. XLA may run kernels of a launch side by side: their order in a record may
     change. Those of one name are in the order of the launches.
     """
@@ -257,17 +257,15 @@ def _times_of(record: Sequence[tuple[str, float]], kernels: Sequence[str], count
     for name, milliseconds in record:
         by_name[name].append(milliseconds)
     for name in dict.fromkeys([*kernels, *by_name]):
-        expected, found = kernels.count(name) * count, len(by_name[name])
+        expected, found = kernels[name] * count, len(by_name[name])
         if found != expected:
             raise MeasureError(f"measure: kernel {name} was recorded {found} times where it ran {expected} times.")
-    columns = zip(
-        *(values[i :: len(values) // count] for values in by_name.values() for i in range(len(values) // count))
-    )
+    columns = zip(*(by_name[name][i::times] for name, times in kernels.items() for i in range(times)))
     return [math.fsum(column) / 1e3 for column in columns]
 
 
-def _kernels(record: Sequence[tuple[str, float]], count: int) -> list[str]:
-    """The names of the kernels of each of `count` launches."""
+def _kernels(record: Sequence[tuple[str, float]], count: int) -> collections.Counter[str]:
+    """How often each of `count` launches runs each kernel."""
     names = collections.Counter(name for name, _ in record)
     for name, found in names.items():
         if found % count:
@@ -276,7 +274,7 @@ def _kernels(record: Sequence[tuple[str, float]], count: int) -> list[str]:
             )
     if not names:
         raise MeasureError(f"measure: no kernels were recorded for {count} launches.")
-    return [name for name, found in names.items() for _ in range(found // count)]
+    return collections.Counter({name: found // count for name, found in names.items()})
 
 
 class WallClock:

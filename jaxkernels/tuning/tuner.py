@@ -249,7 +249,9 @@ def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | N
 
 
 def _first_of_equal(op: str, spec: Any, backends: Sequence[str], seconds: Mapping[str, float]) -> str:
-    """The fastest backend. Of those that are about as fast, the first preferred one, or XLA if they are short."""
+    """Returns the fastest backend, or another one that is about as fast: XLA if the kernels are short, else the first
+    preferred one.
+    """
     least = min(seconds.values())
     if least < _LONG_SECONDS:
         is_xla = seconds.get("xla", float("inf")) <= least + _SHORT_TIE

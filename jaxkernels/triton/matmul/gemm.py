@@ -89,12 +89,12 @@ class Constants:
       short_rows: factor of the rate on Hopper if block_k elements have fewer than 128 bytes.
       reached_l2: the share of L2's rate that kernels reach.
       reached_bytes: the share of the memory's rate that kernels reach.
-      copy_seconds: an asynchronous copy of at most 16 bytes. As many elements as divide a row are copied at once.
+      copy_seconds: an asynchronous copy. It has 4, 8 or 16 bytes: the most that divides the bytes of a row.
       element_seconds: loading an element of an operand whose rows are no whole number of 4 bytes. Triton loads it
         without asynchronous copies, element by element.
       waiting_seconds: from an asynchronous copy to its arrival.
       loading_seconds: the same for other loads.
-      store_seconds: a store of at most 16 bytes.
+      store_seconds: a store. It has 2 to 16 bytes: the most that divides the bytes of a row.
     """
 
     add_seconds: float
@@ -352,7 +352,7 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
     g = spec.gemm
     found = False
     for (block_m, block_n, block_k, num_warps), num_stages in itertools.product(_TILES, _STAGES):
-        if spec.lhs.dtype == spec.rhs.dtype == _FLOAT32:
+        if _itemsize(spec) == 4:
             block_k = max(16, block_k // 2)
         tile = Config(block_m, block_n, block_k, num_warps, num_stages)
         is_smallest = (block_m, block_n) == (16, 16) and num_stages == 2
@@ -364,10 +364,10 @@ def search_space(spec: MatmulSpec) -> Iterator[Config]:
         found = True
         for split_k in _splits(spec, tile):
             yield dataclasses.replace(tile, split_k=split_k)
-        several = dataclasses.replace(tile, programs_per_sm=1)
-        has_next_tile = _Tiles.of(spec, several).items > chips.num_sms(spec.target)
-        if block_m * block_n >= _LARGE and has_next_tile and _fits(spec, several):
-            yield several
+        if block_m * block_n >= _LARGE and _Tiles.of(spec, tile).items > chips.num_sms(spec.target):
+            several = dataclasses.replace(tile, programs_per_sm=1)
+            if _fits(spec, several):
+                yield several
 
 
 def _fits(spec: MatmulSpec, config: Config) -> bool:
@@ -400,7 +400,7 @@ def estimate(spec: MatmulSpec, config: Config, constants: Constants = CONSTANTS)
     """Seconds. Three things take time: work of the SMs, waiting for operands, and the memory. They overlap in part."""
     g, c, tile = spec.gemm, constants, _Tiles.of(spec, config)
     rates, num_sms = chips.rates_of(spec.target), chips.num_sms(spec.target)
-    programs = _programs_per_sm(spec, config)
+    programs = _programs_per_sm(spec, config, tile.items)
     products, products_of_one = _product_seconds(spec, config, programs, c)
     num_copies, num_elements = _loads(spec, config)
     issue = num_copies * c.copy_seconds + num_elements * c.element_seconds
@@ -412,8 +412,10 @@ def estimate(spec: MatmulSpec, config: Config, constants: Constants = CONSTANTS)
     tiles_of_sm = full * programs + -(-rest // num_sms)
     waves = -(-tile.items // (num_sms * programs))
     work = tiles_of_sm * (tile.k_iters * math.hypot(products, lines + issue) + stores)
-    # Without asynchronous copies a program loads, waits and multiplies, one after the other.
-    waiting = c.loading_seconds + issue + products_of_one if num_elements else _hidden(c.waiting_seconds, config)
+    if num_elements:  # Without asynchronous copies a program loads, waits and multiplies, one after the other.
+        waiting = c.loading_seconds + issue + products_of_one
+    else:  # Other steps are in flight meanwhile.
+        waiting = c.waiting_seconds / max(1, config.num_stages - 1)
     num_bytes = (g.batch or 1) * ((g.m * g.k + g.k * g.n) * _itemsize(spec) + g.m * g.n * spec.out_dtype.itemsize)
     memory = num_bytes / (rates.memory_bytes * num_sms * c.reached_bytes)
     seconds = math.hypot(work, waves * tile.k_iters * waiting, memory)
@@ -424,15 +426,13 @@ def estimate(spec: MatmulSpec, config: Config, constants: Constants = CONSTANTS)
     return seconds + tensor_cores.gradients_seconds(spec) + tensor_cores.copies_seconds(spec)
 
 
-def _programs_per_sm(spec: MatmulSpec, config: Config) -> int:
-    """How many programs run on an SM at a time."""
+def _programs_per_sm(spec: MatmulSpec, config: Config, items: int) -> int:
+    """How many programs run on an SM at a time, if there are so many tiles."""
     of_memory = chips.programs_per_sm(spec.target, _shared_bytes(spec, config))
     threads = 32 * config.num_warps
     of_registers = int(2**16 / (config.block_m * config.block_n + _OTHER_REGISTERS * threads))
     fitting = max(1, min(of_memory, of_registers, _MOST_WARPS // config.num_warps))
-    return min(
-        config.programs_per_sm or fitting, fitting, -(-_Tiles.of(spec, config).items // chips.num_sms(spec.target))
-    )
+    return min(config.programs_per_sm or fitting, fitting, -(-items // chips.num_sms(spec.target)))
 
 
 def _product_seconds(spec: MatmulSpec, config: Config, programs: int, c: Constants) -> tuple[float, float]:
@@ -452,11 +452,6 @@ def _product_seconds(spec: MatmulSpec, config: Config, programs: int, c: Constan
     return seconds / min(most, share * programs**c.program_exponent), seconds / share
 
 
-def _hidden(seconds: float, config: Config) -> float:
-    """What is left of a wait if other steps are in flight."""
-    return seconds / max(1, config.num_stages - 1)
-
-
 def _loads(spec: MatmulSpec, config: Config) -> tuple[float, int]:
     """Asynchronous copies of a step, and elements that are loaded one by one."""
     g, itemsize = spec.gemm, _itemsize(spec)
@@ -472,7 +467,7 @@ def _loads(spec: MatmulSpec, config: Config) -> tuple[float, int]:
 
 
 def _num_stores(spec: MatmulSpec, config: Config) -> float:
-    """Stores of a tile. As many elements as divide a row are stored at once, at most 16 bytes."""
+    """Stores of a tile. A store has at most 16 bytes, and its bytes divide those of a row."""
     itemsize = _result_itemsize(spec, config)
     return config.block_m * config.block_n * itemsize / math.gcd(spec.gemm.n * itemsize, 16)
 
