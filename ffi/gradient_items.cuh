@@ -12,7 +12,7 @@
 
 #pragma once
 
-#include "ptx.cuh"
+#include "blind.cuh"
 
 namespace jaxkernels {
 
@@ -31,6 +31,8 @@ struct GradientConfig {
   static constexpr bool kSegments = JK_SEGMENTS;
   static constexpr bool kQueryOffset = JK_QUERY_OFFSET;
   static constexpr bool kSoftCap = JK_SOFT_CAP;
+  // Whether queries that are no padding may see no key.
+  static constexpr bool kSeesNothing = JK_SEES_NOTHING;
   // Whether blocks of keys add to dQ in their order: equal operands then give equal bits.
   static constexpr bool kInOrder = JK_IN_ORDER;
 };
@@ -46,6 +48,7 @@ struct Problem {
   float factor;  // What a product is multiplied by: to logits in base 2, or to those over the cap.
   float cap;     // The soft cap in base 2.
   float scale;   // What dk is multiplied by.
+  BlindSums sums;  // Of dO.
 };
 
 // Arrays that are read by ordinary instructions. Those that Config leaves out are not touched.
@@ -62,6 +65,7 @@ struct Arrays {
   // (batch, block of queries): the first block of keys that visits it, as far as segments decide.
   const int* first_kv_blocks;
   const int* query_offset;
+  const float* blind_sums;  // (batch, head, part, column).
   int* turns;  // (batch, head, 16 queries, CTA of a cluster): how many blocks of keys have added.
 };
 

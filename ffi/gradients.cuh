@@ -127,6 +127,25 @@ __device__ __forceinline__ void logit_gradients(const float (&dp)[kLogits], int 
   }
 }
 
+// What queries that see no key add to dV, the same for all keys. `add(j, sums)` adds to the
+// thread's two columns of the j-th 8.
+template <typename Config, typename Add>
+__device__ __forceinline__ void add_blind_sums(const Item& item, const Problem& problem,
+                                               const Arrays& arrays, int offset, Add add) {
+  if constexpr (Config::kSeesNothing) {
+    const Positions positions{offset, problem.num_queries + offset, item.key_end};
+    if (!may_see_nothing<Config>(positions, problem.left, problem.right)) return;
+    const int first_head = item.batch * problem.num_kv_heads * problem.group_size + item.first_head;
+#pragma unroll
+    for (int j = 0; j < Config::kValueDim / 8; ++j) {
+      float sums[2];
+      const int column = j * 8 + threadIdx.x % 4 * 2;
+      problem.sums.add_up(arrays.blind_sums, first_head, item.num_heads, column, sums);
+      add(j, {sums[0] / problem.num_keys, sums[1] / problem.num_keys});
+    }
+  }
+}
+
 // The turns of a warp that adds to dQ in the order of the keys. One thread calls its functions.
 class Turns {
  public:

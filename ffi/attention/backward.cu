@@ -25,16 +25,17 @@
 // The two consumers and the warpgroup of dQ are not in step: the gaps of one are filled by others.
 //
 // The copy engine fills with zeros what lies beyond the last query: with dO and delta of zero, such
-// a query adds nothing. Padding must be zero in all operands.
+// a query adds nothing. Padding must be zero in queries and dO. In keys and values it may be NaN:
+// consumers clear it in shared memory.
 //
 // backward.py compiles this file with the macros that `Config` reads. Source: FlashAttention-3
 // (arXiv:2407.08608); a warpgroup of its own for dQ as in our Pallas kernel
 // (docs/pallas-kernels.md).
 
 #include "gradients.cuh"
+#include "padding.cuh"
 #include "ring.cuh"
 #include "staging.cuh"
-#include "tiles.cuh"
 
 namespace jaxkernels {
 
@@ -88,6 +89,9 @@ static_assert(Config::kHeadDim % 16 == 0 && Config::kValueDim % 16 == 0, "whole 
 constexpr int kProducerRegisters = 32;
 constexpr int kConsumerRegisters = 208;
 constexpr int kQueryRegisters = 64;
+
+// Named barriers from here on, one for each consumer.
+constexpr u32 kFirstBarrier = 1;
 
 // A warp of the warpgroup of dQ has so many staging buffers, of 32 columns each.
 constexpr int kQueryPieces = 2;
@@ -214,6 +218,11 @@ class Consumer {
       kv_.next();
       // The item is read again, so that it takes no registers meanwhile.
       const Item item = schedule.item();
+      add_blind_sums<Config>(item, problem_, arrays_, offset_,
+                             [&](int pair, const float (&sums)[2]) {
+#pragma unroll
+                               for (int i = 0; i < 4; ++i) dv_[pair * 4 + i] += sums[i % 2];
+                             });
       store(dv, item, dv_, 1.0f);
       store(dk, item, dk_, problem_.scale);
     }
@@ -233,7 +242,18 @@ class Consumer {
     }
     shared_.key_ring.consumer_wait(kv_);
     shared_.value_ring.consumer_wait(kv_);
+    if constexpr (Config::kKeyLengths) clear_padding(item);
     return item.num_steps();
+  }
+
+  // Of this consumer's keys and values. The warpgroup of dQ reads keys behind its wait for dS.
+  __device__ __forceinline__ void clear_padding(const Item& item) {
+    const int end = (index_ + 1) * kWgmmaM;
+    const int begin = max(item.key_end - item.first_key, index_ * kWgmmaM);
+    if (begin >= end || item.key_end == problem_.num_keys) return;
+    clear_rows<KeyTile>(shared_.keys, begin, end);
+    clear_rows<ValueTile>(shared_.values, begin, end);
+    end_clearing(kFirstBarrier + index_);
   }
 
   // dK and dV of an item.
@@ -544,12 +564,13 @@ __global__ void __launch_bounds__(kThreads, 1) attention_backward(
     const __grid_constant__ TensorMap sums, const __grid_constant__ TensorMap dq,
     const __grid_constant__ TensorMap dk, const __grid_constant__ TensorMap dv, const int* plan,
     const int* key_lengths, const int* query_segments, const int* key_segments,
-    const int* segment_blocks, const int* first_kv_blocks, const int* query_offset, int* turns,
-    const __grid_constant__ Problem problem) {
+    const int* segment_blocks, const int* first_kv_blocks, const int* query_offset,
+    const float* blind_sums, int* turns, const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(dynamic_smem);
-  const Arrays arrays{plan,           key_lengths,     query_segments, key_segments,
-                      segment_blocks, first_kv_blocks, query_offset,   turns};
+  const Arrays arrays{plan,         key_lengths,    query_segments,
+                      key_segments, segment_blocks, first_kv_blocks,
+                      query_offset, blind_sums,     turns};
   const int warpgroup = threadIdx.x / kWarpgroup;
 
   if (threadIdx.x == 0) {

@@ -25,15 +25,16 @@
 // is full if the warps of this CTA have written their half, and the other CTA's half has arrived.
 //
 // The copy engine fills with zeros what lies beyond the last query: with dO and delta of zero, such
-// a query adds nothing. Padding must be zero in all operands.
+// a query adds nothing. Padding must be zero in queries and dO. In keys and values it may be NaN:
+// each warpgroup clears it in the tiles that it reads.
 //
 // backward_wide.py compiles this file with the macros that `Config` reads. Source: FlashAttention-3
 // (arXiv:2407.08608); the division of 64 keys as in our Pallas kernel (docs/pallas-kernels.md).
 
 #include "gradients.cuh"
+#include "padding.cuh"
 #include "ring.cuh"
 #include "staging.cuh"
-#include "tiles.cuh"
 
 namespace jaxkernels {
 
@@ -93,6 +94,9 @@ constexpr int kParts = 2;
 constexpr int kProducerRegisters = 32;
 constexpr int kConsumerRegisters = 208;
 constexpr int kQueryRegisters = 64;
+
+// Named barriers of the warpgroups that clear padding in what they read.
+constexpr u32 kKeyBarrier = 1, kValueBarrier = 2, kOtherKeyBarrier = 3;
 
 // A warp of the warpgroup of dQ has so many staging buffers, of 32 columns each.
 constexpr int kQueryPieces = 2;                   // Of 64 columns.
@@ -189,6 +193,18 @@ struct Loads {
 
 __device__ __forceinline__ int first_key_of(const Item& item, int rank) {
   return item.first_key + rank * kKeys;
+}
+
+// Clears the padding in a tile of the keys or values of a CTA.
+template <typename Tile>
+__device__ __forceinline__ void clear_padding(unsigned char* tile, const Problem& problem,
+                                              const Item& item, int rank, u32 barrier) {
+  if constexpr (Config::kKeyLengths) {
+    const int begin = max(item.key_end - first_key_of(item, rank), 0);
+    if (begin >= kKeys || item.key_end == problem.num_keys) return;
+    clear_rows<Tile>(tile, begin, kKeys);
+    end_clearing(barrier);
+  }
 }
 
 // Loads keys and queries.
@@ -363,6 +379,14 @@ struct Accumulators {
     pin(low);
     if constexpr (kHigh > 0) pin(high);
   }
+  // Adds to both rows of this thread, to its two columns of 8: those from 8 `pair` on.
+  __device__ __forceinline__ void add(int pair, const float (&x)[2]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float& sum = pair < 16 ? low[pair * 4 + i] : high[(pair - 16) * 4 + i];
+      sum += x[i % 2];
+    }
+  }
   // Sum r of 8 of this thread in the 16 columns from `column` on.
   __device__ __forceinline__ float at(int column, int r) const {
     return column < 128 ? low[column / 2 + r] : high[(column - 128) / 2 + r];
@@ -414,6 +438,8 @@ class WeightConsumer {
       keys_.next();
       // The weights of the last step have been read: their buffer is free.
       shared_.weight_ring.producer_wait(weight_place());
+      add_blind_sums<Config>(item, problem_, arrays_, offset_,
+                             [&](int pair, const float (&sums)[2]) { dv_.add(pair, sums); });
       store_result(dv, problem_, item, dv_, 1.0f, shared_.weights[warp_of_group()]);
     }
   }
@@ -427,6 +453,7 @@ class WeightConsumer {
       load_key_segments(problem_, arrays_, item.batch, edges_.first_key, segments_);
     }
     shared_.key_ring.consumer_wait(keys_);
+    clear_padding<KeyTile>(shared_.keys, problem_, item, cta_rank(), kKeyBarrier);
     return item.num_steps();
   }
 
@@ -548,6 +575,7 @@ class GradientConsumer {
       const Item& item = items.item();
       const int count = item.num_steps();
       shared_.value_ring.consumer_wait(values_);
+      clear_padding<ValueTile>(shared_.values, problem_, item, cta_rank(), kValueBarrier);
       dk_.clear();
       if (count > 0) add_up(count);
       __syncwarp();  // As in WeightConsumer.
@@ -694,6 +722,8 @@ class QueryGradients {
     for (; items.has_item(); items.next()) {
       const Item& item = items.item();
       shared_.key_ring.consumer_wait(keys_);
+      clear_padding<OtherKeyTile>(shared_.other_keys, problem_, item, 1 - cta_rank(),
+                                  kOtherKeyBarrier);
 #pragma unroll 1
       for (int n = item.num_steps(); n > 0; --n) step(item);
       if constexpr (Config::kInOrder) {
@@ -832,12 +862,13 @@ __global__ void __launch_bounds__(kThreads, 1) attention_backward_wide(
     const __grid_constant__ TensorMap sums, const __grid_constant__ TensorMap dq,
     const __grid_constant__ TensorMap dk, const __grid_constant__ TensorMap dv, const int* plan,
     const int* key_lengths, const int* query_segments, const int* key_segments,
-    const int* segment_blocks, const int* first_kv_blocks, const int* query_offset, int* turns,
-    const __grid_constant__ Problem problem) {
+    const int* segment_blocks, const int* first_kv_blocks, const int* query_offset,
+    const float* blind_sums, int* turns, const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(dynamic_smem);
-  const Arrays arrays{plan,           key_lengths,     query_segments, key_segments,
-                      segment_blocks, first_kv_blocks, query_offset,   turns};
+  const Arrays arrays{plan,         key_lengths,    query_segments,
+                      key_segments, segment_blocks, first_kv_blocks,
+                      query_offset, blind_sums,     turns};
   const int warpgroup = threadIdx.x / kWarpgroup;
   init_rings(shared);
 

@@ -27,10 +27,11 @@
 // forward.py compiles this file with the macros that `Config` reads. Source: FlashAttention-3
 // (arXiv:2407.08608), with the step across items of our Pallas kernel (docs/pallas-kernels.md).
 
+#include "blind.cuh"
 #include "masks.cuh"
+#include "padding.cuh"
 #include "ring.cuh"
 #include "staging.cuh"
-#include "tiles.cuh"
 
 namespace jaxkernels {
 
@@ -60,6 +61,8 @@ struct Config {
   static constexpr bool kSegments = JK_SEGMENTS;
   static constexpr bool kQueryOffset = JK_QUERY_OFFSET;
   static constexpr bool kSoftCap = JK_SOFT_CAP;
+  // Whether queries that are no padding may see no key.
+  static constexpr bool kSeesNothing = JK_SEES_NOTHING;
 };
 
 // The sizes of a launch.
@@ -68,6 +71,7 @@ struct Problem {
   int num_q_blocks;  // Items of a head.
   int plan_columns;
   int left, right;
+  BlindSums sums;  // Of values.
   float factor;  // What a product is multiplied by: to logits in base 2, or to those over the cap.
   float cap;     // The soft cap in base 2.
 };
@@ -85,6 +89,8 @@ struct Arrays {
   // segment only.
   const int* segment_blocks;
   const int* query_offset;
+  const float* value_sums;  // (batch, key head, part, column).
+  u32* out;                 // Pairs of elements.
 };
 
 // ---- Constants that follow from Config ---------------------------------------------------------
@@ -230,9 +236,6 @@ struct Loads {
   const TensorMap& queries;
   const TensorMap& keys;
   const TensorMap& values;
-  // With lengths of keys: of each batch element, the values of the block in which its keys end.
-  // Padding is zero there.
-  const TensorMap& edge_values;
 };
 
 class Producer {
@@ -276,10 +279,8 @@ class Producer {
 
   __device__ __forceinline__ void load_values(const Item& item, int block) {
     u64* full = shared_.value_ring.producer_acquire(values_, ValueTile::kBytes);
-    const bool is_edge = Config::kKeyLengths && block == item.key_end / kBlockKv;
-    TileLoad<ValueTile>::load(shared_.values[values_.slot()],
-                              is_edge ? &loads_.edge_values : &loads_.values, full, 0,
-                              is_edge ? 0 : block * kBlockKv, kv_head_, item.batch);
+    TileLoad<ValueTile>::load(shared_.values[values_.slot()], &loads_.values, full, 0,
+                              block * kBlockKv, kv_head_, item.batch);
     values_.next();
   }
 
@@ -367,8 +368,9 @@ struct Statistics {
 
 // ---- Consumers ---------------------------------------------------------------------------------
 
-// Named barriers from here on, one for each consumer's turn.
+// Named barriers from here on: one for each consumer's turn, then one for each consumer.
 constexpr u32 kFirstTurn = 1;
+constexpr u32 kFirstBarrier = kFirstTurn + kConsumers;
 
 class Consumer {
  public:
@@ -469,6 +471,17 @@ class Consumer {
     queries_parity_ ^= 1;
   }
 
+  // Waits for the values of a block. Padding in it becomes zero.
+  __device__ __forceinline__ void wait_for_values(const Item& item, int block) {
+    shared_.value_ring.consumer_wait(values_);
+    const int first_of_padding = item.key_end - block * kBlockKv;
+    // The copy engine has filled with zeros what lies beyond the last key.
+    if (Config::kKeyLengths && first_of_padding < kBlockKv && item.key_end < problem_.num_keys) {
+      clear_rows<ValueTile>(shared_.values[values_.slot()], first_of_padding, kBlockKv);
+      end_clearing(kFirstBarrier + index_);
+    }
+  }
+
   // P of the products that follow.
   __device__ __forceinline__ void round_weights() {
 #pragma unroll
@@ -505,7 +518,7 @@ class Consumer {
     shared_.key_ring.consumer_wait(keys_);
     wait_for_turn();
     issue_logits();
-    shared_.value_ring.consumer_wait(values_);
+    wait_for_values(item, block + 1);
     issue_outputs();
     end_turn();
     take_logits<1>(item, block);
@@ -524,7 +537,7 @@ class Consumer {
     shared_.key_ring.consumer_wait(keys_);
     wait_for_turn();
     issue_logits();
-    shared_.value_ring.consumer_wait(values_);
+    wait_for_values(item, item.last());
     issue_outputs();
     end_turn();
     finish_rows(item);
@@ -540,7 +553,7 @@ class Consumer {
 
   // O of the last block of all.
   __device__ __forceinline__ void end(const Item& item) {
-    shared_.value_ring.consumer_wait(values_);
+    wait_for_values(item, item.last());
     wait_for_turn();
     issue_outputs();
     end_turn(true);
@@ -607,8 +620,8 @@ class Consumer {
 
   // ---- Results ----
 
-  // Stores an item's logsumexps, and keeps what its output is to be multiplied by: 0 for padding
-  // and for queries that see no key.
+  // Stores an item's logsumexps, and keeps what its output is to be multiplied by: 0 for padding.
+  // It is negative for queries that see no key, whose output is the mean of all values.
   __device__ __forceinline__ void finish_rows(const Item& item) {
     rows_.finish();
 #pragma unroll
@@ -617,6 +630,12 @@ class Consumer {
       const bool is_padding = Config::kQueryLengths && query + offset_ >= item.query_end;
       const bool is_blind = rows_.sum[h] == 0.0f || is_padding;
       normalizer_[h] = is_blind ? 0.0f : 1.0f / rows_.sum[h];
+      if (Config::kSeesNothing && is_blind && !is_padding) {
+        const Positions positions{offset_, item.query_end, item.key_end};
+        if (may_see_nothing<Config>(positions, problem_.left, problem_.right)) {
+          normalizer_[h] = -1.0f;
+        }
+      }
       const float lse =
           is_blind ? kMaskedLogit : (rows_.maximum[h] + log2_approximate(rows_.sum[h])) * kLn2;
       if (threadIdx.x % 4 == 0 && query < problem_.num_queries) {
@@ -651,6 +670,31 @@ class Consumer {
       }
       store_piece(&out_, 0, staging, {piece * Buffer::kColumns, first_row, item.head, item.batch});
     }
+    if constexpr (Config::kSeesNothing) fill_in_means(item);
+  }
+
+  // Overwrites the rows of queries that see no key with the mean of all values.
+  __device__ __forceinline__ void fill_in_means(const Item& item) {
+    if (!__any_sync(0xffffffffu, normalizer_[0] < 0.0f || normalizer_[1] < 0.0f)) return;
+    if (threadIdx.x % kWarp == 0) cp_async_bulk_wait_group<0>();
+    __syncwarp();
+    const int num_kv_heads = problem_.num_heads / problem_.group_size;
+    const int kv_head = item.batch * num_kv_heads + item.head / problem_.group_size;
+#pragma unroll 1
+    for (int column = threadIdx.x % 4 * 2; column < problem_.sums.num_columns; column += 8) {
+      float mean[2];
+      problem_.sums.add_up(arrays_.value_sums, kv_head, 1, column, mean);
+      const u32 word = Element::pack(mean[0] / problem_.num_keys, mean[1] / problem_.num_keys);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int query = query_of(item, h);
+        if (!(normalizer_[h] < 0.0f) || query >= problem_.num_queries) continue;
+        const size_t row =
+            (static_cast<size_t>(item.batch) * problem_.num_queries + query) * problem_.num_heads +
+            item.head;
+        arrays_.out[(row * problem_.sums.num_columns + column) / 2] = word;
+      }
+    }
   }
 
   SharedStorage& shared_;
@@ -675,14 +719,14 @@ class Consumer {
 
 __global__ void __launch_bounds__(kThreads, 1) attention_forward(
     const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
-    const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap edge_values,
-    const __grid_constant__ TensorMap out, float* lse, const int* plan, const int* query_lengths,
-    const int* key_lengths, const int* query_segments, const int* key_segments,
-    const int* segment_blocks, const int* query_offset, const __grid_constant__ Problem problem) {
+    const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap out, float* lse,
+    const int* plan, const int* query_lengths, const int* key_lengths, const int* query_segments,
+    const int* key_segments, const int* segment_blocks, const int* query_offset,
+    const float* value_sums, u32* out_words, const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(dynamic_smem);
   const Arrays arrays{lse,          plan,           query_lengths, key_lengths, query_segments,
-                      key_segments, segment_blocks, query_offset};
+                      key_segments, segment_blocks, query_offset,  value_sums,  out_words};
   const int warpgroup = threadIdx.x / kWarpgroup;
 
   if (threadIdx.x == 0) {
@@ -704,7 +748,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_forward(
   if (warpgroup == 0) {
     setmaxnreg_dec<kProducerRegisters>();
     if (uniform(threadIdx.x / kWarp) == 0 && elect_one()) {
-      const Loads loads{queries, keys, values, edge_values};
+      const Loads loads{queries, keys, values};
       Producer(shared, loads).run(schedule, problem);
     }
   } else {

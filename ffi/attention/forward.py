@@ -15,17 +15,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxkernels.core.arguments import check_fields, check_rules, check_smem
 from jaxkernels.ffi import compiler, custom_call, handler
-from jaxkernels.ffi.attention import launching
+from jaxkernels.ffi.attention import blind, launching
 from jaxkernels.ffi.attention.launching import ATOM, STAGING_BYTES, WARPGROUP, padded
 from jaxkernels.ops.attention import tensor_cores
-from jaxkernels.ops.attention.blind import mean_of_values
 from jaxkernels.ops.attention.planning import forward_plan, forward_steps, longest_cta, too_few_queries
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
-from jaxkernels.ops.attention.visibility import may_see_nothing, queries_inside, segment_key_blocks
+from jaxkernels.ops.attention.visibility import may_see_nothing, segment_key_blocks
 
 __all__ = [
     "CONSTANTS",
@@ -268,12 +266,12 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
     q, k, v = (launching.whole_units(named[name]) for name in ("q", "k", "v"))
     plan = jnp.asarray(_plan(spec, config))
     arrays = launching.Arrays(q, k, v, plan, absent=3)
-    edge = arrays.add(_edge_values(spec, config, v, named["key_lengths"])) if spec.key_lengths else 2
     blocks = segment_key_blocks(spec, config.rows, config.block_kv, dict(named)) if spec.segments else None
     extras = [
         *(named.get(name) for name in ("query_lengths", "key_lengths", "query_segments", "key_segments")),
         blocks,
         named["query_offset"].reshape(1) if spec.query_offset else None,
+        blind.sums(spec, named, v, is_backward=False) if may_see_nothing(spec) else None,
     ]
     extra_buffers = [arrays.add(x) for x in extras]
     batch, num_queries, num_heads, _ = q.shape
@@ -292,11 +290,11 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
             launching.rows_of_a_head(0, q, _WGMMA_M),
             launching.rows_of_a_head(1, k, config.block_kv),
             launching.rows_of_a_head(2, v, config.block_kv),
-            launching.rows_of_a_head(edge, arrays.operands[edge], config.block_kv),
             launching.rows_of_a_head(out_buffer, results[0], 16),
             custom_call.Pointer(lse_buffer),
             custom_call.Pointer(3),
             *map(custom_call.Pointer, extra_buffers),
+            custom_call.Pointer(out_buffer),
             _problem(spec, config, plan.shape[1]),
         ],
         grid=(plan.shape[0],),
@@ -305,31 +303,7 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
         target=spec.target,
         label="attention_forward",
     )
-    if may_see_nothing(spec):
-        out = _fill_in_means(spec, named, out, lse)
     return [out[..., :value_dim], lse]
-
-
-def _edge_values(spec: AttentionSpec, config: Config, v: jax.Array, key_lengths: jax.Array) -> jax.Array:
-    """The values of the block in which the keys of each batch element end, zero from there on: padding may be NaN, and
-    a weight of zero does not hide it.
-    """
-    key_end = jnp.clip(key_lengths, 0, spec.k.shape[1])[:, None]
-    row = key_end // config.block_kv * config.block_kv + jnp.arange(config.block_kv)
-    edge = jnp.take_along_axis(v, row[:, :, None, None], axis=1, mode="clip")
-    return jnp.where((row < key_end)[:, :, None, None], edge, 0)
-
-
-def _fill_in_means(spec: AttentionSpec, named: Any, out: jax.Array, lse: jax.Array) -> jax.Array:
-    """Writes the mean of the values into the rows of queries that see no key, if there are any."""
-    is_blind = (lse <= MASKED_LOGIT / 2) & queries_inside(spec, dict(named))[:, None]
-
-    def fill(out: jax.Array) -> jax.Array:
-        mean = mean_of_values(spec, named["v"], named)
-        mean = jnp.pad(mean, ((0, 0), (0, 0), (0, 0), (0, out.shape[3] - mean.shape[3])))
-        return jnp.where(jnp.swapaxes(is_blind, 1, 2)[..., None], mean.astype(out.dtype), out)
-
-    return lax.cond(is_blind.any(), fill, lambda out: out, out)
 
 
 def _problem(spec: AttentionSpec, config: Config, plan_columns: int) -> np.generic:
@@ -344,6 +318,8 @@ def _problem(spec: AttentionSpec, config: Config, plan_columns: int) -> np.gener
         plan_columns,
         launching.reach(spec.band.left),
         launching.reach(spec.band.right),
+        blind.num_parts(num_keys),
+        launching.whole_units_of(spec.v.shape[3]),
         *launching.factors(spec),
     )
 
@@ -368,6 +344,7 @@ def compile_forward(spec: AttentionSpec, config: Config) -> compiler.CompiledKer
         segments=spec.segments,
         query_offset=spec.query_offset,
         soft_cap=spec.soft_cap is not None,
+        sees_nothing=may_see_nothing(spec),
         masked_logit=f"{MASKED_LOGIT!r}f",
         smem_bytes=smem_bytes(spec, config),
     )

@@ -1,8 +1,8 @@
 """What the designs of attention's backward pass have in common: the launch, and the work of other kernels around it.
 
-Another kernel computes the sums of out * dout first (row_sums.cu). XLA clears padding, and converts dq, which the
-kernels sum in float32. The kernels add up dq in the order in which blocks of keys come: dq may differ between runs by
-rounding. With `deterministic` they add in their own order.
+Another kernel computes the sums of out * dout first (row_sums.cu). XLA clears queries that are padding, and converts
+dq, which the kernels sum in float32. The kernels add up dq in the order in which blocks of keys come: dq may differ
+between runs by rounding. With `deterministic` they add in their own order.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkernels.ffi import compiler, custom_call
-from jaxkernels.ffi.attention import launching
+from jaxkernels.ffi.attention import blind, launching
 from jaxkernels.ffi.attention.launching import LOG2E, WARPGROUP, padded, rows_of_a_head
 from jaxkernels.ops.attention.blind import row_sums
 from jaxkernels.ops.attention.planning import backward_plan, backward_steps, longest_cta
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.ops.attention.visibility import (
     is_known_at_run_time,
-    keys_inside,
+    may_see_nothing,
     queries_inside,
     segment_query_blocks,
     segment_query_blocks_in_order,
@@ -151,6 +151,7 @@ def choices(spec: AttentionSpec, group_parts: int) -> dict[str, Any]:
         segments=spec.segments,
         query_offset=spec.query_offset,
         soft_cap=spec.soft_cap is not None,
+        sees_nothing=may_see_nothing(spec),
         in_order=spec.deterministic,
     )
 
@@ -166,7 +167,7 @@ def run(
     named = spec.named("attention_backward", operands)
     q, k, v, dout = (launching.whole_units(x) for x in _without_padding(spec, named))
     products, zeros = _products(spec, q, launching.whole_units(named["out"]), dout)
-    sums, mean = _sums(spec, named, products[..., : q.shape[1]])
+    sums = _sums(spec, named, products[..., : q.shape[1]])
     items = jnp.asarray(plan(spec, tiling))
     arrays = launching.Arrays(q, k, v, dout, sums, items, absent=5)
     blocks, first_kv_blocks = _segment_blocks(spec, tiling, dict(named))
@@ -175,6 +176,7 @@ def run(
         blocks,
         first_kv_blocks,
         named["query_offset"].reshape(1) if spec.query_offset else None,
+        blind.sums(spec, named, dout, is_backward=True) if may_see_nothing(spec) else None,
     ]
     extra_buffers = [arrays.add(x) for x in extras]
     aliases = {arrays.add(zeros): 0}
@@ -218,15 +220,10 @@ def run(
         target=spec.target,
         label="attention_backward",
     )
-    return _converted(spec, tiling, (dq, dk, dv), mean)
+    return _converted(spec, tiling, (dq, dk, dv))
 
 
-def _converted(
-    spec: AttentionSpec,
-    tiling: Tiling,
-    results: Sequence[jax.Array],
-    mean: jax.Array | None,
-) -> list[jax.Array]:
+def _converted(spec: AttentionSpec, tiling: Tiling, results: Sequence[jax.Array]) -> list[jax.Array]:
     """dq, dk and dv of the operands' shapes and dtypes: scaled, without padding, and parts of groups added up."""
     dq, dk, dv = results
     dq = (dq * spec.scale)[..., : spec.q.shape[3]]
@@ -234,16 +231,11 @@ def _converted(
     if tiling.group_parts > 1:
         together = lambda x: x.reshape(*x.shape[:2], -1, tiling.group_parts, x.shape[3]).sum(axis=3)
         dk, dv = together(dk), together(dv)
-    if mean is not None:
-        dv = dv.astype(jnp.float32) + mean
     return [dq.astype(spec.q.dtype), dk.astype(spec.k.dtype), dv.astype(spec.v.dtype)]
 
 
-def _sums(
-    spec: AttentionSpec, named: Mapping[str, jax.Array], products: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
-    """The logsumexp in base 2 and delta of each query, (2, B, N, T) with T padded to whole units of 16 bytes; and what
-    queries that see no key add to dv, or None.
+def _sums(spec: AttentionSpec, named: Mapping[str, jax.Array], products: jax.Array) -> jax.Array:
+    """The logsumexp in base 2 and delta of each query, (2, B, N, T) with T padded to whole units of 16 bytes.
 
     One array: XLA makes it last, by a kernel of its own. A Triton fusion right before costs 8 to 11 %
     (docs/pallas-kernels.md, "Two speeds").
@@ -251,11 +243,11 @@ def _sums(
     Args:
       products: the sums of out * dout.
     """
-    lse, delta, mean = row_sums(spec, named, products)
+    lse, delta, _ = row_sums(spec, named, products)
     if spec.query_lengths:  # Padding has no part in gradients.
         is_query = queries_inside(spec, dict(named))[:, None]
         lse, delta = jnp.where(is_query, lse, jnp.inf), jnp.where(is_query, delta, 0)
-    return jnp.stack([_whole_rows(lse * LOG2E), _whole_rows(delta)]), mean
+    return jnp.stack([_whole_rows(lse * LOG2E), _whole_rows(delta)])
 
 
 def _segment_blocks(
@@ -270,14 +262,11 @@ def _segment_blocks(
 
 
 def _without_padding(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> list[jax.Array]:
-    """q, k, v and dout with zeros in place of padding, which may be NaN."""
+    """q, k, v and dout with zeros in place of queries that are padding, which may be NaN. The kernels clear keys."""
     q, k, v, dout = (named[name] for name in ("q", "k", "v", "dout"))
     if spec.query_lengths:
         is_query = queries_inside(spec, dict(named))[:, :, None, None]
         q, dout = jnp.where(is_query, q, 0), jnp.where(is_query, dout, 0)
-    if spec.key_lengths:
-        is_key = keys_inside(spec, dict(named))[:, :, None, None]
-        k, v = jnp.where(is_key, k, 0), jnp.where(is_key, v, 0)
     return [q, k, v, dout]
 
 
@@ -336,4 +325,6 @@ def _problem(spec: AttentionSpec, tiling: Tiling, plan_columns: int) -> np.gener
         launching.reach(spec.band.right),
         *launching.factors(spec),
         float(spec.scale),
+        blind.num_parts(num_queries),
+        launching.whole_units_of(spec.v.shape[3]),
     )

@@ -29,6 +29,7 @@ __all__ = [
     "rows_of_a_head",
     "struct",
     "whole_units",
+    "whole_units_of",
 ]
 
 #: What the kernels call a dtype.
@@ -56,7 +57,7 @@ def not_estimated(spec: AttentionSpec) -> str | None:
         return "lengths or segments decide at run time how long items take"
     if spec.q.shape[3] % _UNIT or spec.v.shape[3] % _UNIT:
         return "XLA pads the head dimensions"
-    return "XLA looks for queries that see no key" if may_see_nothing(spec) else None
+    return "another kernel adds up values for queries that see no key" if may_see_nothing(spec) else None
 
 
 def factors(spec: AttentionSpec) -> tuple[float, float]:
@@ -93,9 +94,14 @@ class Arrays:
         return len(self.operands) - 1
 
 
+def whole_units_of(size: int) -> int:
+    """A head dimension as the kernels' operands have it: whole units of 16 bytes."""
+    return size + -size % _UNIT
+
+
 def whole_units(x: jax.Array) -> jax.Array:
     """Pads the last dimension to whole units of 16 bytes; usually there is nothing to do."""
-    missing = -x.shape[3] % _UNIT
+    missing = whole_units_of(x.shape[3]) - x.shape[3]
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x
 
 
@@ -119,7 +125,7 @@ def struct(*fields: int | float) -> np.generic:
 
 
 @functools.lru_cache(maxsize=512)
-def compile_kernel(name: str, columns: frozenset[int], **choices: Any) -> compiler.CompiledKernel:
+def compile_kernel(name: str, columns: frozenset[int], /, **choices: Any) -> compiler.CompiledKernel:
     """Compiles `name`.cu with each choice as a macro, and the wgmma instructions of so many columns."""
     return compiler.compile_kernel(
         (importlib.resources.files("jaxkernels.ffi.attention") / f"{name}.cu").read_text(),

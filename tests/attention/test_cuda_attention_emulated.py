@@ -23,6 +23,9 @@ Config = forward.Config
 
 TRANSLATED = {f"jaxkernels::attention_{name}": DYNAMIC_SMEM for name in ("forward", "backward", "backward_wide")}
 TRANSLATED["jaxkernels::attention_row_sums"] = {}
+TRANSLATED["jaxkernels::attention_blind_sums"] = {
+    "__shared__ Totals totals;": "Totals& totals = emulator::static_shared<Totals>();"
+}
 
 pytestmark = NEEDS_COMPILER
 
@@ -116,8 +119,7 @@ def test_numbers_that_are_none_stay_so(num_polynomials: int, emulator: Emulator)
     [
         ("void step(const Item& item, int block) {\n    shared_.key_ring.consumer_wait(keys_);\n",
          "void step(const Item& item, int block) {\n", "plain"),
-        ("void end(const Item& item) {\n    shared_.value_ring.consumer_wait(values_);\n",
-         "void end(const Item& item) {\n", "plain"),
+        ("int block) {\n    shared_.value_ring.consumer_wait(values_);\n", "int block) {\n", "plain"),
         ("    wgmma_wait<0>();\n    pin(o_);\n", "    pin(o_);\n", "plain"),
         ("block * kBlockKv, 0,\n                            kv_head_", "block * kBlockKv, 0,\n"
          "                            item.head", "plain"),
@@ -129,7 +131,9 @@ def test_numbers_that_are_none_stay_so(num_polynomials: int, emulator: Emulator)
         ("rows_ = Statistics();", "", "plain"),
         ("load_values(item, block);", "load_values(item, block - 1);", "plain"),
         ("    adds_ = false;\n    const u32 warp", "    const u32 warp", "plain"),
-        ("const bool is_edge = Config::kKeyLengths &&", "const bool is_edge = false &&", "key-lengths"),
+        ("if (Config::kKeyLengths && first_of_padding", "if (false && first_of_padding", "key-lengths"),
+        ("if constexpr (Config::kSeesNothing) fill_in_means(item);", "", "window-behind-all-keys"),
+        ("total[i] += x;", "total[0] += x;", "window-behind-all-keys"),
         ("if (id != rows[1])", "if (id != rows[0])", "segments"),
         ("Config::kQueryLengths && factor == 0.0f ?", "false ?", "query-lengths"),
         ("tanh_by_exp2(s_[i] * problem_.factor)", "tanh_by_exp2(s_[i])", "soft-cap"),
@@ -278,6 +282,10 @@ def test_gradients_in_any_order(seed: int, emulator: Emulator) -> None:
         ("key - problem.right - position", "key - problem.right - position + 1", "causal"),
         ("key + problem.left + 1 - position", "key + problem.left - position", "window"),
         ("if (key >= edges.key_end) begin", "if (false) begin", "key-lengths"),
+        ("clear_rows<KeyTile>(shared_.keys, begin, end);", "", "key-lengths"),
+        ("clear_rows<ValueTile>(shared_.values, begin, end);", "", "key-lengths"),
+        ("clear_rows<Tile>(tile, begin, kKeys);", "", "pairs-lengths"),
+        ("problem_, item, 1 - cta_rank(),\n", "problem_, item, cta_rank(),\n", "pairs-lengths"),
         ("store(dk, item, dk_, problem_.scale)", "store(dk, item, dk_, 1.0f)", "plain"),
         ("max(item.first_key - problem_.right - offset, 0)",
          "max(item.first_key - problem_.right - offset + kBlockQ, 0)", "causal"),
