@@ -155,7 +155,7 @@ def unsupported(spec: AttentionSpec) -> str | None:
 
 def unpreferred(spec: AttentionSpec) -> str | None:
     """Not chosen unasked before it has been measured beside the Pallas kernel."""
-    terms = dict(window=spec.window, segments=spec.segments, lengths=spec.key_lengths or spec.query_lengths)
+    terms = dict(window=spec.window, segments=spec.segments, query_lengths=spec.query_lengths)
     unmeasured = [name for name, given in (terms | dict(soft_cap=spec.soft_cap)).items() if given]
     if unmeasured:
         return f"is taken only where it was measured fastest: its speed with {', '.join(unmeasured)} is not known yet"

@@ -155,7 +155,9 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
         [
             *(named[name] for name in ("q", "k", "v")),
             *optional(spec, named),
-            *(named[name] for name in ("out", "dout", "lse", "dlse")),
+            *(named[name] for name in ("out", "dout", "lse")),
+            # Else it is zero: XLA would launch a kernel to fill it.
+            named["dlse"] if spec.lse_gradient else named["lse"],
         ],
         [dq, spec.k, spec.v],
         target=spec.target,

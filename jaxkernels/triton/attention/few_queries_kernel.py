@@ -64,7 +64,9 @@ def attention_few_queries(
     saw = is_query & (logsumexp > BLIND)
     top = tl.where(saw, logsumexp, float("inf")) * LOG2E
     products_of_rows = tl.sum(outputs.to(tl.float32) * gradients.to(tl.float32), axis=1)
-    shift = tl.where(saw, products_of_rows - tl.load(dlse + sums, mask=is_query, other=0.0), 0.0)
+    if p.has_dlse:
+        products_of_rows -= tl.load(dlse + sums, mask=is_query, other=0.0)
+    shift = tl.where(saw, products_of_rows, 0.0)
     # The output of a query that sees no key is the mean of all values.
     blind = tl.where((is_query & ~saw)[:, None], gradients.to(tl.float32), 0.0)
     dmean = tl.sum(blind, axis=0) / p.num_keys

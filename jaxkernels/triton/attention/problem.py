@@ -86,6 +86,7 @@ class Problem:
       may_be_blind: whether queries may see no key, or none in a part of the keys; or only logits that are minus
         infinity.
       num_splits: parts of the keys, each a result by itself.
+      has_dlse: whether the logsumexp has a cotangent.
       precision: how tl.dot multiplies float32; with "tf32", operands are rounded first.
     """
 
@@ -118,6 +119,7 @@ class Problem:
     has_right_edge: bool
     may_be_blind: bool
     num_splits: int
+    has_dlse: bool
     precision: str
 
     @classmethod
@@ -175,6 +177,7 @@ class Problem:
             has_right_edge=behind is not None or is_last_ragged or at_run_time,
             may_be_blind=bool(band.left is not None or at_run_time or spec.bias or spec.mask or num_splits > 1),
             num_splits=num_splits,
+            has_dlse=spec.lse_gradient,
             precision="ieee" if num_queries * num_keys <= _PAIRS_IN_FLOAT32 else FLOAT32_PRECISION,
         )
 
