@@ -628,7 +628,8 @@ class Consumer {
     for (int h = 0; h < 2; ++h) {
       const int query = query_of(item, h);
       const bool is_padding = Config::kQueryLengths && query + offset_ >= item.query_end;
-      const bool is_blind = rows_.sum[h] == 0.0f || is_padding;
+      // The largest logit that a query sees has a weight of 1. Polynomials give masked ones 2^-126.
+      const bool is_blind = rows_.sum[h] < 0.5f || is_padding;
       normalizer_[h] = is_blind ? 0.0f : 1.0f / rows_.sum[h];
       if (Config::kSeesNothing && is_blind && !is_padding) {
         const Positions positions{offset_, item.query_end, item.key_end};

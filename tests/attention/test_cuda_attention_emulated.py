@@ -81,6 +81,10 @@ CASES = {
     "three-without-turns": (spec_of(queries=300, causal=True), Config(96, 3, 3, takes_turns=False)),
     "lazy": (spec_of(scale=3.0), Config(32, 2, 2, lazy_rescale=True)),
     "polynomials": (spec_of(causal=True), Config(64, 2, 2, num_polynomials=2)),
+    "polynomials-behind-all-keys": (
+        spec_of(window=(30, 0), queries=260, keys=100),
+        Config(64, 2, 2, num_polynomials=2),
+    ),
 }
 
 
@@ -134,6 +138,7 @@ def test_numbers_that_are_none_stay_so(num_polynomials: int, emulator: Emulator)
         ("if (Config::kKeyLengths && first_of_padding", "if (false && first_of_padding", "key-lengths"),
         ("if constexpr (Config::kSeesNothing) fill_in_means(item);", "", "window-behind-all-keys"),
         ("total[i] += x;", "total[0] += x;", "window-behind-all-keys"),
+        ("rows_.sum[h] < 0.5f ||", "rows_.sum[h] == 0.0f ||", "polynomials-behind-all-keys"),
         ("if (id != rows[1])", "if (id != rows[0])", "segments"),
         ("Config::kQueryLengths && factor == 0.0f ?", "false ?", "query-lengths"),
         ("tanh_by_exp2(s_[i] * problem_.factor)", "tanh_by_exp2(s_[i])", "soft-cap"),
