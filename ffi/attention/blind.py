@@ -41,9 +41,8 @@ def sums(spec: AttentionSpec, named: Mapping[str, jax.Array], rows: jax.Array, *
     """
     batch, length, num_heads, columns = rows.shape
     arrays = launching.Arrays(rows, absent=0)
-    offset = named["query_offset"].reshape(1) if spec.query_offset else None
     lse = named["lse"] if is_backward else None
-    extras = [arrays.add(x) for x in (lse, named.get("key_lengths"), offset)]
+    extras = [arrays.add(x) for x in (lse, named.get("key_lengths"), launching.query_offset(spec, named))]
     compiled = launching.compile_kernel(
         "blind_sums",
         frozenset(),

@@ -11,6 +11,7 @@
 // blind.py compiles this file with the macros that `Config` reads.
 
 #include "blind.cuh"
+#include "units.cuh"
 
 namespace jaxkernels {
 
@@ -29,25 +30,15 @@ struct Config {
 // The sizes of a launch.
 struct Problem {
   int num_queries, num_keys, left, right;
-  int num_rows, num_heads;  // Of a batch element.
+  int num_rows, num_heads;  // A batch element has so many.
   int num_parts, part_rows;
 };
 
 constexpr int kThreads = 256;
-constexpr int kUnit = 8;
 constexpr int kUnits = Config::kColumns / kUnit;
-constexpr int kLanes = kUnits <= 1    ? 1
-                       : kUnits <= 2  ? 2
-                       : kUnits <= 4  ? 4
-                       : kUnits <= 8  ? 8
-                       : kUnits <= 16 ? 16
-                                      : 32;
+constexpr int kLanes = lanes_of(kUnits);
 constexpr int kRowsAtOnce = kThreads / kLanes;
 static_assert(Config::kColumns % kUnit == 0 && kUnits <= 32, "a warp reads a row at once");
-
-struct alignas(16) Unit {
-  u32 words[4];
-};
 
 // Of each row that is read at once.
 struct Totals {

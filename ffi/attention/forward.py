@@ -270,7 +270,7 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
     extras = [
         *(named.get(name) for name in ("query_lengths", "key_lengths", "query_segments", "key_segments")),
         blocks,
-        named["query_offset"].reshape(1) if spec.query_offset else None,
+        launching.query_offset(spec, named),
         blind.sums(spec, named, v, is_backward=False) if may_see_nothing(spec) else None,
     ]
     extra_buffers = [arrays.add(x) for x in extras]

@@ -175,7 +175,7 @@ def run(
         *(named.get(name) for name in ("key_lengths", "query_segments", "key_segments")),
         blocks,
         first_kv_blocks,
-        named["query_offset"].reshape(1) if spec.query_offset else None,
+        launching.query_offset(spec, named),
         blind.sums(spec, named, dout, is_backward=True) if may_see_nothing(spec) else None,
     ]
     extra_buffers = [arrays.add(x) for x in extras]

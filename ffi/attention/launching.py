@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ __all__ = [
     "factors",
     "not_estimated",
     "padded",
+    "query_offset",
     "reach",
     "rows_of_a_head",
     "struct",
@@ -92,6 +94,11 @@ class Arrays:
             return self._absent
         self.operands.append(x)
         return len(self.operands) - 1
+
+
+def query_offset(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> jax.Array | None:
+    """The position of the first query as kernels take it, or None."""
+    return named["query_offset"].reshape(1) if spec.query_offset else None
 
 
 def whole_units_of(size: int) -> int:

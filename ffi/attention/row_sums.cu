@@ -9,7 +9,7 @@
 //
 // backward.py compiles this file with the macros that `Config` reads.
 
-#include "ptx.cuh"
+#include "units.cuh"
 
 namespace jaxkernels {
 
@@ -29,21 +29,11 @@ struct Problem {
 
 constexpr int kThreads = 256;
 constexpr int kRows = 64;
-constexpr int kUnit = 8;
 constexpr int kUnits = Config::kValueDim / kUnit;
-constexpr int kLanes = kUnits <= 1    ? 1
-                       : kUnits <= 2  ? 2
-                       : kUnits <= 4  ? 4
-                       : kUnits <= 8  ? 8
-                       : kUnits <= 16 ? 16
-                                      : 32;
+constexpr int kLanes = lanes_of(kUnits);
 constexpr int kRowsAtOnce = kThreads / kLanes;
 static_assert(Config::kValueDim % kUnit == 0 && Config::kHeadDim % kUnit == 0, "whole units");
 static_assert(kUnits <= 32, "a warp reads a row at once");
-
-struct alignas(16) Unit {
-  u32 words[4];
-};
 
 __device__ __forceinline__ float dot(const Unit& a, const Unit& b) {
   using Element = Config::Element;

@@ -156,7 +156,7 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
             *(named[name] for name in ("q", "k", "v")),
             *optional(spec, named),
             *(named[name] for name in ("out", "dout", "lse")),
-            # Else it is zero: XLA would launch a kernel to fill it.
+            # Without a cotangent `dlse` is zero, and not read: XLA would launch a kernel to fill it with zeros.
             named["dlse"] if spec.lse_gradient else named["lse"],
         ],
         [dq, spec.k, spec.v],
