@@ -8,6 +8,7 @@ import functools
 import gc
 import importlib
 import json
+import os
 import re
 import sys
 import threading
@@ -1085,7 +1086,9 @@ def test_close_backends_are_measured_on_this_gpu(monkeypatch, tmp_path):
         assert choice.source == "compared"
         assert len(choice.estimates) > 2
         assert stored[choice.op]["winner"]["backend"] == choice.backend
-        assert 1e-6 < stored[choice.op]["seconds"] < 1e-3
+        # Other workers' kernels run between ours on the same GPU.
+        longest = 0.1 if "PYTEST_XDIST_WORKER" in os.environ else 1e-3
+        assert 1e-6 < stored[choice.op]["seconds"] < longest
 
 
 # The command.
