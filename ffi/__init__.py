@@ -8,15 +8,18 @@ A `CudaKernel` makes a JAX function of CUDA C++; docs/cuda-engine.md has an exam
 with the tensor maps, addresses and numbers the kernel takes. `launcher.cc`, built when the package is
 installed, runs it; `status()` says whether it was built. `tma` has the operations of Hopper's Tensor
 Memory Accelerator.
+
+`cublaslt.cc`, built with the launcher, multiplies matrices with cuBLASLt, for the backend "cublaslt".
 """
 
 from jaxkernels.ffi import tma
 from jaxkernels.ffi.compiler import CompiledKernel, CompileError, Report, compile_kernel
 from jaxkernels.ffi.custom_call import Parameter, Pointer, TensorMap, launch
-from jaxkernels.ffi.handler import TARGET, Status, launch_count, register, status
+from jaxkernels.ffi.handler import CUBLASLT_TARGET, TARGET, Status, launch_count, register, status
 from jaxkernels.ffi.kernel import CudaKernel, LaunchPlan
 
 __all__ = [
+    "CUBLASLT_TARGET",
     "TARGET",
     "CompileError",
     "CompiledKernel",

@@ -1,8 +1,9 @@
 """The compiled part of this package: where it is, and its registration with JAX.
 
-`launcher.cc` is built when the package is installed, where a C++ compiler and the headers are to be
-had. XLA knows its handler under the name `TARGET`; a program that calls it, also one that was exported
-on another machine, needs `register()` before it runs. `jaxkernels.ffi.launch` sees to that by itself.
+`launcher.cc` and `cublaslt.cc` are built when the package is installed, where a C++ compiler and the
+headers are to be had. XLA knows their handlers under the names `TARGET` and `CUBLASLT_TARGET`; a program
+that calls one, also one that was exported on another machine, needs `register()` before it runs.
+`jaxkernels.ffi.launch` sees to that by itself.
 """
 
 from __future__ import annotations
@@ -19,13 +20,24 @@ import jax
 from jaxkernels.core import _jax
 from jaxkernels.ffi import compiler
 
-__all__ = ["TARGET", "Status", "has_cuda", "launch_count", "missing", "register", "status"]
+__all__ = [
+    "CUBLASLT_TARGET", "TARGET", "Status", "has_cuda", "has_cuda_device", "launch_count", "missing", "register",
+    "status",
+]  # fmt: skip
 
 #: The handler's name in compiled and exported programs. Those outlive a release: a change of the
 #: attributes (see launcher.cc) that an old program would not survive takes a new name.
 TARGET = "jaxkernels_launch_v1"
 
-_STATE_TYPE = "jaxkernels_launch_state_v1"
+#: The same of products by cuBLASLt (cublaslt.cc).
+CUBLASLT_TARGET = "jaxkernels_cublaslt_v1"
+
+#: Target -> the name of its state's type, and the beginnings of the symbols of that type and of the stages.
+_HANDLERS = {
+    TARGET: ("jaxkernels_launch_state_v1", "jaxkernels_launch", "jaxkernels"),
+    CUBLASLT_TARGET: ("jaxkernels_cublaslt_state_v1", "jaxkernels_cublaslt", "jaxkernels_cublaslt"),
+}
+_STAGES = ("instantiate", "initialize", "execute")
 _LIBRARY = "libjaxkernels_launcher.so"
 _NOTE = "launcher.txt"
 
@@ -85,10 +97,15 @@ def register() -> None:
 
 def has_cuda() -> bool:
     """Whether JAX has a CUDA device, or its plugin, which compiles for one elsewhere. Creates JAX's backends."""
+    return has_cuda_device() or _jax.has_plugin("CUDA")
+
+
+def has_cuda_device() -> bool:
+    """Whether JAX has a CUDA device. Creates JAX's backends."""
     try:
         return bool(jax.devices("cuda"))
     except RuntimeError:  # What JAX raises for a platform it has no backend for.
-        return _jax.has_plugin("CUDA")
+        return False
 
 
 @functools.cache
@@ -118,23 +135,12 @@ def register_library(path: pathlib.Path, platform: str) -> ctypes.CDLL:
             return _libraries[platform]
         library = load(path)
         try:
-            jax.ffi.register_ffi_type(
-                _STATE_TYPE,
-                {
-                    "type_id": jax.ffi.pycapsule(library.jaxkernels_launch_type_id()),
-                    "type_info": jax.ffi.pycapsule(library.jaxkernels_launch_type_info()),
-                },
-                platform=platform,
-            )
-            jax.ffi.register_ffi_target(
-                TARGET,
-                {
-                    "instantiate": jax.ffi.pycapsule(library.jaxkernels_instantiate),
-                    "initialize": jax.ffi.pycapsule(library.jaxkernels_initialize),
-                    "execute": jax.ffi.pycapsule(library.jaxkernels_execute),
-                },
-                platform=platform,
-            )
+            for target, (state, of_type, of_stages) in _HANDLERS.items():
+                parts = ("type_id", "type_info")
+                type_of = {part: jax.ffi.pycapsule(getattr(library, f"{of_type}_{part}")()) for part in parts}
+                jax.ffi.register_ffi_type(state, type_of, platform=platform)
+                stages = {stage: jax.ffi.pycapsule(getattr(library, f"{of_stages}_{stage}")) for stage in _STAGES}
+                jax.ffi.register_ffi_target(target, stages, platform=platform)
         except Exception as e:
             raise RuntimeError(
                 f"register[cuda]: jaxlib {jax.lib.__version__} does not take the launcher; got {path}: {e} "
@@ -147,8 +153,9 @@ def register_library(path: pathlib.Path, platform: str) -> ctypes.CDLL:
 def load(path: pathlib.Path) -> ctypes.CDLL:
     """Opens the shared library and declares its functions."""
     library = ctypes.CDLL(str(path))
-    library.jaxkernels_launch_type_id.restype = ctypes.c_void_p
-    library.jaxkernels_launch_type_info.restype = ctypes.c_void_p
+    for _, of_type, _ in _HANDLERS.values():
+        for part in ("type_id", "type_info"):
+            getattr(library, f"{of_type}_{part}").restype = ctypes.c_void_p
     library.jaxkernels_launch_count.restype = ctypes.c_uint64
     return library
 

@@ -7,7 +7,6 @@ its turn in test_ffi_kernels.py.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import pathlib
@@ -22,16 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda import pathfinder
 from jax import export
+from stand_ins import FFI, StandIn, build
 
 from jaxkernels import ffi
 from jaxkernels.core import hardware
 from jaxkernels.ffi import custom_call, handler
 
 ROOT = pathlib.Path(__file__).parent.parent
-CUDA = ROOT / "tests" / "cuda"
-FFI = ROOT / "ffi"
 H200 = hardware.lookup("NVIDIA H200")
 
 # Checks before a launch.
@@ -262,43 +259,10 @@ def test_tensor_map_takes_the_arrays_dtype_or_its_bits(dtype, name):
 
 # The launcher, on the CPU backend and the stand-in for the driver.
 
-INCLUDES = [jax.ffi.include_dir(), pathfinder.find_nvidia_header_directory("cudart")]
-
-
-def build(source: pathlib.Path, library: pathlib.Path) -> pathlib.Path:
-    """Compiles with the compiler the installation would take, and lets no warning pass."""
-    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O0", "-shared", "-fPIC", "-fvisibility=hidden"]
-    command += ["-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Wno-sign-conversion", "-Werror", f"-I{FFI}"]
-    command += [flag for folder in INCLUDES for flag in ("-isystem", str(folder))]
-    subprocess.run([*command, str(source), "-o", str(library), "-ldl"], check=True)
-    return library
-
-
-class StandIn:
-    """The launcher registered with the CPU backend, and the stand-in driver it talks to."""
-
-    def __init__(self, folder: pathlib.Path):
-        self.driver = folder / "libstand_in.so"
-        self.library = folder / "libhost_launcher.so"
-        build(CUDA / "stand_in_driver.cc", self.driver)
-        build(CUDA / "host_launcher.cc", self.library)
-        os.environ["STAND_IN_DRIVER"] = str(self.driver)
-        self.device = jax.devices("cpu")[0]
-        handler.register_library(self.library, "cpu")
-        self._library = ctypes.CDLL(str(self.driver))
-        self._library.stand_in_events.restype = ctypes.c_char_p
-
-    def events(self) -> list[str]:
-        """The calls of the driver since the last call of this function."""
-        return self._library.stand_in_events().decode().splitlines()
-
-    def fail(self, function: str, code: int) -> None:
-        self._library.stand_in_fail(function.encode(), code)
-
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory) -> StandIn:
-    return StandIn(tmp_path_factory.mktemp("stand_in"))
+    return StandIn.of_process(tmp_path_factory)
 
 
 @pytest.fixture
@@ -324,7 +288,7 @@ def run(cubin: bytes, name: str, *operands: jax.Array, results=(X,), **kwargs: A
 
 
 def test_library_exports_what_it_should_and_no_more(tmp_path):
-    library = build(FFI / "launcher.cc", tmp_path / "liblauncher.so")
+    library = build(tmp_path / "liblauncher.so", FFI / "launcher.cc", FFI / "cublaslt.cc")
     loaded = handler.load(library)
     for stage in ("instantiate", "initialize", "execute"):
         assert getattr(loaded, f"jaxkernels_{stage}")

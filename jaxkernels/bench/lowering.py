@@ -266,7 +266,7 @@ def _export(problem: Problem, backend: str, platform: str) -> Lowered:
     """Lowers in a worker. The programs are serialised."""
     begin = time.perf_counter()
     # The check is about other versions; both processes have the same one.
-    targets = (jk.ffi.TARGET, *triton.TARGETS, *cudnn.TARGETS)
+    targets = (jk.ffi.TARGET, jk.ffi.CUBLASLT_TARGET, *triton.TARGETS, *cudnn.TARGETS)
     allowed = [export.DisabledSafetyCheck.custom_call(name) for name in targets]
     make = lambda f, *xs: export.export(jax.jit(f), platforms=(platform,), disabled_checks=allowed)(*xs)
     results_of = lambda made: jax.tree.unflatten(made.out_tree, made.out_avals)

@@ -12,12 +12,14 @@ A backend has one or more designs of an operation. A design is a module with six
 - `estimate(spec, config) -> float`: the cost model, in seconds (not needed where the space has one member);
 - `run(spec, config, *arrays)`: the result, computed with JAX operations or a kernel call;
 
-Two names are optional:
+Three names are optional:
 
 - `shortlist(spec)`, while its cost model is not to be trusted with the whole space: the configurations among which
   `default_config` looks. An empty shortlist says that another design is known to be faster;
 - `unpreferred(spec) -> str | None`: why a call that names no backend takes a later one of the order, although this
-  design supports the spec; None if it does not. A backend is unpreferred if all its designs that support the spec are.
+  design supports the spec; None if it does not. A backend is unpreferred if all its designs that support the spec are;
+- `contenders(spec)`: the configurations that a comparison measures where the design has no cost model. Without it, a
+  comparison measures the configuration that a call would get.
 
 A design whose cost model `jaxkernels tune --calibrate` can fit to measurements (`jaxkernels.tuning.calibration`) has
 three more:
@@ -65,8 +67,8 @@ from jaxkernels.core.registry import Entry
 
 __all__ = [
     "CLOSE", "REGISTRY", "WAY_OUT", "Backend", "Choice", "Entry", "Policy", "backend_names", "check", "check_backend",
-    "choose", "compare_by", "compared", "config_of", "default_config", "is_tuned", "load", "policy", "recording",
-    "runs_on", "search_space", "store_compared", "store_fastest", "store_winner", "usable_backends",
+    "choose", "compare_by", "compared", "config_of", "contenders", "default_config", "is_tuned", "load", "policy",
+    "recording", "runs_on", "search_space", "store_compared", "store_fastest", "store_winner", "usable_backends",
 ]  # fmt: skip
 
 
@@ -416,6 +418,9 @@ def choose(
     if name in estimates:
         margin = times.MARGIN if spec.margin is None else spec.margin
         close = [] if is_partitioned or is_exported else _close(spec, estimates, now)
+        if close:
+            always = [x for x in _backends_of(op) if REGISTRY[op, x].is_always_compared and refusal(x) is None]
+            close = [x for x in _backends_of(op) if x in close or x in always]
         if (measured := _comparison(op, spec, close, now)) is not None:
             is_compared, name = True, measured
             before = itertools.takewhile(lambda other: other != measured, _backends_of(op))
@@ -429,6 +434,8 @@ def choose(
     if config is None:
         chosen = _winner(op, name, spec) if now.use_winners else None
         source = "default" if chosen is None else "tuned"
+        if is_compared and any(hasattr(design, "contenders") for design in load(op, name).designs):
+            source = "compared"
     if chosen is None:
         chosen = default_config(op, name, spec)
         if is_compared:
@@ -588,6 +595,15 @@ def config_of(op: str, backend: str, spec: Spec) -> Any:
     """The configuration that was measured fastest, else the default."""
     winner = _winner(op, backend, spec)
     return default_config(op, backend, spec) if winner is None else winner
+
+
+def contenders(op: str, backend: str, spec: Spec) -> tuple[Any, ...]:
+    """The configurations of a backend that a comparison measures: that of a call, unless a design has several."""
+    if (winner := _winner(op, backend, spec)) is not None:
+        return (winner,)
+    several = [design for design in load(op, backend).supporting(spec) if hasattr(design, "contenders")]
+    found = [config for design in several for config in design.contenders(spec)]
+    return tuple(found) or (default_config(op, backend, spec),)
 
 
 def _fastest(op: str, spec: Spec) -> str | None:

@@ -38,12 +38,14 @@ class Entry:
       platforms: the lowering platforms it can run on; None: all.
       is_exportable: whether `jax.export` takes what it is lowered to unasked.
       compiles_in_lowering: whether a compiler other than XLA (NVRTC, Triton) runs when a program is lowered.
+      is_always_compared: whether comparisons measure it although it has no estimate.
     """
 
     designs: tuple[str, ...]
     platforms: tuple[str, ...] | None = None
     is_exportable: bool = True
     compiles_in_lowering: bool = False
+    is_always_compared: bool = False
 
 
 def _compiled(*designs: str) -> Entry:
@@ -74,6 +76,9 @@ OPERATIONS: dict[str, Operation] = {
                 ),
                 "pallas": Entry(("jaxkernels.pallas.matmul.gemm",), _CUDA),
                 "triton": _compiled("jaxkernels.triton.matmul.gemm"),
+                "cublaslt": Entry(
+                    ("jaxkernels.ffi.matmul.cublaslt",), _CUDA, is_exportable=False, is_always_compared=True
+                ),
                 "xla": Entry(("jaxkernels.ops.matmul.reference",)),
             }
         },

@@ -136,7 +136,8 @@ def _kernels(call: _Call, target: hardware.Chip) -> Iterator[_Kernel]:
         return  # The lowering raises it.
     if now.makes_comparisons and len(choice.close) > 1 and tuner.device_for(target) is not None:
         for backend in choice.close:
-            yield _Kernel(call.op, call.types, backend, spec, dispatch.config_of(call.op, backend, spec), True)
+            for config in dispatch.contenders(call.op, backend, spec):
+                yield _Kernel(call.op, call.types, backend, spec, config, True)
     elif dispatch.REGISTRY[call.op, choice.backend].compiles_in_lowering:
         yield _Kernel(call.op, call.types, choice.backend, spec, choice.config, False)
 

@@ -211,7 +211,8 @@ def tune(
 
 def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | None = None) -> None:
     """Measures backends once, each in the configuration that a call gets, and stores the fastest. If long kernels are
-    about as fast, it stores the first of them; if short ones are, XLA.
+    about as fast, it stores the first of them; if short ones are, XLA. Of a backend without a cost model it measures
+    several configurations (`dispatch.contenders`), and stores the fastest of them, too.
 
     It is brief, as it runs while a program is compiled, and checks no results. On a GPU it uses the clock that needs no
     profiler.
@@ -225,7 +226,7 @@ def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | N
       TuningError: none could be measured. The message has the reason.
     """
     device = device_for(spec.target)
-    configs = {name: dispatch.config_of(op, name, spec) for name in backends}
+    contenders = {name: dispatch.contenders(op, name, spec) for name in backends}
     try:
         # The operands and the clock's own work come from the host.
         with _measuring, dispatch.policy(_INSIDE), jax.transfer_guard("allow"), jax.disable_jit(False):
@@ -233,18 +234,22 @@ def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | N
                 clock = _queue_clock(device) if spec.target.platform in hardware.GPU_PLATFORMS else None
                 measure = functools.partial(bench_measure, rounds=_BRIEF_ROUNDS, clock=clock)
             trial = _Trial(op, spec, device, time.monotonic(), _BRIEF_SECONDS, measure, is_brief=True)
-            for name, config in configs.items():
-                trial.add(name, [config])
+            for name, configs in contenders.items():
+                trial.add(name, configs)
             trial.run()
     except Exception as e:  # Most likely there is not enough memory. The program can run nevertheless.
         raise TuningError(f"compare: cannot measure {op}  {spec}: {_first_line(e)}") from e
-    seconds = {x.backend: x.seconds for x in trial.candidates() if x.seconds is not None}
+    measured = [x for x in trial.candidates() if x.seconds is not None]
+    fastest = {x.backend: x for x in reversed(measured)}
+    seconds = {name: x.seconds for name, x in fastest.items() if x.seconds is not None}
     reasons = [f"{candidate.backend} {candidate.reason}" for candidate in trial.candidates() if candidate.reason]
     # A backend that does not compile is not the fastest. One that has not enough memory now may be.
     has_memory = not any("RESOURCE_EXHAUSTED" in reason for reason in reasons)
     if not seconds or not has_memory:
         raise TuningError(f"compare: cannot measure {op}  {spec}: {'; '.join(reasons)}")
     taken = _first_of_equal(op, spec, [x for x in backends if x in seconds], seconds)
+    if len(contenders[taken]) > 1:
+        dispatch.store_winner(op, taken, spec, fastest[taken].config, seconds[taken])
     dispatch.store_compared(op, taken, spec, backends, seconds[taken])
 
 

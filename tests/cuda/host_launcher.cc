@@ -2,9 +2,8 @@
 // initialize stage: execute makes a stream from the number of the CPU device, and initializes
 // first. The driver is the one that STAND_IN_DRIVER names.
 
-#include <cstdlib>
+#include "host.h"
 
-#define JAXKERNELS_LIBCUDA std::getenv("STAND_IN_DRIVER")
 #define jaxkernels_execute jaxkernels_execute_with_stream
 #include "launcher.cc"
 #undef jaxkernels_execute

@@ -1,0 +1,92 @@
+"""The custom call of cuBLASLt: the one place that knows its attributes (`ffi/cublaslt.cc`)."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxkernels.ffi import handler
+
+__all__ = ["missing", "multiply"]
+
+#: What an algorithm may need beside the operands, bytes: what NVIDIA recommends for Hopper (cuBLAS Library, "cuBLAS
+#: workspace configuration").
+_WORKSPACE_BYTES = 32 * 2**20
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why this installation cannot run products by cuBLASLt, or None.
+
+    A machine without a GPU needs nothing, and can lower programs for one that has.
+    """
+    if handler.has_cuda() and (found := handler.status()).library is None:
+        return f"needs the launcher of the CUDA kernels: {found}"
+    if not handler.has_cuda_device():
+        return None
+    try:
+        # Loads it: ffi/cublaslt.cc then finds it by its name.
+        importlib.import_module("cuda.pathfinder").load_nvidia_dynamic_lib("cublasLt")
+    except (ImportError, RuntimeError) as e:
+        reason = str(e).strip().splitlines()[0]
+        return f'needs cuBLASLt, and cuda-pathfinder to find it: {reason} (pip install "jaxkernels[cuda13]", or cuda12)'
+    return None
+
+
+def multiply(
+    lhs: Float[Array, "*batch m k"],
+    rhs: Float[Array, "*batch k n"],
+    bias: Float[Array, " n"] | None = None,
+    residual: Float[Array, "*batch m n"] | None = None,
+    *,
+    layouts: tuple[Literal["mk", "km"], Literal["kn", "nk"]],
+    out_dtype: np.dtype,
+    alpha: float,
+    activation: Literal["relu", "gelu"] | None,
+    algorithm: int,
+) -> Float[Array, "*batch m n"]:
+    """activation(alpha * lhs @ rhs + bias), or alpha * lhs @ rhs + bias + residual, accumulated in float32.
+
+    Args:
+      lhs, rhs: of one dtype, bfloat16 or float16; stored as `layouts` says. At most one batch dimension.
+      bias, residual: of `out_dtype`. An activation goes without a residual.
+      layouts: of lhs and rhs, last letter contiguous.
+      out_dtype: the dtype of the operands, or float32.
+      alpha: a factor of the product.
+      activation: "gelu" is the one with tanh.
+      algorithm: which of cuBLASLt's proposals; 0 is the first.
+
+    Raises (when the program runs): XlaRuntimeError if cuBLASLt has fewer proposals.
+    """
+    sizes = {axis: size for x, layout in zip((lhs, rhs), layouts) for axis, size in zip(layout, x.shape[-2:])}
+    batch = lhs.shape[:-2]
+    if handler.has_cuda():
+        handler.register()
+    results = [
+        jax.ShapeDtypeStruct((*batch, sizes["m"], sizes["n"]), out_dtype),
+        jax.ShapeDtypeStruct((_WORKSPACE_BYTES,), jnp.uint8),
+    ]
+    operands = [x for x in (lhs, rhs, bias, residual) if x is not None]
+    out, _ = jax.ffi.ffi_call(handler.CUBLASLT_TARGET, results)(
+        *operands,
+        label="matmul[cublaslt]",
+        **{name: np.int64(size) for name, size in sizes.items()},
+        batch=np.int64(batch[0] if batch else 1),
+        lhs_layout=layouts[0],
+        rhs_layout=layouts[1],
+        dtype=lhs.dtype.name,
+        out_dtype=jnp.dtype(out_dtype).name,
+        alpha=np.float32(alpha),
+        activation=activation or "none",
+        has_bias=bias is not None,
+        has_residual=residual is not None,
+        algorithm=np.int64(algorithm),
+        workspace_bytes=np.int64(_WORKSPACE_BYTES),
+    )
+    return out
