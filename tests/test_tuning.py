@@ -918,6 +918,69 @@ def test_the_configuration_that_a_call_gets_is_measured(lab, estimates):
     assert lab.measured == [["fake Config(block=192, depth=2)", "xla Config()"]]
 
 
+def _names(*configs: Config) -> list[str]:
+    return [f"fake {config}" for config in configs]
+
+
+#: The default, and the next two by the estimates.
+_THREE = (Config(64, 1), Config(64, 2), Config(64, 3))
+
+
+def test_several_configurations_of_a_backend_are_compared(lab, estimates, monkeypatch):
+    monkeypatch.setattr(sys.modules["backend_fake_matmul"], "NUM_COMPARED", 3, raising=False)
+    lab.microseconds = lambda backend, config: dict(xla=5.0).get(backend) or {2: 4.0}.get(config.depth, 6.0)
+    choice = dispatch.choose("matmul", make_spec(), None)
+    assert lab.measured == [[*_names(*_THREE), "xla Config()"]]
+    assert (choice.backend, choice.config, choice.source) == ("fake", Config(64, 2), "compared")
+    assert dispatch.choose("matmul", make_spec(), "fake").config == Config()  # It was not tuned.
+    assert _not_comparing().config == Config()
+    monkeypatch.setattr(winners, "_memo", {})
+    assert dispatch.choose("matmul", make_spec(), None).config == Config(64, 2)  # From the disk.
+    assert len(lab.measured) == 1
+
+
+def test_configurations_of_the_only_backend_are_compared(lab, estimates, monkeypatch):
+    del estimates["xla"]
+    assert dispatch.choose("matmul", make_spec(), None).source == "default"
+    assert not lab.measured  # There is nothing to compare.
+    monkeypatch.setattr(sys.modules["backend_fake_matmul"], "NUM_COMPARED", 3, raising=False)
+    lab.microseconds = lambda backend, config: float(config.depth == 1) + 4.0
+    before = _elsewhere()
+    assert (before.close, before.config) == (("fake",), Config())
+    assert "close, but not compared by measurements: fake" in str(before)
+    assert dispatch.choose("matmul", make_spec(), None).config == Config(64, 2)
+    assert lab.measured == [_names(*_THREE)]
+
+
+def test_a_tuned_configuration_has_no_contenders(lab, estimates, monkeypatch):
+    monkeypatch.setattr(sys.modules["backend_fake_matmul"], "NUM_COMPARED", 3, raising=False)
+    dispatch.store_winner("matmul", "fake", make_spec(), Config(192, 2), 1e-6)
+    dispatch.choose("matmul", make_spec(), None)
+    assert lab.measured == [[*_names(Config(192, 2)), "xla Config()"]]
+
+
+def test_a_compared_configuration_that_is_damaged_is_measured_again(lab, estimates, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys.modules["backend_fake_matmul"], "NUM_COMPARED", 3, raising=False)
+    lab.microseconds = lambda backend, config: dict(xla=5.0).get(backend, 4.0)
+    assert dispatch.choose("matmul", make_spec(), None).backend == "fake"
+    (path,) = tmp_path.glob("tuning/*/*-compared*/*.json")
+    entry = json.loads(path.read_text())
+    entry["winner"]["config"]["block"] = 77
+    path.write_text(json.dumps(entry))
+    monkeypatch.setattr(winners, "_memo", {})
+    with pytest.warns(UserWarning, match="Config\\(block=77, depth=1\\) is not in the search space of this spec"):
+        assert dispatch.choose("matmul", make_spec(), None).config == Config()
+    assert len(lab.measured) == 2
+
+
+def test_a_backend_that_is_always_compared_needs_no_estimate(lab, estimates, registry, monkeypatch):
+    registry["matmul", "xla"] = dataclasses.replace(registry["matmul", "xla"], is_always_compared=True)
+    del estimates["xla"]
+    lab.microseconds = lambda backend, config: 5.0 if backend == "xla" else 6.0
+    assert dispatch.choose("matmul", make_spec(), None).backend == "xla"
+    assert lab.measured == [["fake Config(block=64, depth=1)", "xla Config()"]]
+
+
 def test_a_comparison_does_not_count_for_other_backends(lab, estimates, registry):
     """After new estimates, others are close."""
     lab.microseconds = lambda backend, config: 5.0 if backend == "xla" else 6.0

@@ -24,7 +24,7 @@ from jaxkernels.ops.matmul import tensor_cores
 from jaxkernels.ops.matmul.epilogue import apply_epilogue
 from jaxkernels.ops.matmul.spec import MatmulSpec
 
-__all__ = ["VERSION", "Config", "contenders", "run", "search_space", "unpreferred", "unsupported"]
+__all__ = ["NUM_COMPARED", "VERSION", "Config", "run", "search_space", "unpreferred", "unsupported"]
 
 VERSION = 1
 
@@ -32,6 +32,8 @@ _LABEL = "matmul[cublaslt]"
 #: Algorithms that are worth measuring. Of 16 products on an H200, the first was the fastest of eight in five. One of
 #: the last four was in three, by 4 to 5 %.
 _NUM_ALGORITHMS = 8
+#: All configurations of a product: no cost model ranks them.
+NUM_COMPARED = 2 * _NUM_ALGORITHMS
 #: Rows of so many bytes are read and written at full speed.
 _UNIT_BYTES = 16
 _MOST_ALGORITHMS = 64
@@ -83,9 +85,6 @@ def search_space(spec: MatmulSpec) -> tuple[Config, ...]:
     """Padded products, where rows are odd, come first. Unpadded ones can be faster if they are small."""
     pads = (True, False) if _padding(spec) else (True,)
     return tuple(Config(i, x) for x in pads for i in range(_NUM_ALGORITHMS))
-
-
-contenders = search_space
 
 
 def run(spec: MatmulSpec, config: Config, *arrays: jax.Array) -> jax.Array | list[jax.Array]:

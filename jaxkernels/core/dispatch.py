@@ -18,8 +18,8 @@ Three names are optional:
   `default_config` looks. An empty shortlist says that another design is known to be faster;
 - `unpreferred(spec) -> str | None`: why a call that names no backend takes a later one of the order, although this
   design supports the spec; None if it does not. A backend is unpreferred if all its designs that support the spec are;
-- `contenders(spec)`: the configurations that a comparison measures where the design has no cost model. Without it, a
-  comparison measures the configuration that a call would get.
+- `NUM_COMPARED`: how many configurations a comparison measures: the default and the next best by the cost model.
+  Without it, the default alone.
 
 A design whose cost model `jaxkernels tune --calibrate` can fit to measurements (`jaxkernels.tuning.calibration`) has
 three more:
@@ -67,8 +67,9 @@ from jaxkernels.core.registry import Entry
 
 __all__ = [
     "CLOSE", "REGISTRY", "WAY_OUT", "Backend", "Choice", "Entry", "Policy", "backend_names", "check", "check_backend",
-    "choose", "compare_by", "compared", "config_of", "contenders", "default_config", "is_tuned", "load", "policy",
-    "recording", "runs_on", "search_space", "store_compared", "store_fastest", "store_winner", "usable_backends",
+    "choose", "compare_by", "compared", "compared_config", "config_of", "contenders", "default_config", "is_tuned",
+    "load", "policy", "recording", "runs_on", "search_space", "store_compared", "store_fastest", "store_winner",
+    "usable_backends",
 ]  # fmt: skip
 
 
@@ -115,7 +116,8 @@ class Choice:
       design: the backend's design; empty where it has one only.
       estimates: (backend, seconds) of those whose estimates are corrected by measured times. Empty if a tuned or a
         named backend was taken.
-      close: backends with close estimates, if no measurement has compared them.
+      close: what a comparison would measure, if there is none: backends with close estimates, or one of them, if
+        several of its configurations are compared.
     """
 
     op: str
@@ -136,7 +138,7 @@ class Choice:
         lines += [f"     not {backend}: {reason}" for backend, reason in self.passed_over]
         if len(self.estimates) > 1:
             lines.append("     estimated: " + ", ".join(f"{name} {_microseconds(s)}" for name, s in self.estimates))
-        if len(self.close) > 1:
+        if self.close:
             lines.append(f"     close, but not compared by measurements: {', '.join(self.close)}")
         return "\n".join(lines)
 
@@ -421,6 +423,8 @@ def choose(
         if close:
             always = [x for x in _backends_of(op) if REGISTRY[op, x].is_always_compared and refusal(x) is None]
             close = [x for x in _backends_of(op) if x in close or x in always]
+        if len(close) == 1 and len(contenders(op, close[0], spec)) == 1:
+            close = []
         if (measured := _comparison(op, spec, close, now)) is not None:
             is_compared, name = True, measured
             before = itertools.takewhile(lambda other: other != measured, _backends_of(op))
@@ -434,12 +438,10 @@ def choose(
     if config is None:
         chosen = _winner(op, name, spec) if now.use_winners else None
         source = "default" if chosen is None else "tuned"
-        if is_compared and any(hasattr(design, "contenders") for design in load(op, name).designs):
-            source = "compared"
     if chosen is None:
         chosen = default_config(op, name, spec)
         if is_compared:
-            source = "compared"
+            chosen, source = compared_config(op, spec) or chosen, "compared"
         elif fastest is not None and len(search_space(op, name, spec)) == 1:
             source = "tuned"
     designs = load(op, name)
@@ -534,7 +536,7 @@ def _slower(name: str, measured: str, estimates: dict[str, float], close: list[s
 
 def _comparison(op: str, spec: Spec, close: list[str], now: Policy) -> str | None:
     """The fastest of close backends, if they were measured or are measured now; else None."""
-    if len(close) < 2:
+    if not close:
         return None
     if now.makes_comparisons and compared(op, spec, close) is None:
         _compare(op, spec, close)
@@ -578,17 +580,22 @@ def _default_config(backend: Backend, spec: Spec) -> Any:
 def _winner(op: str, name: str, spec: Spec) -> Any | None:
     """The configuration of a backend that was measured fastest, or None."""
     backend = load(op, name)
-    space = _search_space(backend, spec)
-    if len(space) == 1:
+    if len(_search_space(backend, spec)) == 1:
         return None
-
-    def decode(values: dict[str, Any]) -> Any:
-        # The space's own member: what JSON made of it may be equal and yet of another type.
-        if (member := space.get(config := backend.decode(values))) is None:
-            raise ValueError(f"{config} is not in the search space of this spec")
-        return member
-
+    decode = functools.partial(_member, backend, spec)
     return winners.lookup(winners.Key(spec.target, op, spec, name, backend.version), decode)
+
+
+def _member(backend: Backend, spec: Spec, values: dict[str, Any]) -> Any:
+    """The configuration of these values that is in the search space. What JSON made of one may be equal and yet of
+    another type.
+
+    Raises:
+      ValueError: it is not in the space.
+    """
+    if (member := _search_space(backend, spec).get(config := backend.decode(values))) is None:
+        raise ValueError(f"{config} is not in the search space of this spec")
+    return member
 
 
 def config_of(op: str, backend: str, spec: Spec) -> Any:
@@ -599,11 +606,13 @@ def config_of(op: str, backend: str, spec: Spec) -> Any:
 
 def contenders(op: str, backend: str, spec: Spec) -> tuple[Any, ...]:
     """The configurations of a backend that a comparison measures: that of a call, unless a design has several."""
-    if (winner := _winner(op, backend, spec)) is not None:
-        return (winner,)
-    several = [design for design in load(op, backend).supporting(spec) if hasattr(design, "contenders")]
-    found = [config for design in several for config in design.contenders(spec)]
-    return tuple(found) or (default_config(op, backend, spec),)
+    first = config_of(op, backend, spec)
+    designs = load(op, backend)
+    number = max(getattr(design, "NUM_COMPARED", 1) for design in designs.supporting(spec))
+    if number == 1 or _winner(op, backend, spec) is not None:
+        return (first,)
+    others = [config for config in search_space(op, backend, spec) if config != first]
+    return first, *sorted(others, key=lambda config: designs.estimate(spec, config) or 0.0)[: number - 1]
 
 
 def _fastest(op: str, spec: Spec) -> str | None:
@@ -616,7 +625,7 @@ def _fastest(op: str, spec: Spec) -> str | None:
 
     if (found := _stored(winners.AUTO, op, spec)) is None:
         return None
-    fastest, measured = found
+    fastest, measured, _ = found
     usable = usable_backends(op, spec)
     field = [name for name in usable if name in measured or load(op, name).unpreferred(spec) is None]
     return fastest if measured == _versions(op, field) else None
@@ -624,20 +633,29 @@ def _fastest(op: str, spec: Spec) -> str | None:
 
 def compared(op: str, spec: Spec, backends: Sequence[str]) -> str | None:
     """The fastest of some backends, if these have been compared by measurements."""
-    fastest, measured = _stored(winners.COMPARED, op, spec) or (None, {})
+    fastest, measured, _ = _stored(winners.COMPARED, op, spec) or (None, {}, None)
     return fastest if measured == _versions(op, backends) else None
 
 
-def _stored(heading: str, op: str, spec: Spec) -> tuple[str, dict[str, int]] | None:
-    """The fastest backend, and the versions of those that were measured."""
+def compared_config(op: str, spec: Spec) -> Any | None:
+    """The configuration of the fastest of compared backends, if several of its configurations were compared."""
+    _, _, config = _stored(winners.COMPARED, op, spec) or (None, {}, None)
+    return config
 
-    def decode(values: dict[str, Any]) -> tuple[str, dict[str, int]]:
+
+def _stored(heading: str, op: str, spec: Spec) -> tuple[str, dict[str, int], Any | None] | None:
+    """The fastest backend, the versions of those that were measured, and its configuration if that was compared."""
+
+    def decode(values: dict[str, Any]) -> tuple[str, dict[str, int], Any | None]:
         versions = values.get("versions")
-        if set(values) != {"backend", "versions"} or not isinstance(versions, dict):
+        if set(values) - {"config"} != {"backend", "versions"} or not isinstance(versions, dict):
             raise ValueError(f"{values} do not name a backend and the versions of those measured")
-        if values["backend"] not in versions:
-            raise ValueError(f"its backend {values['backend']!r} is not among those measured")
-        return values["backend"], versions
+        if (backend := values["backend"]) not in versions:
+            raise ValueError(f"its backend {backend!r} is not among those measured")
+        config = None
+        if "config" in values and (op, backend) in REGISTRY and versions[backend] == load(op, backend).version:
+            config = _member(load(op, backend), spec, values["config"])
+        return backend, versions, config
 
     return winners.lookup(winners.Key(spec.target, op, spec, heading, 0), decode)
 
@@ -658,15 +676,22 @@ def store_fastest(op: str, backend: str, spec: Spec, seconds: float) -> None:
     _store(winners.AUTO, op, backend, spec, usable_backends(op, spec), seconds)
 
 
-def store_compared(op: str, backend: str, spec: Spec, backends: Sequence[str], seconds: float) -> None:
-    """Keeps the backend that was measured fastest of some."""
-    _store(winners.COMPARED, op, backend, spec, backends, seconds)
+def store_compared(
+    op: str, backend: str, spec: Spec, backends: Sequence[str], seconds: float, config: Any | None = None
+) -> None:
+    """Keeps the backend that was measured fastest of some, and its configuration if several of them were measured."""
+    _store(winners.COMPARED, op, backend, spec, backends, seconds, config)
 
 
-def _store(heading: str, op: str, backend: str, spec: Spec, backends: Sequence[str], seconds: float) -> None:
+def _store(
+    heading: str, op: str, backend: str, spec: Spec, backends: Sequence[str], seconds: float, config: Any | None = None
+) -> None:
     versions = _versions(op, backends)
     key = winners.Key(spec.target, op, spec, heading, 0)
-    winners.store(key, (backend, versions), {"backend": backend, "versions": versions}, seconds)
+    values: dict[str, Any] = {"backend": backend, "versions": versions}
+    if config is not None:
+        values["config"] = load(op, backend).encode(config)
+    winners.store(key, (backend, versions, config), values, seconds)
 
 
 def is_tuned(op: str, spec: Spec, backend: str | None) -> bool:

@@ -134,7 +134,7 @@ def _kernels(call: _Call, target: hardware.Chip) -> Iterator[_Kernel]:
             choice = dispatch.choose(call.op, spec, call.backend, call.config)
     except (NotImplementedError, ValueError):
         return  # The lowering raises it.
-    if now.makes_comparisons and len(choice.close) > 1 and tuner.device_for(target) is not None:
+    if now.makes_comparisons and choice.close and tuner.device_for(target) is not None:
         for backend in choice.close:
             for config in dispatch.contenders(call.op, backend, spec):
                 yield _Kernel(call.op, call.types, backend, spec, config, True)

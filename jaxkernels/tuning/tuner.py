@@ -211,8 +211,8 @@ def tune(
 
 def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | None = None) -> None:
     """Measures backends once, each in the configuration that a call gets, and stores the fastest. If long kernels are
-    about as fast, it stores the first of them; if short ones are, XLA. Of a backend without a cost model it measures
-    several configurations (`dispatch.contenders`), and stores the fastest of them, too.
+    about as fast, it stores the first of them; if short ones are, XLA. Of some backends it measures several
+    configurations (`dispatch.contenders`), and stores the fastest of them, too.
 
     It is brief, as it runs while a program is compiled, and checks no results. On a GPU it uses the clock that needs no
     profiler.
@@ -248,9 +248,8 @@ def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | N
     if not seconds or not has_memory:
         raise TuningError(f"compare: cannot measure {op}  {spec}: {'; '.join(reasons)}")
     taken = _first_of_equal(op, spec, [x for x in backends if x in seconds], seconds)
-    if len(contenders[taken]) > 1:
-        dispatch.store_winner(op, taken, spec, fastest[taken].config, seconds[taken])
-    dispatch.store_compared(op, taken, spec, backends, seconds[taken])
+    config = fastest[taken].config if len(contenders[taken]) > 1 else None
+    dispatch.store_compared(op, taken, spec, backends, seconds[taken], config)
 
 
 def _first_of_equal(op: str, spec: Any, backends: Sequence[str], seconds: Mapping[str, float]) -> str:

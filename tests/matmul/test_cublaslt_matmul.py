@@ -290,11 +290,12 @@ def test_comparison_decides_its_algorithm_too(no_winners):
     close = dispatch.choose("matmul", spec, None).close
     all_pads = [Config(i, pads) for pads in (True, False) for i in range(8)]
     assert list(dispatch.contenders("matmul", "cublaslt", spec)) == all_pads
-    dispatch.store_compared("matmul", "cublaslt", spec, close, 1e-5)
-    dispatch.store_winner("matmul", "cublaslt", spec, Config(2), 1e-5)
+    dispatch.store_compared("matmul", "cublaslt", spec, close, 1e-5, Config(2))
     choice = dispatch.choose("matmul", spec, None)
     assert (choice.backend, choice.config, choice.source) == ("cublaslt", Config(2), "compared")
-    assert dispatch.contenders("matmul", "cublaslt", spec) == (Config(2),)
+    assert dispatch.config_of("matmul", "cublaslt", spec) == Config(0)  # A call that names the backend has the first.
+    winners._memo.clear()
+    assert dispatch.choose("matmul", spec, None).config == Config(2)  # From the disk.
 
 
 def test_winners_without_it_stay(no_winners):

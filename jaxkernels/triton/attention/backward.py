@@ -44,11 +44,12 @@ from jaxkernels.triton.attention.problem import (
 )
 
 __all__ = [
-    "CONSTANTS", "VERSION", "Config", "Constants", "estimate", "not_estimated", "run", "search_space", "shortlist",
-    "unsupported",
+    "CONSTANTS", "NUM_COMPARED", "VERSION", "Config", "Constants", "estimate", "not_estimated", "run", "search_space",
+    "shortlist", "unsupported",
 ]  # fmt: skip
 
 VERSION = 3
+NUM_COMPARED = costs.NUM_COMPARED
 
 _LABEL = "attention_backward[triton]"
 _FLOAT32 = np.dtype(np.float32)

@@ -24,9 +24,10 @@ from jaxkernels.triton import calls, chips
 from jaxkernels.triton.attention import costs, problem
 from jaxkernels.triton.attention.problem import Problem, check_counts, check_tiles, optional
 
-__all__ = ["VERSION", "Config", "estimate", "run", "search_space", "unsupported"]
+__all__ = ["NUM_COMPARED", "VERSION", "Config", "estimate", "run", "search_space", "unsupported"]
 
 VERSION = 1
+NUM_COMPARED = costs.NUM_COMPARED
 
 _LABEL = "attention_backward[triton]"
 #: Rows of tiles. With 32, four warps share 16 rows twice.
