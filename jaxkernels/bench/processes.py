@@ -95,7 +95,8 @@ def run(
     found = context.Queue()
     fields = {name: getattr(settings, name) for name in ("backends", "baselines", "regimes", "auto")}
     gpus = _gpus(settings.device)
-    with tempfile.TemporaryDirectory(prefix="jaxkernels-turns-") as folder:
+    # A process that is ended may still write there. An error from that would hide what ended the run.
+    with tempfile.TemporaryDirectory(prefix="jaxkernels-turns-", ignore_cleanup_errors=True) as folder:
         processes = []
         for i in range(min(count, len(work))):
             gpu = i % len(gpus)

@@ -57,9 +57,9 @@ MEMORY_SHARE = 0.85
 #: How much longer the elementwise part takes if fewer than eight warps share an SM, and a step without a pipeline.
 _FEW_WARPS, _NO_PIPELINE = 1.6, 1.3
 
-#: Configurations that a comparison measures. The cost model ranks those of short kernels badly: in six of 11
-#: attentions on an H200, the best of six took 0.45 to 0.92 of the default's time (docs/choice.md).
-NUM_COMPARED = 6
+#: Configurations that a comparison measures. The cost model ranks those of short kernels badly: in five of 11
+#: attentions on an H200, the best of four took 0.45 to 0.91 of the default's time (docs/choice.md).
+NUM_COMPARED = 4
 
 
 @dataclasses.dataclass(frozen=True)
