@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -45,10 +44,10 @@ def multiply(
     bias: Float[Array, " n"] | None = None,
     residual: Float[Array, "*batch m n"] | None = None,
     *,
-    layouts: tuple[Literal["mk", "km"], Literal["kn", "nk"]],
+    layouts: tuple[str, str],
     out_dtype: np.dtype,
     alpha: float,
-    activation: Literal["relu", "gelu"] | None,
+    activation: str | None,
     algorithm: int,
 ) -> Float[Array, "*batch m n"]:
     """activation(alpha * lhs @ rhs + bias), or alpha * lhs @ rhs + bias + residual, accumulated in float32.
@@ -56,10 +55,10 @@ def multiply(
     Args:
       lhs, rhs: of one dtype, bfloat16 or float16; stored as `layouts` says. At most one batch dimension.
       bias, residual: of `out_dtype`. An activation goes without a residual.
-      layouts: of lhs and rhs, last letter contiguous.
+      layouts: "mk" or "km", and "kn" or "nk"; the last letter is contiguous.
       out_dtype: the dtype of the operands, or float32.
       alpha: a factor of the product.
-      activation: "gelu" is the one with tanh.
+      activation: "relu", "gelu" (the one with tanh), or None.
       algorithm: which of cuBLASLt's proposals; 0 is the first.
 
     Raises (when the program runs): XlaRuntimeError if cuBLASLt has fewer proposals.

@@ -93,7 +93,7 @@ def test_wheel_holds_nothing_but_the_package(built_wheel):
         inside = "jaxkernels/" if folder == "jaxkernels" else f"jaxkernels/{folder}/"
         for source in (path for suffix in ("py", "cu", "cuh") for path in (ROOT / folder).rglob(f"*.{suffix}")):
             assert inside + source.relative_to(ROOT / folder).as_posix() in names
-    assert not [name for name in names if name.endswith((".cc", ".o", "CMakeLists.txt")) or "__pycache__" in name]
+    assert not [name for name in names if name.endswith((".cc", ".h", ".o", "CMakeLists.txt")) or "__pycache__" in name]
 
 
 def test_installed_wheel_finds_its_launcher(built_wheel, environment, tmp_path):
