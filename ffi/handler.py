@@ -137,8 +137,9 @@ def register_library(path: pathlib.Path, platform: str) -> ctypes.CDLL:
         try:
             for target, (state, of_type, of_stages) in _HANDLERS.items():
                 part = lambda name, of_type=of_type: jax.ffi.pycapsule(getattr(library, f"{of_type}_{name}")())
-                type_parts = {"type_id": part("type_id"), "type_info": part("type_info")}
-                jax.ffi.register_ffi_type(state, type_parts, platform=platform)
+                jax.ffi.register_ffi_type(
+                    state, {"type_id": part("type_id"), "type_info": part("type_info")}, platform=platform
+                )
                 stages = {stage: jax.ffi.pycapsule(getattr(library, f"{of_stages}_{stage}")) for stage in _STAGES}
                 jax.ffi.register_ffi_target(target, stages, platform=platform)
         except Exception as e:
