@@ -39,6 +39,7 @@
 #include <utility>
 #include <vector>
 
+#include "attributes.h"
 #include "driver.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -140,12 +141,15 @@ class Library {
 // ---- What is to be multiplied -------------------------------------------------------------------
 
 struct Dtype {
-  std::string_view name;
   int code;
   uint64_t bytes;
 };
-constexpr Dtype kDtypes[] = {
-    {"bfloat16", kBfloat16, 2}, {"float16", kFloat16, 2}, {"float32", kFloat32, 4}};
+constexpr Named<Dtype> kOperands[] = {{"bfloat16", {kBfloat16, 2}}, {"float16", {kFloat16, 2}}};
+constexpr Named<Dtype> kResults[] = {
+    {"bfloat16", {kBfloat16, 2}}, {"float16", {kFloat16, 2}}, {"float32", {kFloat32, 4}}};
+constexpr Named<bool> kLhsLayouts[] = {{"mk", false}, {"km", true}};
+constexpr Named<bool> kRhsLayouts[] = {{"kn", false}, {"nk", true}};
+constexpr Named<uint32_t> kActivations[] = {{"none", 0}, {"relu", kRelu}, {"gelu", kGelu}};
 
 // What cuBLASLt was told of a product in one context.
 struct Plan {
@@ -173,7 +177,7 @@ struct Product {
   int algorithm;
   uint64_t workspace_bytes;
   std::mutex mutex;
-  // By context. Plans stay for the life of the process: a CUDA graph may outlive its custom call.
+  // By context. Plans are small, and stay for the life of the process.
   std::map<unsigned long long, Plan*> plans;
 
   ffi::Error error(ffi::ErrorCode code, const std::string& what) const {
@@ -192,76 +196,35 @@ ffi::ErrorOr<const Library*> Library::get(std::string_view label) {
 
 // ---- Instantiate: attributes to a Product -------------------------------------------------------
 
-// Reads attributes and remembers the first problem.
-class Attributes {
- public:
-  explicit Attributes(const ffi::Dictionary& attributes) : attributes_(attributes) {}
-
-  template <typename T>
-  T get(const char* name) {
-    ffi::ErrorOr<T> value = attributes_.get<T>(name);
-    if (value.has_value()) return *value;
-    refuse(concat("attribute ", name,
-                  " is missing or of another type; got: ", value.error().message(), "."));
-    return T{};
-  }
-
-  uint64_t number(const char* name, int64_t low, int64_t high) {
-    const auto value = get<int64_t>(name);
-    if (low <= value && value <= high) return static_cast<uint64_t>(value);
-    refuse(concat("attribute ", name, " must be from ", low, " to ", high, "; got ", value, "."));
-    return static_cast<uint64_t>(low);
-  }
-
-  // Which of two or three names an attribute has.
-  size_t choice(const char* name, const std::vector<std::string_view>& names) {
-    const auto wanted = get<std::string_view>(name);
-    for (size_t i = 0; i < names.size(); ++i) {
-      if (names[i] == wanted) return i;
-    }
-    refuse(
-        concat("attribute ", name, " must be one of ", listed(names), "; got \"", wanted, "\"."));
-    return 0;
-  }
-
-  void refuse(const std::string& what) {
-    if (problem_.empty()) problem_ = what + " Have jaxkernels.ffi.cublaslt write the attributes.";
-  }
-
-  const std::string& problem() const { return problem_; }
-
- private:
-  const ffi::Dictionary& attributes_;
-  std::string problem_;
-};
-
 // What the library counts in 32 bits.
 constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxAlgorithms = 64;
 
 ffi::ErrorOr<std::unique_ptr<Product>> instantiate_product(ffi::Dictionary dictionary) {
-  Attributes attributes(dictionary);
+  AttributeReader attributes(dictionary, "jaxkernels.ffi.cublaslt");
+  const auto size = [&](const char* name) {
+    return static_cast<uint64_t>(attributes.number(name, 1, kMaxSize));
+  };
   auto product = std::make_unique<Product>();
   product->label = std::string(attributes.get<std::string_view>("label"));
-  product->m = attributes.number("m", 1, kMaxSize);
-  product->n = attributes.number("n", 1, kMaxSize);
-  product->k = attributes.number("k", 1, kMaxSize);
-  product->batch = attributes.number("batch", 1, kMaxSize);
-  product->is_lhs_transposed = attributes.choice("lhs_layout", {"mk", "km"}) == 1;
-  product->is_rhs_transposed = attributes.choice("rhs_layout", {"kn", "nk"}) == 1;
-  product->dtype = kDtypes[attributes.choice("dtype", {"bfloat16", "float16"})];
-  product->out_dtype = kDtypes[attributes.choice("out_dtype", {"bfloat16", "float16", "float32"})];
+  product->m = size("m");
+  product->n = size("n");
+  product->k = size("k");
+  product->batch = size("batch");
+  product->is_lhs_transposed = attributes.choice("lhs_layout", kLhsLayouts);
+  product->is_rhs_transposed = attributes.choice("rhs_layout", kRhsLayouts);
+  product->dtype = attributes.choice("dtype", kOperands);
+  product->out_dtype = attributes.choice("out_dtype", kResults);
   product->alpha = attributes.get<float>("alpha");
-  constexpr uint32_t kActivations[] = {0, kRelu, kGelu};
-  product->epilogue = kActivations[attributes.choice("activation", {"none", "relu", "gelu"})];
+  product->epilogue = attributes.choice("activation", kActivations);
   product->has_bias = attributes.get<bool>("has_bias");
   product->has_residual = attributes.get<bool>("has_residual");
   if (product->has_bias) product->epilogue |= kBias;
   if (product->epilogue == 0) product->epilogue = kPlain;
   product->algorithm = static_cast<int>(attributes.number("algorithm", 0, kMaxAlgorithms - 1));
-  product->workspace_bytes =
-      attributes.number("workspace_bytes", 0, std::numeric_limits<int64_t>::max());
-  if (!attributes.problem().empty()) {
+  product->workspace_bytes = static_cast<uint64_t>(
+      attributes.number("workspace_bytes", 0, std::numeric_limits<int64_t>::max()));
+  if (!attributes.are_right()) {
     return ffi::Unexpected(product->error(ffi::ErrorCode::kInvalidArgument, attributes.problem()));
   }
   return ffi::ErrorOr<std::unique_ptr<Product>>(std::move(product));

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +28,7 @@ def missing() -> str | None:
         return f"needs the launcher of the CUDA kernels: {found}"
     if not handler.has_cuda_device():
         return None
-    try:
-        # Loads it: ffi/cublaslt.cc then finds it by its name.
-        importlib.import_module("cuda.pathfinder").load_nvidia_dynamic_lib("cublasLt")
-    except (ImportError, RuntimeError) as e:
-        reason = str(e).strip().splitlines()[0]
+    if (reason := handler.load_cublaslt()) is not None:
         return f'needs cuBLASLt, and cuda-pathfinder to find it: {reason} (pip install "jaxkernels[cuda13]", or cuda12)'
     return None
 

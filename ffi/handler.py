@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import importlib
 import pathlib
 import sys
 import threading
@@ -93,6 +94,17 @@ def register() -> None:
     if found.library is None:
         raise RuntimeError(f"register[cuda]: the launcher of the CUDA kernels is missing; {found}.")
     register_library(found.library, "CUDA")
+    load_cublaslt()  # Without it, programs that call it raise an error with the reason.
+
+
+@functools.cache
+def load_cublaslt() -> str | None:
+    """Opens cuBLASLt: cublaslt.cc then finds it by its name. Returns the reason if that is impossible, else None."""
+    try:
+        importlib.import_module("cuda.pathfinder").load_nvidia_dynamic_lib("cublasLt")
+    except (ImportError, RuntimeError) as e:
+        return str(e).strip().splitlines()[0]
+    return None
 
 
 def has_cuda() -> bool:

@@ -56,6 +56,7 @@
 #include <variant>
 #include <vector>
 
+#include "attributes.h"
 #include "driver.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -63,12 +64,6 @@ namespace jaxkernels {
 namespace {
 
 // ---- What is to be launched ---------------------------------------------------------------------
-
-template <typename T>
-struct Named {
-  std::string_view name;
-  T value;
-};
 
 struct Dtype {
   CUtensorMapDataType code;
@@ -331,85 +326,6 @@ Cubin* intern(std::string_view image) {
 
 // ---- Instantiate: attributes to a Launch --------------------------------------------------------
 
-// Reads attributes one after the other and remembers the first problem; what is returned after it
-// is a placeholder, so `error` must be asked before the values are used.
-class AttributeReader {
- public:
-  explicit AttributeReader(const ffi::Dictionary& attributes) : attributes_(attributes) {
-    kernel_ = std::string(get<std::string_view>("kernel"));
-    label_ = kernel_;
-    if (attributes.contains("label")) label_ = std::string(get<std::string_view>("label"));
-  }
-
-  const std::string& kernel() const { return kernel_; }
-  const std::string& label() const { return label_; }
-  const ffi::Error& error() const { return error_; }
-
-  template <typename T>
-  T get(const std::string& name) {
-    ffi::ErrorOr<T> value = attributes_.get<T>(name);
-    if (value.has_value()) return *value;
-    refuse(concat("attribute ", name,
-                  " is missing or of another type; got: ", value.error().message(), "."));
-    return T{};
-  }
-
-  int64_t number(const std::string& name, int64_t low, int64_t high) {
-    return checked(name, get<int64_t>(name), low, high);
-  }
-
-  template <typename T>
-  std::vector<T> numbers(const std::string& name, size_t count, int64_t low, int64_t high) {
-    const auto values = get<ffi::Span<const int64_t>>(name);
-    if (values.size() != count) {
-      refuse(
-          concat("attribute ", name, " must have ", count, " elements; got ", values.size(), "."));
-    }
-    std::vector<T> result;
-    for (int64_t value : values) {
-      result.push_back(static_cast<T>(checked(name, value, low, high)));
-    }
-    result.resize(count);
-    return result;
-  }
-
-  std::array<unsigned, 3> extents(const std::string& name) {
-    const auto xyz = numbers<unsigned>(name, 3, 1, std::numeric_limits<int32_t>::max());
-    return {xyz[0], xyz[1], xyz[2]};
-  }
-
-  template <typename T, size_t N>
-  T choice(const std::string& name, const Named<T> (&table)[N]) {
-    const auto wanted = get<std::string_view>(name);
-    std::vector<std::string_view> known;
-    for (const Named<T>& entry : table) {
-      if (entry.name == wanted) return entry.value;
-      known.push_back(entry.name);
-    }
-    refuse(
-        concat("attribute ", name, " must be one of ", listed(known), "; got \"", wanted, "\"."));
-    return table[0].value;
-  }
-
-  void refuse(const std::string& what) {
-    if (error_.failure()) return;
-    error_ = error_for(label_, ffi::ErrorCode::kInvalidArgument,
-                       what + " Have jaxkernels.ffi.launch write the attributes.");
-  }
-
- private:
-  int64_t checked(const std::string& name, int64_t value, int64_t low, int64_t high) {
-    if (low <= value && value <= high) return value;
-    refuse(concat("attribute ", name, " must be from ", low, " to ", high, "; got ", value, "."));
-    return low;
-  }
-
-  const ffi::Dictionary& attributes_;
-  std::string kernel_;
-  std::string label_;
-  ffi::Error error_;
-};
-
 Pointer read_pointer(AttributeReader& attributes, const std::string& prefix) {
   constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
   return {attributes.number(prefix + "buffer", 0, kMax),
@@ -448,7 +364,7 @@ Parameter read_parameter(AttributeReader& attributes, const std::string& prefix)
   if (kind == "tensor_maps") {
     const int64_t count = attributes.number(prefix + "count", 1, kMaxParameterBytes);
     TensorMaps maps;
-    for (int64_t i = 0; i < count && attributes.error().success(); ++i) {
+    for (int64_t i = 0; i < count && attributes.are_right(); ++i) {
       maps.push_back(read_tensor_map(attributes, concat(prefix, i, ".")));
     }
     return maps;
@@ -466,27 +382,39 @@ Parameter read_parameter(AttributeReader& attributes, const std::string& prefix)
   return Value{};
 }
 
+std::array<unsigned, 3> read_extents(AttributeReader& attributes, const std::string& name) {
+  const auto xyz = attributes.numbers<unsigned>(name, 3, 1, std::numeric_limits<int32_t>::max());
+  return {xyz[0], xyz[1], xyz[2]};
+}
+
 ffi::ErrorOr<std::unique_ptr<Launch>> instantiate(ffi::Dictionary dictionary) {
-  AttributeReader attributes(dictionary);
+  AttributeReader attributes(dictionary, "jaxkernels.ffi.launch");
   auto launch = std::make_unique<Launch>();
-  launch->kernel = attributes.kernel();
-  launch->label = attributes.label();
-  launch->grid = attributes.extents("grid");
-  launch->block = attributes.extents("block");
-  launch->cluster = attributes.extents("cluster");
+  launch->kernel = std::string(attributes.get<std::string_view>("kernel"));
+  launch->label = launch->kernel;
+  if (dictionary.contains("label")) {
+    const auto label = attributes.get<std::string_view>("label");
+    if (attributes.are_right()) launch->label = std::string(label);
+  }
+  launch->grid = read_extents(attributes, "grid");
+  launch->block = read_extents(attributes, "block");
+  launch->cluster = read_extents(attributes, "cluster");
   launch->smem_bytes = static_cast<unsigned>(
       attributes.number("smem_bytes", 0, std::numeric_limits<int32_t>::max()));
   const int64_t num_parameters = attributes.number("num_parameters", 0, kMaxParameterBytes);
-  for (int64_t i = 0; i < num_parameters && attributes.error().success(); ++i) {
+  for (int64_t i = 0; i < num_parameters && attributes.are_right(); ++i) {
     launch->parameters.push_back(read_parameter(attributes, concat("parameter", i, ".")));
   }
   const auto cubin = attributes.get<ffi::Span<const uint8_t>>("cubin");
   const std::string_view image(reinterpret_cast<const char*>(cubin.begin()), cubin.size());
-  if (attributes.error().success() && !is_whole_elf(image)) {
+  if (attributes.are_right() && !is_whole_elf(image)) {
     attributes.refuse(concat("attribute cubin must be a whole ELF image; got ", image.size(),
                              " bytes that are none."));
   }
-  if (attributes.error().failure()) return ffi::Unexpected(attributes.error());
+  if (!attributes.are_right()) {
+    return ffi::Unexpected(
+        error_for(launch->label, ffi::ErrorCode::kInvalidArgument, attributes.problem()));
+  }
   launch->cubin = intern(image);
   return ffi::ErrorOr<std::unique_ptr<Launch>>(std::move(launch));
 }

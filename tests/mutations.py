@@ -459,6 +459,18 @@ MUTATIONS: dict[str, Edit | Planted] = {
     "offset of a parameter dropped": Edit(
         "ffi/launcher.cc", "addresses_[i] = buffer.data + place.byte_offset;", "addresses_[i] = buffer.data;", _LAUNCH
     ),
+    "parts of k added up in the result's dtype": Edit(
+        "ffi/cublaslt.cc",
+        "kInComputeType = 2",
+        "kInComputeType = 7",
+        "tests/matmul/test_cublaslt_matmul.py::test_cublaslt_is_asked_once_for_a_program",
+    ),
+    "one rhs for all of a batch": Edit(
+        "ffi/cublaslt.cc",
+        "static_cast<int64_t>(rows * columns);",
+        "int64_t{0} * static_cast<int64_t>(rows * columns);",
+        "tests/matmul/test_cublaslt_matmul.py::test_layouts_and_batches[mk.kn-3]",
+    ),
     "strides in elements": Planted(
         Fault("jaxkernels.ffi.custom_call:_dense_strides", lambda right: lambda shape, itemsize: right(shape, 1)),
         _LAUNCH,
