@@ -952,6 +952,13 @@ def test_configurations_of_the_only_backend_are_compared(lab, estimates, monkeyp
     assert lab.measured == [_names(*_THREE)]
 
 
+def test_a_long_kernel_is_compared_in_its_default_configuration(lab, estimates, monkeypatch):
+    monkeypatch.setattr(sys.modules["backend_fake_matmul"], "NUM_COMPARED", 3, raising=False)
+    lab.estimate = lambda config: 2e-4 + config.depth * 1e-6
+    dispatch.choose("matmul", make_spec(), None)
+    assert lab.measured == [["fake Config(block=64, depth=1)", "xla Config()"]]
+
+
 def test_a_tuned_configuration_has_no_contenders(lab, estimates, monkeypatch):
     monkeypatch.setattr(sys.modules["backend_fake_matmul"], "NUM_COMPARED", 3, raising=False)
     dispatch.store_winner("matmul", "fake", make_spec(), Config(192, 2), 1e-6)

@@ -18,8 +18,8 @@ Three names are optional:
   `default_config` looks. An empty shortlist says that another design is known to be faster;
 - `unpreferred(spec) -> str | None`: why a call that names no backend takes a later one of the order, although this
   design supports the spec; None if it does not. A backend is unpreferred if all its designs that support the spec are;
-- `NUM_COMPARED`: how many configurations a comparison measures: the default and the next best by the cost model.
-  Without it, the default alone.
+- `NUM_COMPARED`: how many configurations of a short kernel a comparison measures: the default and the next best by the
+  cost model. Without it, the default alone.
 
 A design whose cost model `jaxkernels tune --calibrate` can fit to measurements (`jaxkernels.tuning.calibration`) has
 three more:
@@ -89,6 +89,10 @@ WAY_OUT = 'Use backend=None (chooses by itself) or backend="xla".'
 #: choose a backend below 0.95 of the fastest for 15 % of the products, 13 % of the attentions and 17 % of their
 #: gradients. If those within this factor are measured, it is below 1 %, and 2.6 to 3.1 backends are measured.
 CLOSE = 1.7
+
+#: Kernels that are estimated to take longer, in seconds, are compared in their default configuration only. Cost models
+#: rank configurations of long kernels better, and they take longer to measure.
+_SHORT = 1e-4
 
 #: Kernels that take longer, in seconds, are not measured: a program would wait for minutes.
 _LONGEST = 0.1
@@ -605,11 +609,14 @@ def config_of(op: str, backend: str, spec: Spec) -> Any:
 
 
 def contenders(op: str, backend: str, spec: Spec) -> tuple[Any, ...]:
-    """The configurations of a backend that a comparison measures: that of a call, unless a design has several."""
+    """The configurations of a backend that a comparison measures: that of a call, and of a short kernel the next ones if
+    a design says so.
+    """
     first = config_of(op, backend, spec)
     designs = load(op, backend)
     number = max(getattr(design, "NUM_COMPARED", 1) for design in designs.supporting(spec))
-    if number == 1 or _winner(op, backend, spec) is not None:
+    is_long = (designs.estimate(spec, first) or 0.0) > _SHORT
+    if number == 1 or is_long or _winner(op, backend, spec) is not None:
         return (first,)
     others = [config for config in search_space(op, backend, spec) if config != first]
     return first, *sorted(others, key=lambda config: designs.estimate(spec, config) or 0.0)[: number - 1]
