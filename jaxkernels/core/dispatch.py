@@ -609,8 +609,8 @@ def config_of(op: str, backend: str, spec: Spec) -> Any:
 
 
 def contenders(op: str, backend: str, spec: Spec) -> tuple[Any, ...]:
-    """The configurations of a backend that a comparison measures: that of a call, and of a short kernel the next ones if
-    a design says so.
+    """The configurations of a backend that a comparison measures: that of a call, and more for short kernels of designs
+    with `NUM_COMPARED`.
     """
     first = config_of(op, backend, spec)
     designs = load(op, backend)
