@@ -101,8 +101,11 @@ def test_default_is_in_the_space_of_every_spec(kernel):
         assert len(set(space)) == len(space) <= 400
         default = dispatch.default_config(op, backend, spec)
         assert default in space, spec
-        # Norms and losses have no cost model: the shortlist is the default.
+        # Norms and losses have no cost model: the shortlist is the default. cuBLASLt has none either: it orders the space.
         if len(space) == 1 or op.startswith(("norm", "linear_cross_entropy")):
+            continue
+        if backend == "cublaslt":
+            assert default == space[0]
             continue
         estimates = [dispatch.load(op, backend).estimate(spec, config) for config in space]
         assert all(1e-7 < estimate < 1e4 for estimate in estimates)
