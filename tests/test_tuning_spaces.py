@@ -101,7 +101,7 @@ def test_default_is_in_the_space_of_every_spec(kernel):
         assert len(set(space)) == len(space) <= 400
         default = dispatch.default_config(op, backend, spec)
         assert default in space, spec
-        # Norms and losses have no cost model: the shortlist is the default. cuBLASLt has none either: it orders the space.
+        # Norms and losses have no cost model: the shortlist is the default. cuBLASLt has none: it orders the space.
         if len(space) == 1 or op.startswith(("norm", "linear_cross_entropy")):
             continue
         if backend == "cublaslt":
