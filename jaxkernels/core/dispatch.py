@@ -427,7 +427,7 @@ def choose(
         if close:
             always = [x for x in _backends_of(op) if REGISTRY[op, x].is_always_compared and refusal(x) is None]
             close = [x for x in _backends_of(op) if x in close or x in always]
-        if len(close) == 1 and len(contenders(op, close[0], spec)) == 1:
+        if len(close) == 1 and _num_contenders(op, close[0], spec) == 1:
             close = []
         if (measured := _comparison(op, spec, close, now)) is not None:
             is_compared, name = True, measured
@@ -612,14 +612,21 @@ def contenders(op: str, backend: str, spec: Spec) -> tuple[Any, ...]:
     """The configurations of a backend that a comparison measures: that of a call, and more for short kernels of designs
     with `NUM_COMPARED`.
     """
-    first = config_of(op, backend, spec)
-    designs = load(op, backend)
-    number = max(getattr(design, "NUM_COMPARED", 1) for design in designs.supporting(spec))
-    is_long = (designs.estimate(spec, first) or 0.0) > _SHORT
-    if number == 1 or is_long or _winner(op, backend, spec) is not None:
+    first, number = config_of(op, backend, spec), _num_contenders(op, backend, spec)
+    if number == 1:
         return (first,)
     others = [config for config in search_space(op, backend, spec) if config != first]
-    return first, *sorted(others, key=lambda config: designs.estimate(spec, config) or 0.0)[: number - 1]
+    estimate = load(op, backend).estimate
+    return first, *sorted(others, key=lambda config: estimate(spec, config) or 0.0)[: number - 1]
+
+
+def _num_contenders(op: str, backend: str, spec: Spec) -> int:
+    """How many configurations of a backend a comparison measures at most."""
+    designs, space = load(op, backend), search_space(op, backend, spec)
+    number = min(len(space), max(getattr(design, "NUM_COMPARED", 1) for design in designs.supporting(spec)))
+    if number == 1 or _winner(op, backend, spec) is not None:
+        return 1
+    return 1 if (designs.estimate(spec, default_config(op, backend, spec)) or 0.0) > _SHORT else number
 
 
 def _fastest(op: str, spec: Spec) -> str | None:
