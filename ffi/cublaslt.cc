@@ -309,6 +309,10 @@ ffi::Error make_plan(const Library& library, const Product& product, Plan* plan)
                          concat("cuBLASLt does not multiply these operands; got ",
                                 library.status_string(status), ". Use backend=\"xla\"."));
   }
+  if (found == 0) {
+    return product.error(ffi::ErrorCode::kUnimplemented,
+                         "cuBLASLt has no algorithm for this product. Use backend=\"xla\".");
+  }
   if (found <= product.algorithm) {
     return product.error(ffi::ErrorCode::kInvalidArgument,
                          concat("cuBLASLt has ", found, " algorithms for this product; got ",

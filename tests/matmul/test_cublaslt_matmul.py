@@ -160,6 +160,14 @@ def test_failures_of_cublaslt_are_exceptions(stand_in, function, status, message
     assert_right(spec := make_spec(3, 3, 3), run(spec))
 
 
+def test_product_without_an_algorithm(stand_in):
+    """The library on the host has none with a float32 result of float16 operands."""
+    spec = make_spec(3, 3, 3, dtypes=("float16", "float16"), out_dtype="float32")
+    message = 'matmul[cublaslt]: cuBLASLt has no algorithm for this product. Use backend="xla".'
+    with pytest.raises(Exception, match=re.escape(message)):
+        run(spec)
+
+
 def test_a_buffer_of_another_size_is_refused(stand_in, monkeypatch):
     """A program that somebody wrote by hand reads and writes nothing outside its buffers."""
     ffi_call = jax.ffi.ffi_call
