@@ -138,7 +138,7 @@ class Library {
   std::string problem_;
 };
 
-// ---- What is to be multiplied -------------------------------------------------------------------
+// ---- The product --------------------------------------------------------------------------------
 
 struct Dtype {
   int code;
@@ -151,7 +151,7 @@ constexpr Named<bool> kLhsLayouts[] = {{"mk", false}, {"km", true}};
 constexpr Named<bool> kRhsLayouts[] = {{"kn", false}, {"nk", true}};
 constexpr Named<uint32_t> kActivations[] = {{"none", 0}, {"relu", kRelu}, {"gelu", kGelu}};
 
-// What cuBLASLt was told of a product in one context.
+// The description of a product for cuBLASLt, in one context.
 struct Plan {
   std::mutex mutex;  // The descriptor has the address of one run's bias.
   Object handle = nullptr;
@@ -181,7 +181,7 @@ struct Product {
   std::map<unsigned long long, Plan*> plans;
 
   ffi::Error error(ffi::ErrorCode code, const std::string& what) const {
-    return ffi::Error(code, concat(label, ": ", what));
+    return ffi::Error(code, concat(label, "[cublaslt]: ", what));
   }
 };
 
@@ -191,12 +191,12 @@ ffi::ErrorOr<const Library*> Library::get(std::string_view label) {
   static const Library library;
   if (library.problem_.empty()) return &library;
   return ffi::Unexpected(
-      ffi::Error(ffi::ErrorCode::kUnavailable, concat(label, ": ", library.problem_)));
+      ffi::Error(ffi::ErrorCode::kUnavailable, concat(label, "[cublaslt]: ", library.problem_)));
 }
 
 // ---- Instantiate: attributes to a Product -------------------------------------------------------
 
-// What the library counts in 32 bits.
+// cuBLASLt counts sizes in 32 bits.
 constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxAlgorithms = 64;
 
@@ -439,7 +439,7 @@ ffi::Error multiply(CUstream stream, Product* product, ffi::RemainingArgs operan
 }  // namespace
 }  // namespace jaxkernels
 
-// ---- What handler.py finds in the library -------------------------------------------------------
+// ---- The library's symbols, for handler.py ------------------------------------------------------
 
 #pragma GCC visibility push(default)
 

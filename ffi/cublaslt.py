@@ -13,8 +13,8 @@ from jaxkernels.ffi import handler
 
 __all__ = ["missing", "multiply"]
 
-#: What an algorithm may need beside the operands, bytes: what NVIDIA recommends for Hopper (cuBLAS Library, "cuBLAS
-#: workspace configuration").
+#: Bytes of workspace for an algorithm. NVIDIA recommends so many for Hopper (cuBLAS Library, "cuBLAS workspace
+#: configuration").
 _WORKSPACE_BYTES = 32 * 2**20
 
 
@@ -24,8 +24,8 @@ def missing() -> str | None:
 
     A machine without a GPU needs nothing, and can lower programs for one that has.
     """
-    if handler.has_cuda() and (found := handler.status()).library is None:
-        return f"needs the launcher of the CUDA kernels: {found}"
+    if (reason := handler.missing_launcher()) is not None:
+        return reason
     if not handler.has_cuda_device():
         return None
     if (reason := handler.load_cublaslt()) is not None:
@@ -69,7 +69,7 @@ def multiply(
     operands = [x for x in (lhs, rhs, bias, residual) if x is not None]
     out, _ = jax.ffi.ffi_call(handler.CUBLASLT_TARGET, results)(
         *operands,
-        label="matmul[cublaslt]",
+        label="matmul",
         **{name: np.int64(size) for name, size in sizes.items()},
         batch=np.int64(batch[0] if batch else 1),
         lhs_layout=layouts[0],

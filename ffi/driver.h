@@ -1,4 +1,4 @@
-// What the package's XLA FFI handlers share: text for messages, CUDA's driver, and the context of a
+// Shared by the package's XLA FFI handlers: text for messages, CUDA's driver, and the context of a
 // stream. Nothing of CUDA is linked: libcuda is opened at run time.
 
 #ifndef JAXKERNELS_DRIVER_H_

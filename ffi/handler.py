@@ -22,8 +22,8 @@ from jaxkernels.core import _jax
 from jaxkernels.ffi import compiler
 
 __all__ = [
-    "CUBLASLT_TARGET", "TARGET", "Status", "has_cuda", "has_cuda_device", "launch_count", "missing", "register",
-    "status",
+    "CUBLASLT_TARGET", "TARGET", "Status", "has_cuda", "has_cuda_device", "launch_count", "load_cublaslt", "missing",
+    "missing_launcher", "register", "status",
 ]  # fmt: skip
 
 #: The handler's name in compiled and exported programs. Those outlive a release: a change of the
@@ -127,6 +127,11 @@ def missing() -> str | None:
         compiler.nvrtc_version()
     except ImportError as e:
         return f"needs NVRTC: {e}"
+    return missing_launcher()
+
+
+def missing_launcher() -> str | None:
+    """The reason why no handler can be registered with JAX's CUDA backend, or None. Without one, none is needed."""
     if has_cuda() and (found := status()).library is None:
         return f"needs the launcher of the CUDA kernels: {found}"
     return None

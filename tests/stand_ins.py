@@ -1,4 +1,4 @@
-"""What XLA calls of ours, on the CPU backend: libraries of the tests stand in for CUDA's."""
+"""The package's XLA FFI handlers on the CPU backend, with libraries of the tests that stand in for CUDA's."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class StandIn:
         self.device = jax.devices("cpu")[0]
         handler.register_library(self.library, "cpu")
         self._libraries = ctypes.CDLL(str(self.driver)), ctypes.CDLL(str(self.cublaslt))
-        self._libraries[0].stand_in_events.restype = ctypes.c_char_p
-        self._libraries[1].stand_in_cublaslt_events.restype = ctypes.c_char_p
+        for library in self._libraries:
+            library.stand_in_events.restype = ctypes.c_char_p
 
     def events(self) -> list[str]:
         """The calls of the driver since the last call of this function."""
@@ -63,8 +63,8 @@ class StandIn:
 
     def cublaslt_events(self) -> list[str]:
         """The calls of cuBLASLt since the last call of this function."""
-        return self._libraries[1].stand_in_cublaslt_events().decode().splitlines()
+        return self._libraries[1].stand_in_events().decode().splitlines()
 
     def fail_in_cublaslt(self, function: str, status: int) -> None:
         """The same of cuBLASLt."""
-        self._libraries[1].stand_in_cublaslt_fail(function.encode(), status)
+        self._libraries[1].stand_in_fail(function.encode(), status)

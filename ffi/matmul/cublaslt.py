@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkernels.core.arguments import check_fields
+from jaxkernels.core.hardware import needs_capability
 from jaxkernels.ffi import cublaslt
 from jaxkernels.ops.matmul import tensor_cores
 from jaxkernels.ops.matmul.epilogue import apply_epilogue
@@ -37,7 +38,7 @@ NUM_COMPARED = _NUM_ALGORITHMS + 2
 #: Rows of so many bytes are read and written at full speed.
 _UNIT_BYTES = 16
 _MOST_ALGORITHMS = 64
-#: What cuBLASLt counts in 32 bits.
+#: cuBLASLt counts the products of a batch in 32 bits.
 _MOST = 2**31 - 1
 #: The first compute capability with products of bfloat16.
 _OLDEST_CAPABILITY = (8, 0)
@@ -64,8 +65,8 @@ class Config:
 
 
 def unsupported(spec: MatmulSpec) -> str | None:
-    if (spec.target.compute_capability or (0, 0)) < _OLDEST_CAPABILITY:
-        return f"needs a CUDA GPU of compute capability 8.0 or newer, the target is {spec.target}"
+    if (needs := needs_capability(spec.target, _OLDEST_CAPABILITY)) is not None:
+        return f"{needs}, the target is {spec.target}"
     if spec.lhs.dtype != spec.rhs.dtype or spec.lhs.dtype not in tensor_cores.INPUTS:
         return f"takes two bfloat16 or two float16 operands, not {spec.lhs.dtype} and {spec.rhs.dtype}"
     if spec.out_dtype not in (spec.lhs.dtype, jnp.float32):

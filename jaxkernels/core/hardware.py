@@ -16,7 +16,7 @@ import jax
 
 __all__ = [
     "DEFAULT_CUDA_TARGET", "GPU_PLATFORMS", "PLATFORMS", "Chip", "chip_of", "clusters_at_once", "cuda_target", "host",
-    "lookup", "soft_max", "waves",
+    "lookup", "needs_capability", "soft_max", "waves",
 ]  # fmt: skip
 
 
@@ -301,6 +301,13 @@ def cuda_target(devices: Iterable[Any] = ()) -> Chip:
     if jax.default_backend() == "gpu":
         return chip_of(jax.local_devices()[0])
     return lookup(DEFAULT_CUDA_TARGET)
+
+
+def needs_capability(chip: Chip, oldest: tuple[int, int]) -> str | None:
+    """A message about the compute capability that a kernel needs, if the chip is older or no CUDA GPU; else None."""
+    if chip.compute_capability is not None and chip.compute_capability >= oldest:
+        return None
+    return f"needs a CUDA GPU of compute capability {'.'.join(map(str, oldest))} or newer"
 
 
 def clusters_at_once(chip: Chip, blocks: int) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from jaxkernels.core import _jax
-from jaxkernels.core.hardware import Chip
+from jaxkernels.core.hardware import Chip, needs_capability
 from jaxkernels.core.types import ArrayType
 
 __all__ = ["OLDEST_CAPABILITY", "TARGETS", "call_kernel", "check_schedule", "missing", "unsupported_chip", "versions"]
@@ -41,10 +41,8 @@ _OLDEST_JAX_TRITON = (0, 3)
 
 def unsupported_chip(chip: Chip) -> str | None:
     """Why the kernels cannot be compiled for a chip, or None."""
-    if chip.compute_capability is None or chip.compute_capability < OLDEST_CAPABILITY:
-        oldest = ".".join(map(str, OLDEST_CAPABILITY))
-        return f"needs a CUDA GPU of compute capability {oldest} or newer, the target is {chip}"
-    return None
+    needs = needs_capability(chip, OLDEST_CAPABILITY)
+    return None if needs is None else f"{needs}, the target is {chip}"
 
 
 def check_schedule(label: str, num_warps: int, num_stages: int) -> None:

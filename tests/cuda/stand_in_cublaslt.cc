@@ -1,17 +1,14 @@
-// What ffi/cublaslt.cc needs of libcublasLt, for machines without a GPU: multiplies matrices in the
-// host's memory, with float32 sums, and writes down what it is asked for.
+// The part of libcublasLt that ffi/cublaslt.cc calls, for machines without a GPU. It multiplies
+// matrices in the host's memory, with float32 sums, and writes its calls down.
 //
 // It has four algorithms for a product, or none with float16 operands and a float32 result.
-// `stand_in_cublaslt_fail` makes a function fail.
 
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <map>
-#include <mutex>
-#include <sstream>
-#include <string>
+
+#include "stand_in.h"
 
 namespace {
 
@@ -46,14 +43,14 @@ struct Proposal {
   int reserved[4];
 };
 
-std::mutex mutex;
-std::ostringstream events;
-std::map<std::string, int> failures;
+// The status of an attribute or an argument that cuBLASLt does not take.
+constexpr int kInvalid = 7;
 
-int outcome(const char* function) {
-  std::lock_guard<std::mutex> lock(mutex);
-  auto found = failures.find(function);
-  return found == failures.end() ? 0 : found->second;
+template <typename T>
+int set(T* field, const void* value, size_t bytes) {
+  if (bytes != sizeof(T)) return kInvalid;
+  std::memcpy(field, value, bytes);
+  return 0;
 }
 
 float load(int type, const void* data, uint64_t i) {
@@ -97,47 +94,34 @@ float activated(float x, uint32_t epilogue) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-const char* stand_in_cublaslt_events() {
-  static std::string text;
-  std::lock_guard<std::mutex> lock(mutex);
-  text = events.str();
-  events.str("");
-  return text.c_str();
-}
-
-void stand_in_cublaslt_fail(const char* function, int status) {
-  std::lock_guard<std::mutex> lock(mutex);
-  failures[function] = status;
-}
-
 const char* cublasLtGetStatusString(int status) {
   return status == 15 ? "CUBLAS_STATUS_NOT_SUPPORTED" : "CUBLAS_STATUS_INTERNAL_ERROR";
 }
 
 int cublasLtCreate(void** handle) {
   *handle = &events;
-  return outcome("cublasLtCreate");
+  return outcome<int>("cublasLtCreate");
 }
 
 int cublasLtMatmulDescCreate(void** desc, int compute_type, int scale_type) {
   *desc = new Desc;
-  return compute_type == 68 && scale_type == kFloat32 ? 0 : 7;
+  return compute_type == 68 && scale_type == kFloat32 ? 0 : kInvalid;
 }
 
 int cublasLtMatmulDescSetAttribute(void* object, int attribute, const void* value, size_t bytes) {
   auto* desc = static_cast<Desc*>(object);
-  if (attribute == 3 && bytes == 4) {
-    std::memcpy(&desc->transpose_a, value, bytes);
-  } else if (attribute == 4 && bytes == 4) {
-    std::memcpy(&desc->transpose_b, value, bytes);
-  } else if (attribute == 7 && bytes == 4) {
-    std::memcpy(&desc->epilogue, value, bytes);
-  } else if (attribute == 8 && bytes == 8) {
-    std::memcpy(&desc->bias, value, bytes);
-  } else {
-    return 7;
+  switch (attribute) {
+    case 3:
+      return set(&desc->transpose_a, value, bytes);
+    case 4:
+      return set(&desc->transpose_b, value, bytes);
+    case 7:
+      return set(&desc->epilogue, value, bytes);
+    case 8:
+      return set(&desc->bias, value, bytes);
+    default:
+      return kInvalid;
   }
-  return 0;
 }
 
 int cublasLtMatrixLayoutCreate(void** layout, int type, uint64_t rows, uint64_t columns,
@@ -148,14 +132,8 @@ int cublasLtMatrixLayoutCreate(void** layout, int type, uint64_t rows, uint64_t 
 
 int cublasLtMatrixLayoutSetAttribute(void* object, int attribute, const void* value, size_t bytes) {
   auto* layout = static_cast<Layout*>(object);
-  if (attribute == 5 && bytes == 4) {
-    std::memcpy(&layout->batch, value, bytes);
-  } else if (attribute == 6 && bytes == 8) {
-    std::memcpy(&layout->batch_stride, value, bytes);
-  } else {
-    return 7;
-  }
-  return 0;
+  if (attribute == 5) return set(&layout->batch, value, bytes);
+  return attribute == 6 ? set(&layout->batch_stride, value, bytes) : kInvalid;
 }
 
 int cublasLtMatmulPreferenceCreate(void** preference) {
@@ -166,14 +144,8 @@ int cublasLtMatmulPreferenceCreate(void** preference) {
 int cublasLtMatmulPreferenceSetAttribute(void* object, int attribute, const void* value,
                                          size_t bytes) {
   auto* preference = static_cast<Preference*>(object);
-  if (attribute == 1 && bytes == 8) {
-    std::memcpy(&preference->workspace_bytes, value, bytes);
-  } else if (attribute == 3 && bytes == 4) {
-    std::memcpy(&preference->reduction_schemes, value, bytes);
-  } else {
-    return 7;
-  }
-  return 0;
+  if (attribute == 1) return set(&preference->workspace_bytes, value, bytes);
+  return attribute == 3 ? set(&preference->reduction_schemes, value, bytes) : kInvalid;
 }
 
 int cublasLtMatmulPreferenceDestroy(void* preference) {
@@ -183,7 +155,7 @@ int cublasLtMatmulPreferenceDestroy(void* preference) {
 
 int cublasLtMatmulAlgoGetHeuristic(void*, void*, void* a, void*, void*, void* d, void* preference,
                                    int wanted, Proposal* proposals, int* found) {
-  if (int status = outcome("cublasLtMatmulAlgoGetHeuristic")) return status;
+  if (int status = outcome<int>("cublasLtMatmulAlgoGetHeuristic")) return status;
   const bool has_any =
       static_cast<Layout*>(a)->type != kFloat16 || static_cast<Layout*>(d)->type != kFloat32;
   *found = has_any ? (wanted < kAlgorithms ? wanted : kAlgorithms) : 0;
@@ -192,9 +164,10 @@ int cublasLtMatmulAlgoGetHeuristic(void*, void*, void* a, void*, void*, void* d,
     proposals[i].algorithm[0] = static_cast<uint64_t>(i);
   }
   const auto& preferred = *static_cast<Preference*>(preference);
-  std::lock_guard<std::mutex> lock(mutex);
-  events << "propose wanted=" << wanted << " workspace=" << preferred.workspace_bytes
-         << " reductions=" << preferred.reduction_schemes << "\n";
+  note([&](std::ostream& out) {
+    out << "propose wanted=" << wanted << " workspace=" << preferred.workspace_bytes
+        << " reductions=" << preferred.reduction_schemes;
+  });
   return 0;
 }
 
@@ -202,10 +175,10 @@ int cublasLtMatmul(void*, void* description, const float* alpha, const void* a, 
                    const void* b, Layout* b_layout, const float* beta, const void* c,
                    Layout* c_layout, void* d, Layout* d_layout, const uint64_t* algorithm, void*,
                    size_t workspace_bytes, void* stream) {
-  if (int status = outcome("cublasLtMatmul")) return status;
+  if (int status = outcome<int>("cublasLtMatmul")) return status;
   const Desc& desc = *static_cast<Desc*>(description);
   const uint64_t depth = desc.transpose_a ? a_layout->rows : a_layout->columns;
-  if (depth != (desc.transpose_b ? b_layout->columns : b_layout->rows)) return 7;
+  if (depth != (desc.transpose_b ? b_layout->columns : b_layout->rows)) return kInvalid;
   for (int32_t product = 0; product < d_layout->batch; ++product) {
     for (uint64_t column = 0; column < d_layout->columns; ++column) {
       for (uint64_t row = 0; row < d_layout->rows; ++row) {
@@ -225,9 +198,10 @@ int cublasLtMatmul(void*, void* description, const float* alpha, const void* a, 
       }
     }
   }
-  std::lock_guard<std::mutex> lock(mutex);
-  events << "multiply algorithm=" << *algorithm << " workspace=" << workspace_bytes
-         << " stream=" << stream << "\n";
+  note([&](std::ostream& out) {
+    out << "multiply algorithm=" << *algorithm << " workspace=" << workspace_bytes
+        << " stream=" << stream;
+  });
   return 0;
 }
 

@@ -10,11 +10,12 @@
 #include <chrono>
 #include <cstdlib>
 #include <map>
-#include <mutex>
 #include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "stand_in.h"
 
 namespace {
 
@@ -27,23 +28,7 @@ struct Kernel {
   std::atomic<int> max_dynamic_smem_bytes{49152 - kStaticSmemBytes};
 };
 
-std::mutex mutex;
-std::ostringstream events;
-std::map<std::string, CUresult> failures;
 thread_local std::vector<CUcontext> contexts{nullptr};
-
-CUresult outcome(const char* function) {
-  std::lock_guard<std::mutex> lock(mutex);
-  auto found = failures.find(function);
-  return found == failures.end() ? CUDA_SUCCESS : found->second;
-}
-
-template <typename Write>
-void note(Write write) {
-  std::lock_guard<std::mutex> lock(mutex);
-  write(events);
-  events << "\n";
-}
 
 template <typename T>
 void list(std::ostream& out, const char* name, const T* values, size_t count) {
@@ -55,20 +40,6 @@ void list(std::ostream& out, const char* name, const T* values, size_t count) {
 
 #pragma GCC visibility push(default)
 extern "C" {
-
-const char* stand_in_events() {
-  static std::string text;
-  std::lock_guard<std::mutex> lock(mutex);
-  text = events.str();
-  events.str("");
-  return text.c_str();
-}
-
-// Makes `function` return `result` from now on; CUDA_SUCCESS mends it.
-void stand_in_fail(const char* function, int result) {
-  std::lock_guard<std::mutex> lock(mutex);
-  failures[function] = static_cast<CUresult>(result);
-}
 
 CUresult cuGetErrorName(CUresult result, const char** name) {
   static const std::map<int, const char*> kNames = {
@@ -95,7 +66,7 @@ CUresult cuDriverGetVersion(int* version) {
 
 CUresult cuStreamGetCtx(CUstream stream, CUcontext* context) {
   *context = reinterpret_cast<CUcontext>(stream);
-  return outcome("cuStreamGetCtx");
+  return outcome<CUresult>("cuStreamGetCtx");
 }
 
 CUresult cuCtxGetId(CUcontext context, unsigned long long* id) {
@@ -131,7 +102,7 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice
 }
 
 CUresult cuModuleLoadData(CUmodule* module, const void* image) {
-  if (CUresult result = outcome("cuModuleLoadData")) return result;
+  if (CUresult result = outcome<CUresult>("cuModuleLoadData")) return result;
   std::this_thread::sleep_for(
       std::chrono::milliseconds(5));  // It takes a while, others come meanwhile.
   *module = static_cast<CUmodule>(const_cast<void*>(image));
@@ -190,7 +161,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType dtype, cuu
 
 CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** parameters,
                           void** extra) {
-  if (CUresult result = outcome("cuLaunchKernelEx")) return result;
+  if (CUresult result = outcome<CUresult>("cuLaunchKernelEx")) return result;
   const auto* kernel = reinterpret_cast<Kernel*>(function);
   if (kernel->context != contexts.back()) return CUDA_ERROR_INVALID_CONTEXT;
   if (config->sharedMemBytes > static_cast<unsigned>(kernel->max_dynamic_smem_bytes.load())) {

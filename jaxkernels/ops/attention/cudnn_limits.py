@@ -6,7 +6,7 @@ Source: the checks in JAX 0.11.2 and 0.12.0 (jax/_src/cudnn/fused_attention_stab
 
 from __future__ import annotations
 
-from jaxkernels.core.hardware import Chip
+from jaxkernels.core.hardware import Chip, needs_capability
 from jaxkernels.core.problems import needs_cuda
 
 __all__ = [
@@ -30,10 +30,8 @@ def unsupported_chip(chip: Chip) -> str | None:
     """Why cuDNN has no attention on the chip, or None."""
     if reason := needs_cuda(chip):
         return reason
-    if chip.compute_capability is None or chip.compute_capability < _OLDEST_CAPABILITY:
-        oldest = ".".join(map(str, _OLDEST_CAPABILITY))
-        return f"needs a CUDA GPU of compute capability {oldest} or newer, this is {chip}"
-    return None
+    needs = needs_capability(chip, _OLDEST_CAPABILITY)
+    return None if needs is None else f"{needs}, this is {chip}"
 
 
 def largest_head_dim(chip: Chip) -> int:
