@@ -87,7 +87,7 @@ def test_kernels_compile_side_by_side(monkeypatch):
     both = threading.Barrier(2)
     begun = []
 
-    def compile_one(kernel, now):
+    def compile_one(kernel, now, turn):
         both.wait(timeout=60)
         begun.append(kernel.config)
 
@@ -105,7 +105,7 @@ def test_kernels_that_will_be_compared(is_compared, monkeypatch, compiled):
     (choice,) = jk.explain(jk.matmul, *operands, platform="cuda").choices
     assert len(choice.close) > 1
     begun = []
-    monkeypatch.setattr(ahead, "_compile", lambda kernel, now: begun.append((kernel.backend, kernel.is_compared)))
+    monkeypatch.setattr(ahead, "_compile", lambda kernel, now, turn: begun.append((kernel.backend, kernel.is_compared)))
     traced = jax.jit(jk.matmul).trace(*operands)
     of_choice = [(choice.backend, False)] if dispatch.REGISTRY["matmul", choice.backend].compiles_in_lowering else []
     with jk.comparing(is_compared):

@@ -47,6 +47,8 @@ from jaxkernels.ops.matmul import baselines as matmul_baselines
 from jaxkernels.ops.matmul import reference as xla_matmul
 from jaxkernels.ops.matmul import suites as matmul_suites
 from jaxkernels.ops.matmul.cases import MatmulCase
+from jaxkernels.ops.norm.cases import NormCase
+from jaxkernels.tuning import ahead
 
 SUITES = suites.all_suites()
 
@@ -265,22 +267,62 @@ def rows(problem: Problem = SMALL, **options: Any) -> list[Row]:
 
 
 @pytest.mark.parametrize(("direction", "num_programs"), [("forward", 1), ("backward", 2)])
-def test_what_auto_compares_is_compiled_while_baselines_are(direction, num_programs, monkeypatch):
-    turns, programs = ["none"], []
+def test_what_xla_may_autotune_is_compiled_in_a_turn(direction, num_programs, monkeypatch):
+    """The baseline has a product of XLA; so may the comparison's program of the backend xla."""
+    begun, programs, with_turn = [], [], set()
 
     @contextlib.contextmanager
     def turn(kind: str) -> Iterator[None]:
-        turns.append(kind)
+        begun.append(kind)
         yield
-        turns.append("none")
 
-    monkeypatch.setattr(jk, "compile_ahead", lambda traced: programs.append((turns[-1], traced)))
+    def compile_kernels(program, chip, turn):
+        programs.append(str(program))
+        contexts = {backend: turn(backend) for backend in ("cuda", "triton", "xla")}
+        with_turn.update(name for name, x in contexts.items() if not isinstance(x, contextlib.nullcontext))
+        with turn("xla"):
+            pass
+
+    monkeypatch.setattr(ahead, "compile_kernels", compile_kernels)
     (row,) = rows(Problem(MatmulCase(32, 48, 40), direction), backends=(), auto=True, turn=turn)
     assert ("auto", True) in {(side.name, side.is_ours) for side in row.sides}
-    assert [kind for kind, _ in programs] == ["compiling"] * num_programs
-    of_matmul = [name for _, traced in programs for name in re.findall("jk_[a-z_]+", str(traced.jaxpr))]
+    assert len(programs) == num_programs
+    of_matmul = [name for program in programs for name in re.findall("jk_[a-z_]+", program)]
     assert len(of_matmul) == (3 if direction == "backward" else 1)
-    assert turns == ["none", "compiling", "none", "choosing", "none", "timing", "none"]
+    # The baseline takes one turn, the comparison one for each program.
+    assert begun == ["autotuning"] * (1 + num_programs) + ["choosing", "timing"]
+    assert with_turn == {"xla"}
+
+
+def test_programs_without_products_are_compiled_at_any_time():
+    problem, kinds = Problem(NormCase((64,), 128)), []
+
+    @contextlib.contextmanager
+    def turn(kind: str) -> Iterator[None]:
+        kinds.append(kind)
+        yield
+
+    (row,) = rows(problem, turn=turn)
+    assert row.sides
+    assert kinds == ["choosing", "timing"]
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_reference_of_a_drawn_forward_pass_has_no_gradients(auto, monkeypatch):
+    """The rows of a suite share one reference for both directions. Drawn problems have none in common."""
+    references, judge = [], runner._Judge._judge
+
+    def judging(self, part):
+        results, measured = judge(self, part)
+        references.append(set(measured))
+        return results, measured
+
+    monkeypatch.setattr(runner._Judge, "_judge", judging)
+    (row,) = rows(Problem(AttentionCase(1, 16, 16, 2, 2, 32)), auto=auto, backends=("xla",))
+    assert row.sides
+    assert row.checked == "all"
+    (names,) = references
+    assert names == ({"out"} if auto else {"out", "d_query", "d_key", "d_value"})
 
 
 def test_a_row_has_every_side_and_every_reason():

@@ -44,16 +44,16 @@ def enter(turns: Turns, kind: Turn) -> tuple[threading.Event, threading.Thread]:
     ("before", "kind", "waits"),
     [
         ([], "timing", False),
-        (["compiling", "compiling"], "compiling", False),
+        (["autotuning", "autotuning"], "autotuning", False),
         (["choosing"], "choosing", True),
-        (["compiling"], "choosing", True),
-        (["choosing"], "compiling", True),
+        (["autotuning"], "choosing", True),
+        (["choosing"], "autotuning", True),
         (["timing"], "timing", True),
-        (["timing"], "compiling", True),
-        (["compiling", "timing"], "compiling", True),  # The process that waits to time is not overtaken.
+        (["timing"], "autotuning", True),
+        (["autotuning", "timing"], "autotuning", True),  # The process that waits to time is not overtaken.
     ],
 )
-def test_processes_compile_together_and_choose_and_time_alone(turns, tmp_path, before, kind, waits):
+def test_processes_autotune_together_and_choose_and_time_alone(turns, tmp_path, before, kind, waits):
     (tmp_path / "queue").write_text(json.dumps([[OTHER, other] for other in before]))
     entered, thread = enter(turns, kind)
     assert entered.wait(0.3 if waits else 10) != waits
@@ -62,11 +62,25 @@ def test_processes_compile_together_and_choose_and_time_alone(turns, tmp_path, b
         while not asked:
             with turns._queue() as waiting:
                 if asked := len(waiting) > len(before):
-                    waiting[:] = [[os.getpid(), kind]]  # The others have left.
+                    del waiting[: len(before)]  # The others have left.
         assert entered.wait(10)
     thread.join()
     left = json.loads((tmp_path / "queue").read_text())
     assert left == ([] if waits else [[OTHER, other] for other in before])
+
+
+def test_thread_does_not_overtake_by_the_turn_of_another_thread(turns, tmp_path):
+    """One thread of a process autotunes, another process waits to time, and a second thread asks."""
+    with turns.turn("autotuning"):
+        with turns._queue() as waiting:
+            waiting.append([OTHER, "timing"])
+        entered, thread = enter(turns, "autotuning")
+        assert not entered.wait(0.3)
+        with turns._queue() as waiting:
+            waiting.remove([OTHER, "timing"])
+        assert entered.wait(10)
+    thread.join()
+    assert json.loads((tmp_path / "queue").read_text()) == []
 
 
 def test_turn_is_given_back_after_an_error(turns):

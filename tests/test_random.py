@@ -403,11 +403,10 @@ def test_a_worker_takes_what_an_export_passes_over(other_backend, registry):
 @pytest.mark.parametrize(("auto", "compiled"), [(False, 3), (True, 6)])
 def test_programs_of_earlier_random_problems_are_not_kept(auto, compiled, monkeypatch):
     """A run of two chunks compiles the draws of lhs, rhs and the cotangent once, or once for each chunk."""
-    monkeypatch.setattr(runner, "_CHUNK", 1)
     drawn = []
     compile_draw = runner._compile_draw
     monkeypatch.setattr(runner, "_compile_draw", lambda draw: drawn.append(draw) or compile_draw(draw))
-    assert len(list(runner.run([("a", SMALL), ("b", SMALL)], settings(auto=auto, backends=("xla",))))) == 2
+    assert len(list(runner.run([("a", SMALL), ("b", SMALL)], settings(auto=auto, backends=("xla",), chunk=1)))) == 2
     assert len(drawn) == compiled
 
 

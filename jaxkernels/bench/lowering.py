@@ -33,6 +33,7 @@ from jaxkernels.core import dispatch, hardware, plain
 from jaxkernels.core.cases import result_types
 from jaxkernels.core.hardware import Chip
 from jaxkernels.core.problems import Contender, Problem
+from jaxkernels.tuning import ahead
 
 __all__ = [
     "AUTO", "Lowered", "Workers", "are_same", "kernels_of", "lower", "masks", "our_function", "save", "shapes",
@@ -95,12 +96,21 @@ def lower(problem: Problem, contender: Contender) -> Lowered:
     return _lower(problem, contender, make, lambda x: x.out_info, begin)
 
 
-def compile_ahead(problem: Problem, contender: Contender) -> None:
-    """Compiles the kernels of a contender, and the programs that `lower` will compare (`jk.compile_ahead`)."""
+def compile_ahead(
+    problem: Problem,
+    contender: Contender,
+    chip: Chip,
+    turn: Callable[[str], contextlib.AbstractContextManager[None]],
+) -> None:
+    """Compiles the kernels of a contender, and the programs that `lower` will compare (`jk.compile_ahead`).
+
+    Args:
+      turn: backend -> a context in which its kernels are compiled.
+    """
 
     def make(f: Callable[..., Any], *xs: Any) -> Any:
         traced = jax.jit(f).trace(*xs)
-        jk.compile_ahead(traced)
+        ahead.compile_kernels(traced.jaxpr, chip, turn)
         return traced
 
     _, make_program = _lower_forward(problem, contender, make, lambda traced: traced.out_info)

@@ -1,8 +1,9 @@
 """Measures problems in several processes that share GPUs: they compile beside each other, and time alone on a GPU.
 
-Most of the time of drawn problems is Python that lowers programs, in one thread of a process. Timings need the GPU for
-themselves. XLA's autotuning uses the GPU, too. So the processes of a GPU take turns (`Turns`): several compile beside
-each other, but a process chooses backends alone, because it may measure them, and times its problems alone.
+Most of the time of drawn problems is spent by compilers on the host. Timings need the GPU for themselves. XLA's
+autotuning uses the GPU, too. So the processes of a GPU take turns (`Turns`): several autotune beside each other, but a
+process chooses backends alone, because it may measure them, and times its problems alone. What XLA does not autotune
+is compiled at any time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import pathlib
 import queue
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,6 +34,9 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: Seconds between two looks at the queue of turns, and at the processes.
 _POLL_SECONDS, _WATCH_SECONDS = 0.02, 1.0
 
+#: Problems whose programs a process compiles at the same time: rows come as soon as there are some.
+_CHUNK = 1
+
 _ENDED = (
     "bench: a process ended before its problems were measured. Most likely there was not enough memory: use fewer "
     "--processes, and --resume the run."
@@ -41,8 +46,8 @@ _ENDED = (
 class Turns:
     """Turns of processes, in the order in which they asked.
 
-    Turns of compiling that follow each other in the queue are taken at once, others one by one. The queue is a file: a
-    list of [process, kind].
+    Turns of autotuning that follow each other in the queue are taken at once, others one by one. The queue is a file: a
+    list of [process and thread, kind].
 
     Args:
       folder: a folder for the files, the same in all processes.
@@ -53,8 +58,8 @@ class Turns:
 
     @contextlib.contextmanager
     def turn(self, kind: Turn) -> Iterator[None]:
-        """Waits for a turn of this process, and has it inside."""
-        mine = [os.getpid(), kind]
+        """Waits for a turn of this thread, and has it inside."""
+        mine = [f"{os.getpid()}, {threading.get_ident()}", kind]
         with self._queue() as waiting:
             waiting.append(mine)
         try:
@@ -68,7 +73,7 @@ class Turns:
     def _is_first(self, mine: list[Any]) -> bool:
         with self._queue() as waiting:
             before = waiting[: waiting.index(mine)]
-        return all(kind == mine[1] == "compiling" for _, kind in before)
+        return all(kind == mine[1] == "autotuning" for _, kind in before)
 
     @contextlib.contextmanager
     def _queue(self) -> Iterator[list[Any]]:
@@ -172,7 +177,7 @@ def _measure(found: Any, folder: pathlib.Path, work: list[tuple[str, Any]], fiel
     try:
         turns = Turns(folder)
         device = jax.devices()[0]
-        settings = Settings(device, Telemetry(device.local_hardware_id or 0), turn=turns.turn, **fields)
+        settings = Settings(device, Telemetry(device.local_hardware_id or 0), turn=turns.turn, chunk=_CHUNK, **fields)
         with settings.telemetry:
             for row in runner.run(work, settings, lambda text: found.put((me, "status", text))):
                 found.put((me, "row", row))

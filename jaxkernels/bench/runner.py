@@ -1,6 +1,6 @@
 """Makes rows of problems: compiles, checks against the reference, then times all sides in turns.
 
-A pool of threads compiles the programs of a group of problems. Meanwhile nothing is timed, because XLA's autotuner uses
+A pool of threads compiles the programs of a group of problems. Nothing is timed while XLA autotunes, because that uses
 the GPU. A side that is not supported, fails or is wrong is recorded with the reason, and not timed. The sustained
 regime takes longest. It times our sides, and the baselines that are about the fastest in bursts.
 """
@@ -37,9 +37,6 @@ __all__ = ["Settings", "Turn", "our_key", "run"]
 
 _Arrays = dict[str, jax.Array]
 
-#: Problems whose programs are compiled, and kept in memory, at the same time.
-_CHUNK = 24
-
 #: Threads that lower and compile programs. Python lowers in one thread at a time: more threads wait for each other.
 _THREADS = min(os.cpu_count() or 1, 16)
 
@@ -60,8 +57,9 @@ _LAUNCH_SECONDS = 30e-6
 _REASON_LENGTH = 240
 
 
-#: Kinds of work with the device: compiling baselines and what will be compared, choosing backends, checking and timing.
-Turn = Literal["compiling", "choosing", "timing"]
+#: Kinds of work with the device: compiling programs that XLA may autotune, choosing backends, checking and timing.
+Turn = Literal["autotuning", "choosing", "timing"]
+_Turns = Callable[[Turn], contextlib.AbstractContextManager[None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +78,7 @@ class Settings:
       auto: whether `backend=None` is a side, named "auto". The backends beside it then show what else could have been
         chosen: one that is the same program as auto's, or is slower than another of them, is not timed further.
       turn: a context for each kind of work, where other processes share the device.
+      chunk: the number of problems whose programs are compiled, and kept in memory, at the same time.
     """
 
     device: Any
@@ -90,7 +89,8 @@ class Settings:
     clock: Clock | None = None
     processes: int = 0
     auto: bool = False
-    turn: Callable[[Turn], contextlib.AbstractContextManager[None]] = lambda kind: contextlib.nullcontext()
+    turn: _Turns = lambda kind: contextlib.nullcontext()
+    chunk: int = 24
 
 
 def run(
@@ -115,20 +115,18 @@ def run(
         if at_once and settings.processes and Workers.can_serve(chip):
             workers = stack.enter_context(Workers(settings.processes, chip))
             ours = [{name: workers.start(p, name) for name in names} for (_, p), names in zip(problems, ours)]
-        for start in range(0, len(problems), _CHUNK):
-            chunk = problems[start : start + _CHUNK]
+        for start in range(0, len(problems), settings.chunk):
+            chunk = problems[start : start + settings.chunk]
             status(f"compiling {start + 1} to {start + len(chunk)} of {len(problems)}")
-            of_chunk = ours[start : start + _CHUNK]
-            with settings.turn("compiling"):
-                begin = time.perf_counter()
-                plans = [_Plan(*work, started, settings, pool, shared) for work, started in zip(chunk, of_chunk)]
-                if settings.auto:
-                    ahead = [pool.submit(_on, settings.device, plan.compile_ahead) for plan in plans]
-                    concurrent.futures.wait(ahead)
-                for plan in plans:
-                    plan.wait()
-                for plan in plans:
-                    plan.seconds["compile"] = (time.perf_counter() - begin) / len(chunk)
+            of_chunk = ours[start : start + settings.chunk]
+            begin = time.perf_counter()
+            plans = [_Plan(*work, started, settings, pool, shared) for work, started in zip(chunk, of_chunk)]
+            if settings.auto:
+                concurrent.futures.wait([pool.submit(_on, settings.device, plan.compile_ahead) for plan in plans])
+            for plan in plans:
+                plan.wait()
+            for plan in plans:
+                plan.seconds["compile"] = (time.perf_counter() - begin) / len(chunk)
             with settings.turn("choosing"):
                 begin = time.perf_counter()
                 status(f"choosing {start + 1} to {start + len(chunk)} of {len(problems)}")
@@ -182,23 +180,26 @@ class _Plan:
 
         self._submit = submit
         self._compiling: dict[str, concurrent.futures.Future[_Contestant]] = {}
-        self._judge = _Judge(problem, submit_once)
+        self._judge = _Judge(problem, submit_once, shares_reference=not settings.auto)
         #: Baselines that are compiled if no other is: name -> the reason.
         self._yielding: dict[str, str] = {}
         for contender in self._baselines():
-            self._compile(contender)
+            self._compile(contender, settings.turn)
         for name, started in ours.items():
-            self._compile_ours(name, started)
+            self._compile_ours(name, settings.turn, started)
 
-    def _compile(self, contender: Contender) -> None:
+    def _compile(self, contender: Contender, turn: _Turns | None = None) -> None:
+        """Compiles a baseline. None: this process has its turn."""
         lower = functools.partial(lowering.lower, self.problem, contender)
-        self._compiling[contender.name] = self._submit(functools.partial(_compile, contender, False, lower))
+        self._compiling[contender.name] = self._submit(functools.partial(_compile, contender, False, lower, turn))
 
-    def _compile_ours(self, name: str, started: Callable[[], Lowered] | None = None) -> None:
+    def _compile_ours(
+        self, name: str, turn: _Turns | None = None, started: Callable[[], Lowered] | None = None
+    ) -> None:
         """Compiles a backend's kernel. A worker lowers it if `started` is given; else this process does."""
         contender = Contender(name, lowering.our_function(self.problem, name))
         lower = started or functools.partial(lowering.lower, self.problem, contender)
-        self._compiling[our_key(name)] = self._submit(functools.partial(_compile, contender, True, lower))
+        self._compiling[our_key(name)] = self._submit(functools.partial(_compile, contender, True, lower, turn))
 
     def _baselines(self) -> Iterator[Contender]:
         known = baselines_of(self.problem.op)
@@ -259,8 +260,10 @@ class _Plan:
 
     def compile_ahead(self) -> None:
         """Compiles what `choose` will compare. Errors are left to it."""
+        turn = lambda backend: self._settings.turn("autotuning") if backend == _FALLBACK else contextlib.nullcontext()
         with contextlib.suppress(Exception):
-            lowering.compile_ahead(self.problem, Contender(AUTO, lowering.our_function(self.problem, AUTO)))
+            contender = Contender(AUTO, lowering.our_function(self.problem, AUTO))
+            lowering.compile_ahead(self.problem, contender, self._chip, turn)
 
     def choose(self) -> None:
         """Compiles the backend that `backend=None` takes. It may measure, so nothing else is compiled meanwhile."""
@@ -542,17 +545,17 @@ def _chosen(contestant: _Contestant) -> list[str]:
     return [kernel.rpartition(", ")[0] for kernel in contestant.kernels]
 
 
-def _compile(contender: Contender, is_ours: bool, lower: Callable[[], Lowered]) -> _Contestant:
+def _compile(contender: Contender, is_ours: bool, lower: Callable[[], Lowered], turn: _Turns | None) -> _Contestant:
     begin = time.perf_counter()
     lowered = lower()
-    lowering_ended = time.perf_counter()
-    forward = None if lowered.forward is None else lowered.forward.compile()
-    program = _compiled(lowered.program, contender)
-    seconds = dict(
-        lower=lowered.seconds,
-        wait=max(lowering_ended - begin - lowered.seconds, 0.0),
-        compile=time.perf_counter() - lowering_ended,
-    )
+    programs = [lowered.program, *([] if lowered.forward is None else [lowered.forward])]
+    may_autotune = any("dot_general" in program.as_text() for program in programs)
+    with turn("autotuning") if turn and may_autotune else contextlib.nullcontext():
+        compiling = time.perf_counter()
+        forward = None if lowered.forward is None else lowered.forward.compile()
+        program = _compiled(lowered.program, contender)
+        ended = time.perf_counter()
+    seconds = dict(lower=lowered.seconds, wait=max(compiling - begin - lowered.seconds, 0.0), compile=ended - compiling)
     kernels, timed = (lowered.kernels, lowered.timed) if is_ours else ((), ())
     return _Contestant(contender, is_ours, program, forward, kernels, timed, seconds)
 
@@ -591,6 +594,8 @@ class _Judge:
       submit_once: submits work to a thread, once in a run for each key. Drawing and comparing arrays takes one program
         for each shape. An attention has one reference for both directions and for any mask. Compiling them anew for
         each problem would take most of a run.
+      shares_reference: whether other problems of the run may have the same reference in the other direction. If not,
+        the reference of a forward pass has no gradients: that compiles faster.
 
     Attributes:
       description: the part of a result that is compared with the reference.
@@ -601,6 +606,8 @@ class _Judge:
         self,
         problem: Problem,
         submit_once: Callable[[Any, Callable[[], Any]], concurrent.futures.Future[Any]],
+        *,
+        shares_reference: bool,
     ):
         case = problem.case
         self._problem = problem
@@ -625,12 +632,12 @@ class _Judge:
             self._comparing[name] = submit_once(
                 key, functools.partial(self._compile_comparison, name, lowering.struct(draw))
             )
-        direction = "both" if case.one_reference else problem.direction
+        self._has_gradients = problem.direction == "backward" or (shares_reference and case.one_reference)
         self._taking = None
         if self._part.slices:
             key = ("take", dataclasses.replace(self._part, case=self._case), *(x.shape for x in self._draws.values()))
             self._taking = submit_once(key, self._compile_taking)
-        self._referring = submit_once(("reference", self._case, direction), self._compile_reference)
+        self._referring = submit_once(("reference", self._case, self._has_gradients), self._compile_reference)
 
     def wait(self) -> None:
         """Waits until all programs are compiled. If one failed, `draw` or `verdict` raises its error."""
@@ -716,7 +723,7 @@ class _Judge:
         return references, measured
 
     def _results(self, function: Callable[..., Any], operands: _Arrays, cotangent: Any) -> _Arrays:
-        if not self._case.one_reference and self._problem.direction == "forward":
+        if not self._has_gradients:
             return by_name(self._case, function(operands))
         out, pull = lowering.save(self._problem, function, operands)
         return by_name(self._case, out) | _as_gradients(pull(cotangent)[0])

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -52,8 +52,16 @@ def compile_ahead(traced: jax.stages.Traced) -> None:
         compile_kernels(traced.jaxpr, hardware.cuda_target())
 
 
-def compile_kernels(program: ClosedJaxpr, target: hardware.Chip) -> None:
-    """Compiles the kernels of a program for a chip, and the programs that its lowering will compare."""
+def compile_kernels(
+    program: ClosedJaxpr,
+    target: hardware.Chip,
+    turn: Callable[[str], contextlib.AbstractContextManager[None]] = lambda backend: contextlib.nullcontext(),
+) -> None:
+    """Compiles the kernels of a program for a chip, and the programs that its lowering will compare.
+
+    Args:
+      turn: backend -> a context in which its kernels are compiled.
+    """
     now, begun = dispatch.policy.value, set[_Kernel]()
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         for call in dict.fromkeys(_calls(program.jaxpr, set())):
@@ -61,7 +69,7 @@ def compile_kernels(program: ClosedJaxpr, target: hardware.Chip) -> None:
             for kernel in _kernels(call, target):
                 if kernel not in begun:
                     begun.add(kernel)
-                    pool.submit(_compile, kernel, now)
+                    pool.submit(_compile, kernel, now, turn)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,11 +150,13 @@ def _kernels(call: _Call, target: hardware.Chip) -> Iterator[_Kernel]:
         yield _Kernel(call.op, call.types, choice.backend, spec, choice.config, False)
 
 
-def _compile(kernel: _Kernel, now: dispatch.Policy) -> None:
+def _compile(
+    kernel: _Kernel, now: dispatch.Policy, turn: Callable[[str], contextlib.AbstractContextManager[None]]
+) -> None:
     run = dispatch.load(kernel.op, kernel.backend).run
     operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.types]
     results = kernel.spec.results(kernel.op)
-    with contextlib.suppress(Exception):  # The lowering raises what is wrong.
+    with contextlib.suppress(Exception), turn(kernel.backend):  # The lowering raises what is wrong.
         if kernel.is_compared:
             tuner.compile_to_compare(kernel.op, kernel.spec, kernel.backend, kernel.config, operands, results)
             return
