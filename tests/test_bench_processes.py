@@ -45,16 +45,17 @@ def enter(turns: Turns, kind: Turn) -> tuple[threading.Event, threading.Thread]:
     [
         ([], "timing", False),
         (["autotuning", "autotuning"], "autotuning", False),
-        (["choosing"], "choosing", True),
-        (["autotuning"], "choosing", True),
-        (["choosing"], "autotuning", True),
+        (["autotuning"], "timing", True),
         (["timing"], "timing", True),
         (["timing"], "autotuning", True),
-        (["autotuning", "timing"], "autotuning", True),  # The process that waits to time is not overtaken.
+        (["autotuning", "timing waits"], "autotuning", False),
+        (["autotuning", "timing waits"], "timing", True),
+        (["timing waits"], "autotuning", True),
     ],
 )
-def test_processes_autotune_together_and_choose_and_time_alone(turns, tmp_path, before, kind, waits):
-    (tmp_path / "queue").write_text(json.dumps([[OTHER, other] for other in before]))
+def test_processes_autotune_together_and_time_alone(turns, tmp_path, before, kind, waits):
+    others = [[OTHER, other.split()[0], "waits" not in other] for other in before]
+    (tmp_path / "queue").write_text(json.dumps(others))
     entered, thread = enter(turns, kind)
     assert entered.wait(0.3 if waits else 10) != waits
     if waits:
@@ -66,20 +67,28 @@ def test_processes_autotune_together_and_choose_and_time_alone(turns, tmp_path, 
         assert entered.wait(10)
     thread.join()
     left = json.loads((tmp_path / "queue").read_text())
-    assert left == ([] if waits else [[OTHER, other] for other in before])
+    assert left == ([] if waits else others)
 
 
-def test_thread_does_not_overtake_by_the_turn_of_another_thread(turns, tmp_path):
-    """One thread of a process autotunes, another process waits to time, and a second thread asks."""
+def test_two_threads_of_a_process_have_turns_of_their_own(turns, tmp_path):
+    inside, leave = threading.Event(), threading.Event()
+
+    def autotune() -> None:
+        with turns.turn("autotuning"):
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=autotune)
+    thread.start()
+    assert inside.wait(10)
     with turns.turn("autotuning"):
-        with turns._queue() as waiting:
-            waiting.append([OTHER, "timing"])
-        entered, thread = enter(turns, "autotuning")
-        assert not entered.wait(0.3)
-        with turns._queue() as waiting:
-            waiting.remove([OTHER, "timing"])
-        assert entered.wait(10)
+        pass
+    entered, timing = enter(turns, "timing")
+    assert not entered.wait(0.3)  # The first thread still autotunes.
+    leave.set()
+    assert entered.wait(10)
     thread.join()
+    timing.join()
     assert json.loads((tmp_path / "queue").read_text()) == []
 
 

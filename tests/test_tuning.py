@@ -1067,6 +1067,37 @@ def test_a_program_that_does_not_compile_ahead_is_compiled_again(lab, estimates,
     assert [choice.backend for choice in choices] == ["xla"]
 
 
+def test_a_comparison_runs_its_kernels_in_a_turn(lab, estimates, monkeypatch):
+    """It compiles before."""
+    events, program = [], tuner._program
+    monkeypatch.setattr(tuner, "_turn", tuner._turn)
+
+    @contextlib.contextmanager
+    def turn() -> Iterator[None]:
+        events.append("begins")
+        yield
+        events.append("ends")
+
+    def compiled(*args: Any) -> Any:
+        run = program(*args)
+        events.append("compiled")
+        return lambda *xs: (events.append("launched"), run(*xs))[1]
+
+    def measure(calls: Mapping[str, Call], **options: Any) -> dict[str, Any]:
+        events.append("measured")
+        return lab.measure(calls, **options)
+
+    tuner.compare_in(turn)
+    monkeypatch.setattr(tuner, "_program", compiled)
+    monkeypatch.setattr(tuner, "compare", functools.partial(tuner.compare.func, measure=measure))
+    assert dispatch.choose("matmul", make_spec(), None).source == "compared"
+    first, measured = events.index("begins"), events.index("measured")
+    assert events[:first] == ["compiled"] * 2
+    assert events[first + 1 : measured] == ["launched"] * 2
+    assert set(events[measured:-1]) == {"measured", "launched"}
+    assert events[-1] == "ends"
+
+
 def test_a_comparison_works_under_a_transfer_guard(lab, estimates, monkeypatch):
     def measure(calls: Mapping[str, Call], **options: Any) -> dict[str, Any]:
         np.asarray(jax.device_put(np.zeros(1, np.int32), jax.devices("cpu")[0]))  # As the clock of a GPU does.

@@ -2,8 +2,7 @@
 
 Most of the time of drawn problems is spent by compilers on the host. Timings need the GPU for themselves. XLA's
 autotuning uses the GPU, too. So the processes of a GPU take turns (`Turns`): several autotune beside each other, but a
-process chooses backends alone, because it may measure them, and times its problems alone. What XLA does not autotune
-is compiled at any time.
+process compares backends alone, and times its problems alone. What XLA does not autotune is compiled at any time.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ _ENDED = (
 
 
 class Turns:
-    """Turns of processes, in the order in which they asked.
+    """Turns of processes, in the order in which they asked. Those that autotune have them together: while one does,
+    another one begins at once.
 
-    Turns of autotuning that follow each other in the queue are taken at once, others one by one. The queue is a file: a
-    list of [process and thread, kind].
+    The queue is a file: a list of [process and thread, kind, whether it has its turn].
 
     Args:
       folder: a folder for the files, the same in all processes.
@@ -59,31 +58,38 @@ class Turns:
     @contextlib.contextmanager
     def turn(self, kind: Turn) -> Iterator[None]:
         """Waits for a turn of this thread, and has it inside."""
-        mine = [f"{os.getpid()}, {threading.get_ident()}", kind]
-        with self._queue() as waiting:
-            waiting.append(mine)
+        me = f"{os.getpid()}, {threading.get_ident()}"
+        with self._queue() as queue:
+            queue.append([me, kind, False])
         try:
-            while not self._is_first(mine):
+            while not self._begins(me):
                 time.sleep(_POLL_SECONDS)
             yield
         finally:
-            with self._queue() as waiting:
-                waiting.remove(mine)
+            with self._queue() as queue:
+                queue.remove(_entry(queue, me))
 
-    def _is_first(self, mine: list[Any]) -> bool:
-        with self._queue() as waiting:
-            before = waiting[: waiting.index(mine)]
-        return all(kind == mine[1] == "autotuning" for _, kind in before)
+    def _begins(self, me: str) -> bool:
+        """Takes the turn if it is this thread's."""
+        with self._queue() as queue:
+            mine = _entry(queue, me)
+            current = [kind for _, kind, has_turn in queue if has_turn]
+            mine[2] = set(current) == {"autotuning"} == {mine[1]} if current else mine is queue[0]
+            return mine[2]
 
     @contextlib.contextmanager
     def _queue(self) -> Iterator[list[Any]]:
         path = self._folder / "queue"
         with filelock.FileLock(self._folder / "queue.lock"):
             before = path.read_text() if path.exists() else "[]"
-            waiting = json.loads(before)
-            yield waiting
-            if (after := json.dumps(waiting)) != before:
+            queue = json.loads(before)
+            yield queue
+            if (after := json.dumps(queue)) != before:
                 path.write_text(after)
+
+
+def _entry(queue: list[Any], thread: str) -> list[Any]:
+    return next(entry for entry in queue if entry[0] == thread)
 
 
 def run(
@@ -172,11 +178,13 @@ def _measure(found: Any, folder: pathlib.Path, work: list[tuple[str, Any]], fiel
     """A process: measures its share, and sends (its number, "row", "status", "error" or "end", value)."""
     from jaxkernels.bench import runner
     from jaxkernels.bench.telemetry import Telemetry
+    from jaxkernels.tuning import tuner
 
     me = os.getpid()
     try:
         turns = Turns(folder)
         device = jax.devices()[0]
+        tuner.compare_in(lambda: turns.turn("timing"))
         settings = Settings(device, Telemetry(device.local_hardware_id or 0), turn=turns.turn, chunk=_CHUNK, **fields)
         with settings.telemetry:
             for row in runner.run(work, settings, lambda text: found.put((me, "status", text))):

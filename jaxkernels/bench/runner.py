@@ -57,8 +57,8 @@ _LAUNCH_SECONDS = 30e-6
 _REASON_LENGTH = 240
 
 
-#: Kinds of work with the device: compiling programs that XLA may autotune, choosing backends, checking and timing.
-Turn = Literal["autotuning", "choosing", "timing"]
+#: Kinds of work with the device: compiling programs that XLA may autotune; comparing backends, checking and timing.
+Turn = Literal["autotuning", "timing"]
 _Turns = Callable[[Turn], contextlib.AbstractContextManager[None]]
 
 
@@ -127,17 +127,16 @@ def run(
                 plan.wait()
             for plan in plans:
                 plan.seconds["compile"] = (time.perf_counter() - begin) / len(chunk)
-            with settings.turn("choosing"):
-                begin = time.perf_counter()
-                status(f"choosing {start + 1} to {start + len(chunk)} of {len(problems)}")
-                for plan in plans:
-                    plan.choose()
-                for plan in plans:
-                    plan.fall_back()
-                for plan in plans:
-                    plan.wait()
-                for plan in plans:
-                    plan.seconds["choose"] = (time.perf_counter() - begin) / len(chunk)
+            begin = time.perf_counter()
+            status(f"choosing {start + 1} to {start + len(chunk)} of {len(problems)}")
+            for plan in plans:
+                plan.choose()
+            for plan in plans:
+                plan.fall_back()
+            for plan in plans:
+                plan.wait()
+            for plan in plans:
+                plan.seconds["choose"] = (time.perf_counter() - begin) / len(chunk)
             while plans:  # Dropping a plan frees its programs and their device memory.
                 plan = plans.pop(0)
                 status(f"timing {start + len(chunk) - len(plans)} of {len(problems)}: {plan.problem.shape}")
@@ -184,22 +183,20 @@ class _Plan:
         #: Baselines that are compiled if no other is: name -> the reason.
         self._yielding: dict[str, str] = {}
         for contender in self._baselines():
-            self._compile(contender, settings.turn)
+            self._compile(contender)
         for name, started in ours.items():
-            self._compile_ours(name, settings.turn, started)
+            self._compile_ours(name, started)
 
-    def _compile(self, contender: Contender, turn: _Turns | None = None) -> None:
-        """Compiles a baseline. None: this process has its turn."""
-        lower = functools.partial(lowering.lower, self.problem, contender)
+    def _compile(self, contender: Contender) -> None:
+        lower, turn = functools.partial(lowering.lower, self.problem, contender), self._settings.turn
         self._compiling[contender.name] = self._submit(functools.partial(_compile, contender, False, lower, turn))
 
-    def _compile_ours(
-        self, name: str, turn: _Turns | None = None, started: Callable[[], Lowered] | None = None
-    ) -> None:
+    def _compile_ours(self, name: str, started: Callable[[], Lowered] | None = None) -> None:
         """Compiles a backend's kernel. A worker lowers it if `started` is given; else this process does."""
         contender = Contender(name, lowering.our_function(self.problem, name))
         lower = started or functools.partial(lowering.lower, self.problem, contender)
-        self._compiling[our_key(name)] = self._submit(functools.partial(_compile, contender, True, lower, turn))
+        work = functools.partial(_compile, contender, True, lower, self._settings.turn)
+        self._compiling[our_key(name)] = self._submit(work)
 
     def _baselines(self) -> Iterator[Contender]:
         known = baselines_of(self.problem.op)
@@ -266,7 +263,7 @@ class _Plan:
             lowering.compile_ahead(self.problem, contender, self._chip, turn)
 
     def choose(self) -> None:
-        """Compiles the backend that `backend=None` takes. It may measure, so nothing else is compiled meanwhile."""
+        """Compiles the backend that `backend=None` takes. It may measure, so this process compiles nothing else."""
         if self._settings.auto:
             self._compile_ours(AUTO)
             self.wait()
@@ -298,7 +295,7 @@ class _Plan:
     def _with_others(self, rows: Sequence[Row]) -> list[Row]:
         """The rows, with our other backends as further sides."""
         known, refused_before = set(self._contestants), dict(self._refused)
-        with self._settings.turn("choosing"), self._counted("choose"):
+        with self._counted("choose"):
             for name in _our_backends(self._settings):
                 self._compile_ours(name)
             self.wait()
@@ -545,12 +542,12 @@ def _chosen(contestant: _Contestant) -> list[str]:
     return [kernel.rpartition(", ")[0] for kernel in contestant.kernels]
 
 
-def _compile(contender: Contender, is_ours: bool, lower: Callable[[], Lowered], turn: _Turns | None) -> _Contestant:
+def _compile(contender: Contender, is_ours: bool, lower: Callable[[], Lowered], turn: _Turns) -> _Contestant:
     begin = time.perf_counter()
     lowered = lower()
     programs = [lowered.program, *([] if lowered.forward is None else [lowered.forward])]
     may_autotune = any("dot_general" in program.as_text() for program in programs)
-    with turn("autotuning") if turn and may_autotune else contextlib.nullcontext():
+    with turn("autotuning") if may_autotune else contextlib.nullcontext():
         compiling = time.perf_counter()
         forward = None if lowered.forward is None else lowered.forward.compile()
         program = _compiled(lowered.program, contender)

@@ -9,6 +9,7 @@ reference, and the correct ones are timed in turns (`jaxkernels.core.measure`).
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import os
@@ -44,6 +45,8 @@ _INSIDE = dispatch.Policy(use_winners=False)
 
 #: One measurement at a time: two would slow each other down.
 _measuring = threading.Lock()
+#: A context for the kernels of a comparison, where other processes share the GPU.
+_turn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 #: (operation, spec, backend, configuration) -> a program that was compiled before the comparison that takes it.
@@ -73,6 +76,9 @@ class Samples(Protocol):
     @property
     def median(self) -> float: ...
 
+
+#: Candidates that are being compiled.
+_Compiling = list[tuple["Candidate", concurrent.futures.Future[Callable[..., Any]]]]
 
 #: A function like `jaxkernels.core.measure.measure`.
 Measure = Callable[..., Mapping[str, Samples]]
@@ -252,6 +258,12 @@ def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | N
     dispatch.store_compared(op, taken, spec, backends, seconds[taken], config)
 
 
+def compare_in(turn: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """Sets the context in which comparisons run their kernels."""
+    global _turn
+    _turn = turn
+
+
 def _first_of_equal(op: str, spec: Any, backends: Sequence[str], seconds: Mapping[str, float]) -> str:
     """Returns the fastest backend, or another one that is about as fast: XLA if the kernels are short, else the first
     preferred one.
@@ -387,7 +399,12 @@ class _Trial:
     def run(self) -> None:
         """Compiles, checks and times the queued configurations."""
         new, self._new = self._new, []
-        fits = self._compile(new)
+        compiling = self._compile(new)
+        with _turn():
+            self._time(compiling)
+
+    def _time(self, compiling: _Compiling) -> None:
+        fits = self._fitting(compiling)
         calls = {_name(c): Call(compiled, self._rotated) for c, compiled in fits.items()}
         if not calls:
             return
@@ -412,11 +429,8 @@ class _Trial:
     def _settle(self, candidate: Candidate, **found: Any) -> None:
         self._tried[candidate.backend, candidate.config] = dataclasses.replace(candidate, **found)
 
-    def _compile(self, candidates: list[Candidate]) -> dict[Candidate, Callable[..., Any]]:
-        """Compiles candidates, and returns the correct ones.
-
-        All are compiled before any is timed, because XLA's autotuning uses the device.
-        """
+    def _compile(self, candidates: list[Candidate]) -> _Compiling:
+        """Compiles candidates. All are compiled before any is timed, because XLA's autotuning uses the device."""
         tried_before = len(self._tried) > len(candidates)
         defaults = {dispatch.default_config(self._op, c.backend, self._spec) for c in candidates}
 
@@ -428,10 +442,13 @@ class _Trial:
             ready = _ready.pop(kernel, None) if self._is_brief else None
             return ready or _program(*kernel, self._device, self._operands, self._types)
 
-        fits = {}
         with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, len(candidates) or 1)) as pool:
-            futures = [(candidate, pool.submit(compile_one, candidate)) for candidate in candidates]
-        for candidate, future in futures:
+            return [(candidate, pool.submit(compile_one, candidate)) for candidate in candidates]
+
+    def _fitting(self, compiling: _Compiling) -> dict[Candidate, Callable[..., Any]]:
+        """The correct candidates, each launched once."""
+        fits = {}
+        for candidate, future in compiling:
             try:
                 compiled = future.result()
                 results = jax.block_until_ready(jax.tree.leaves(compiled(*self._operands)))
@@ -445,7 +462,7 @@ class _Trial:
                 self._settle(candidate, reason=f"dropped: {wrong}")
         # The error of a future holds this frame, and so the operands.
         future = None
-        futures.clear()
+        compiling.clear()
         return fits
 
     def _compare(self, results: list[jax.Array]) -> str | None:
