@@ -104,6 +104,9 @@ CASES = {
     "negative-scale": dict(scale=-0.5),
     "zero-scale": dict(scale=0.0),
     "odd-head-dims": dict(head_dim=20, value_dim=33, causal=True),
+    "heads-in-two-blocks": dict(head_dim=72, value_dim=40, bias=(2, 4, 24, 40)),
+    "heads-in-two-blocks-blind": dict(batch=3, head_dim=40, value_dim=48, key_lengths=True, window=(4, 4)),
+    "only-keys-in-two-blocks": dict(head_dim=48, value_dim=32, query_lengths=True, batch=3),
     "one-query": dict(queries=1, batch=3, key_lengths=True),
     "one-key": dict(keys=1, causal=True),
     "one-head": dict(heads=1, kv_heads=1, keys=33),
@@ -335,7 +338,15 @@ def test_ranges_hold_every_visible_pair(seed):
 
 # For every chip.
 
-_SHAPES = [(64, "bfloat16"), (80, "float16"), (128, "bfloat16"), (192, "bfloat16"), (256, "bfloat16"), (128, "float32")]
+_SHAPES = [
+    (64, "bfloat16"),
+    (80, "float16"),
+    (128, "bfloat16"),
+    (160, "bfloat16"),
+    (192, "bfloat16"),
+    (256, "bfloat16"),
+    (128, "float32"),
+]
 
 
 @pytest.mark.sampled(one_in=26)
@@ -505,11 +516,20 @@ def test_measured_tiles_are_in_the_search_space():
         (tile_kernel, "visited", "batch * p.num_blocks + block", "block", "forward", "segments"),
         (tile_kernel, "visited", "tl.maximum(at.key_end, 0)", "at.offset + p.num_keys", "forward", "key-lengths"),
         (tile_kernel, "visited", "at.query_end - at.offset", "p.num_queries + 0 * block", "backward", "both-lengths"),
-        (forward_kernel, "attend", "acc = acc * fade[:, None]", "acc = acc", "forward", "plain"),
+        (forward_kernel, "attend", "v_tile.main, main * fade[:, None]", "v_tile.main, main", "forward", "plain"),
         (forward_kernel, "attend", "total * fade", "total", "forward", "plain"),
         (forward_kernel, "attention_forward", "head // p.group", "head % p.num_kv_heads", "forward", "plain"),
         (forward_kernel, "attention_forward", "top + tl.log2", "tl.log2", "forward", "plain"),
         (forward_kernel, "mean_of_values", "total / p.num_keys", "total / at.key_end", "forward", "lengths-and-window"),
+        (tile_kernel, "products_of", "columns.rest), products", "columns.rest), 0 * products", "forward",
+         "heads-in-two-blocks"),
+        (tile_kernel, "load_parts", "base + main", "base", "forward", "only-keys-in-two-blocks"),
+        (forward_kernel, "attend", "rest * fade[:, None]", "rest", "forward", "heads-in-two-blocks"),
+        (forward_kernel, "attention_forward", "out_base + MD", "out_base", "forward", "heads-in-two-blocks"),
+        (forward_kernel, "attention_forward", "rest = rest * (1.0 / total)", "rest = rest + 0 * total", "forward",
+         "heads-in-two-blocks"),
+        (forward_kernel, "mean_of_values", "p.value_dim + first", "p.value_dim", "forward",
+         "heads-in-two-blocks-blind"),
         (backward_kernel, "add_queries", "dweights - shift[None, :]", "dweights", "backward", "plain"),
         (backward_kernel, "attention_keys_and_values", "kv_head * p.group +", "kv_head +", "backward", "plain"),
         (backward_kernel, "attention_keys_and_values", "+ kv_head) * D", ") * D", "backward", "key-lengths"),
@@ -530,10 +550,11 @@ def test_planted_mistake_is_noticed(module, name, right, wrong, kernel, options,
 @pytest.mark.parametrize(
     ("name", "right", "wrong", "options"),
     [
-        ("attend_to_one_block", "tl.where((key < at.key_end)[:, None], v_tile, 0.0)", "v_tile", "key-lengths"),
+        ("attend_to_one_block", "tl.where((key < at.key_end)[:, None], v_main, 0.0)", "v_main", "key-lengths"),
         ("attend_to_one_block", "tl.where(seen, s, float(\"-inf\"))", "s", "causal"),
         ("attend_to_one_block", "v + kv_row * D", "v + kv_row * 0", "plain"),
-        ("attend_to_one_block", "changed(products, bias, p)", "products", "soft-cap"),
+        ("attend_to_one_block", "changed(products_of(q_tile, k_tile, p.rest_h, p), bias, p)",
+         "products_of(q_tile, k_tile, p.rest_h, p)", "soft-cap"),
         ("weights_of", "float(\"-inf\"), 0.0, top)", "float(\"-inf\"), top, top)", "lengths-and-window"),
     ],
 )  # fmt: skip

@@ -15,6 +15,7 @@ from jaxkernels.core import hardware
 from jaxkernels.core.hardware import Chip
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.triton import chips
+from jaxkernels.triton.attention.problem import head_parts
 
 __all__ = [
     "MEMORY_SHARE",
@@ -134,16 +135,19 @@ class Work:
 
 
 def padded(size: int) -> int:
-    """A head dimension as kernels compute with it."""
+    """A head dimension as kernels compute with it, but for the forward pass."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def work_of(kernel: str, spec: AttentionSpec) -> Work:
     """The work of a kernel: "forward", "tangent", "dkv", "dq", "dbias" or "few_queries"."""
     h, d = padded(spec.q.shape[3]), padded(spec.v.shape[3])
+    forward_h, forward_d = (sum(head_parts(size, spec.target)) for size in (spec.q.shape[3], spec.v.shape[3]))
     logits, logits_of_bias = (2.5, 3.5) if spec.target.is_hopper else (2.0, 10.0)
     return {
-        "forward": Work(held=d, kept=h, streamed=h + d, products=h + d, logits=2.0),
+        "forward": Work(
+            held=forward_d, kept=forward_h, streamed=forward_h + forward_d, products=forward_h + forward_d, logits=2.0
+        ),
         "tangent": Work(
             held=d + h // 2, kept=2 * h, streamed=2 * (h + d), products=3 * h + 2 * d, logits=1 + logits, exchanged=1
         ),

@@ -12,15 +12,17 @@ import triton.language as tl
 from jaxkernels.ops.attention.spec import MASKED_LOGIT
 from jaxkernels.triton.attention.tile_kernel import (
     Extras,
+    Parts,
     block_and_rest,
     change,
     changed,
     load_bias,
-    load_operand,
+    load_parts,
     load_rows,
     operand,
     part_of,
     place_of,
+    products_of,
     store_rows,
     visible,
     visited,
@@ -43,8 +45,8 @@ def attention_forward(
     BQ: tl.constexpr = p.block_q
     H: tl.constexpr = p.head_dim
     D: tl.constexpr = p.value_dim
-    BH: tl.constexpr = p.block_h
-    BD: tl.constexpr = p.block_d
+    MD: tl.constexpr = p.main_d
+    RD: tl.constexpr = p.rest_d
     block, head_set = block_and_rest(NUM_BLOCKS)
     if p.right is not None:
         block = NUM_BLOCKS - 1 - block  # The longest first.
@@ -63,7 +65,7 @@ def attention_forward(
     array_rows = query * p.num_heads + head
     q_base = q + batch.to(tl.int64) * (p.num_queries * p.num_heads * p.head_dim)
     is_live = is_query & (query + at.offset < at.query_end)
-    q_tile = load_operand(q_base, array_rows, H, H, BH, is_live, not ALL_LIVE, p)
+    q_tile = load_parts(q_base, array_rows, H, H, p.main_h, p.rest_h, is_live, not ALL_LIVE, p)
 
     kv_head = first_head // p.group
     if p.has_one_block:
@@ -74,7 +76,7 @@ def attention_forward(
             first, whole_first, whole_end, end = part_of(split, first, whole_first, whole_end, end, p)
         top = tl.full((BQ,), float("-inf"), tl.float32)
         total = tl.full((BQ,), 0.0, tl.float32)
-        acc = tl.full((BQ, BD), 0.0, tl.float32)
+        acc = Parts(tl.full((BQ, MD), 0.0, tl.float32), tl.full((BQ, RD), 0.0, tl.float32) if RD > 0 else total)
         if p.has_left_edge:
             acc, total, top = attend(
                 acc, total, top, q_tile, k, v, x, at, head, kv_head, query, first, whole_first, p, True
@@ -93,7 +95,9 @@ def attention_forward(
     if p.may_be_blind or not ALL_LIVE:
         saw = saw & (total != 0)  # A sum that is no number was seen.
         total = tl.where(saw, total, 1.0)
-    acc = acc * (1.0 / total)[:, None]
+    acc, rest = acc.main * (1.0 / total)[:, None], acc.rest
+    if RD > 0:
+        rest = rest * (1.0 / total)[:, None]
     logsumexp = (top + tl.log2(total)) * LN2
     if p.may_be_blind:
         if p.num_splits > 1:
@@ -101,13 +105,22 @@ def attention_forward(
         else:
             logsumexp = tl.where(saw, logsumexp, BLIND)
             if tl.max((is_live & ~saw).to(tl.int32), axis=0) > 0:
-                mean = mean_of_values(v, at, kv_head, p, p.block_kv)
+                mean = mean_of_values(v, at, kv_head, p, p.block_kv, 0, MD)
                 acc = tl.where(saw[:, None], acc, mean[None, :])
+                if RD > 0:
+                    mean = mean_of_values(v, at, kv_head, p, p.block_kv, MD, RD)
+                    rest = tl.where(saw[:, None], rest, mean[None, :])
     if not ALL_LIVE:
         acc = tl.where(is_live[:, None], acc, 0.0)
+        if RD > 0:
+            rest = tl.where(is_live[:, None], rest, 0.0)
     part = split.to(tl.int64) * (tl.num_programs(0) // (NUM_BLOCKS * NUM_SETS)) + batch
     out_base = out + part * (p.num_queries * p.num_heads * p.value_dim)
-    store_rows(out_base, array_rows, acc, D, D, BD, is_query, not ALL_ROWS)
+    if RD > 0:
+        store_rows(out_base, array_rows, acc, D, MD, MD, is_query, not ALL_ROWS)
+        store_rows(out_base + MD, array_rows, rest, D, D - MD, RD, is_query, not ALL_ROWS)
+    else:
+        store_rows(out_base, array_rows, acc, D, D, MD, is_query, not ALL_ROWS)
     lse_place = lse + (part * p.num_heads + head) * p.num_queries + query
     if ALL_ROWS:
         tl.store(lse_place, logsumexp)
@@ -129,29 +142,29 @@ def attend(
     """
     H: tl.constexpr = p.head_dim
     D: tl.constexpr = p.value_dim
-    BH: tl.constexpr = p.block_h
-    BD: tl.constexpr = p.block_d
     BK: tl.constexpr = p.block_kv
     k_base = k + (at.batch.to(tl.int64) * p.num_keys * p.num_kv_heads + kv_head) * p.head_dim
     v_base = v + (at.batch.to(tl.int64) * p.num_keys * p.num_kv_heads + kv_head) * p.value_dim
     K_STRIDE: tl.constexpr = p.num_kv_heads * p.head_dim
     V_STRIDE: tl.constexpr = p.num_kv_heads * p.value_dim
+    main, rest = acc.main, acc.rest
     for block in tl.range(first, end):
         key = block * BK + tl.arange(0, BK)
-        k_tile = load_operand(k_base, key, K_STRIDE, H, BH, key < at.key_end, at_edge, p)
-        products = tl.dot(q_tile, tl.trans(k_tile), input_precision=p.precision)
-        s = change(products, x, at, head[:, None], query[:, None], key[None, :], p)
+        k_tile = load_parts(k_base, key, K_STRIDE, H, p.main_h, p.rest_h, key < at.key_end, at_edge, p)
+        s = change(products_of(q_tile, k_tile, p.rest_h, p), x, at, head[:, None], query[:, None], key[None, :], p)
         if at_edge or p.mask_shape is not None:
             s = tl.where(visible(x, at, head[:, None], query[:, None], key[None, :], p, at_edge), s, float("-inf"))
         new_top = tl.maximum(top, tl.max(s, axis=1) * p.unit)
         weights, shift = weights_of(s, new_top, p, at_edge)
         fade = tl.exp2(top - shift)
         total = total * fade + tl.sum(weights, axis=1)
-        v_tile = load_operand(v_base, key, V_STRIDE, D, BD, key < at.key_end, at_edge, p)
-        acc = acc * fade[:, None]
-        acc = tl.dot(operand(weights, v_tile, p), v_tile, acc, input_precision=p.precision)
+        v_tile = load_parts(v_base, key, V_STRIDE, D, p.main_d, p.rest_d, key < at.key_end, at_edge, p)
+        weights = operand(weights, v_tile.main, p)
+        main = tl.dot(weights, v_tile.main, main * fade[:, None], input_precision=p.precision)
+        if p.rest_d > 0:
+            rest = tl.dot(weights, v_tile.rest, rest * fade[:, None], input_precision=p.precision)
         top = new_top
-    return acc, total, top
+    return Parts(main, rest), total, top
 
 
 @triton.jit
@@ -159,27 +172,29 @@ def attend_to_one_block(q_tile, k, v, x, at, head, kv_head, query, p: tl.constex
     """What `attend` returns for all keys, which are one block. All loads are under way before the first product."""
     H: tl.constexpr = p.head_dim
     D: tl.constexpr = p.value_dim
-    BH: tl.constexpr = p.block_h
-    BD: tl.constexpr = p.block_d
     AT_EDGE: tl.constexpr = p.has_left_edge or p.has_right_edge
     kv_row = at.batch.to(tl.int64) * p.num_keys * p.num_kv_heads + kv_head
     key = tl.arange(0, p.block_kv)
     is_key = key < p.num_keys
-    k_tile = load_operand(k + kv_row * H, key, p.num_kv_heads * H, H, BH, is_key, p.is_ragged, p)
-    v_tile = load_operand(v + kv_row * D, key, p.num_kv_heads * D, D, BD, is_key, p.is_ragged, p)
+    k_tile = load_parts(k + kv_row * H, key, p.num_kv_heads * H, H, p.main_h, p.rest_h, is_key, p.is_ragged, p)
+    v_tile = load_parts(v + kv_row * D, key, p.num_kv_heads * D, D, p.main_d, p.rest_d, is_key, p.is_ragged, p)
     bias = load_bias(x, at, head[:, None], query[:, None], key[None, :], p)
     seen = visible(x, at, head[:, None], query[:, None], key[None, :], p, AT_EDGE)
+    v_main, v_rest = v_tile.main, v_tile.rest
     if p.key_lengths:  # The load does not wait for the length.
-        v_tile = tl.where((key < at.key_end)[:, None], v_tile, 0.0)
-    products = tl.dot(q_tile, tl.trans(k_tile), input_precision=p.precision)
-    s = changed(products, bias, p)
+        v_main = tl.where((key < at.key_end)[:, None], v_main, 0.0)
+        if p.rest_d > 0:
+            v_rest = tl.where((key < at.key_end)[:, None], v_rest, 0.0)
+    s = changed(products_of(q_tile, k_tile, p.rest_h, p), bias, p)
     if AT_EDGE or p.mask_shape is not None:
         s = tl.where(seen, s, float("-inf"))
     top = tl.max(s, axis=1) * p.unit
     weights, _ = weights_of(s, top, p, AT_EDGE)
     total = tl.sum(weights, axis=1)
-    acc = tl.dot(operand(weights, v_tile, p), v_tile, input_precision=p.precision)
-    return acc, total, top
+    weights = operand(weights, v_main, p)
+    main = tl.dot(weights, v_main, input_precision=p.precision)
+    rest = tl.dot(weights, v_rest, input_precision=p.precision) if p.rest_d > 0 else total
+    return Parts(main, rest), total, top
 
 
 @triton.jit
@@ -238,23 +253,24 @@ def combine_parts(
         logsumexp = BLIND
         combined = tl.zeros((BD,), tl.float32)
         if is_live:
-            combined = mean_of_values(v, at, head // p.group, p, 16)  # A larger block spills registers.
+            combined = mean_of_values(v, at, head // p.group, p, 16, 0, BD)  # A larger block spills registers.
     first_row = batch.to(tl.int64) * ROWS
     tl.store(out + (first_row + row) * D + columns, combined.to(out.dtype.element_ty), mask=columns < D)
     tl.store(lse + first_row + head * p.num_queries + query, logsumexp)
 
 
 @triton.jit
-def mean_of_values(v, at, kv_head, p: tl.constexpr, BK: tl.constexpr):
-    """The mean of all values of a head, by blocks of BK. Padding counts, but for what is not finite."""
-    D: tl.constexpr = p.value_dim
-    BD: tl.constexpr = p.block_d
+def mean_of_values(v, at, kv_head, p: tl.constexpr, BK: tl.constexpr, first: tl.constexpr, block: tl.constexpr):
+    """The mean of all values of a head, in `block` columns from `first` on. It adds up blocks of BK keys. Padding
+    counts, but for what is not finite.
+    """
+    SIZE: tl.constexpr = p.value_dim - first if p.value_dim - first < block else block
     V_STRIDE: tl.constexpr = p.num_kv_heads * p.value_dim
-    v_base = v + (at.batch.to(tl.int64) * p.num_keys * p.num_kv_heads + kv_head) * p.value_dim
-    total = tl.full((BD,), 0.0, tl.float32)
-    for first in tl.range(0, p.num_keys, BK):
-        key = first + tl.arange(0, BK)
-        values = load_rows(v_base, key, V_STRIDE, D, BD, key < p.num_keys, True).to(tl.float32)
+    v_base = v + (at.batch.to(tl.int64) * p.num_keys * p.num_kv_heads + kv_head) * p.value_dim + first
+    total = tl.full((block,), 0.0, tl.float32)
+    for start in tl.range(0, p.num_keys, BK):
+        key = start + tl.arange(0, BK)
+        values = load_rows(v_base, key, V_STRIDE, SIZE, block, key < p.num_keys, True).to(tl.float32)
         is_counted = (key < at.key_end)[:, None] | (tl.abs(values) < float("inf"))
         total += tl.sum(tl.where(is_counted, values, 0.0), axis=0)
     return total / p.num_keys

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from jaxkernels.core.hardware import Chip
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.ops.attention.visibility import (
@@ -31,6 +32,7 @@ __all__ = [
     "Problem",
     "check_counts",
     "check_tiles",
+    "head_parts",
     "key_ranges",
     "optional",
     "query_ranges",
@@ -54,6 +56,9 @@ _ONE_BLOCK_BYTES = 2**15
 FLOAT32_PRECISION = "tf32"
 _PAIRS_IN_FLOAT32 = 64 * 64
 
+#: Head dimensions up to this one are divided into two blocks of columns on every chip.
+_WIDEST_OF_TWO = 128
+
 _DTYPES = tuple(jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
 #: Kernels count the elements of a batch element in 32 bits.
 _MOST_ELEMENTS = 2**31
@@ -71,6 +76,8 @@ class Problem:
       num_queries, num_keys, num_heads, num_kv_heads, head_dim, value_dim: sizes.
       block_q, block_kv: rows of a tile of logits, and its columns. A row is a query of one head.
       block_h, block_d: head dimensions, rounded up to powers of two.
+      main_h, rest_h, main_d, rest_d: the same in two powers of two that have less padding, as the forward pass takes
+        them. The second one is 0 where one is as good.
       pack: how many heads share a tile: row r of a set of heads is query r // pack of its head r % pack.
       unit: factor that takes what `logits` returns to logits in base 2. It is positive.
       factor: what a product q k^T is multiplied by before that.
@@ -100,6 +107,10 @@ class Problem:
     block_kv: int
     block_h: int
     block_d: int
+    main_h: int
+    rest_h: int
+    main_d: int
+    rest_d: int
     pack: int
     unit: float
     factor: float
@@ -145,6 +156,7 @@ class Problem:
         before, behind, is_last_ragged = (
             (band.right, band.left, bool(num_queries % block_q)) if over_queries else (band.left, band.right, is_ragged)
         )
+        (main_h, rest_h), (main_d, rest_d) = (head_parts(size, spec.target) for size in (head_dim, value_dim))
         return cls(
             num_queries=num_queries,
             num_keys=num_keys,
@@ -156,6 +168,10 @@ class Problem:
             block_kv=block_kv,
             block_h=_power_of_two(head_dim),
             block_d=_power_of_two(value_dim),
+            main_h=main_h,
+            rest_h=rest_h,
+            main_d=main_d,
+            rest_d=rest_d,
             pack=pack,
             unit=unit,
             factor=factor,
@@ -199,12 +215,27 @@ class Problem:
 
 def _bytes_of_block(spec: AttentionSpec, block_kv: int) -> int:
     """The size of a block of keys and a block of values, with padded head dimensions."""
-    columns = _power_of_two(spec.k.shape[3]) + _power_of_two(spec.v.shape[3])
+    columns = sum(head_parts(spec.k.shape[3], spec.target) + head_parts(spec.v.shape[3], spec.target))
     return block_kv * columns * spec.k.dtype.itemsize
 
 
 def _power_of_two(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
+
+
+def head_parts(head_dim: int, chip: Chip) -> tuple[int, int]:
+    """Two powers of two for a head dimension: 64 and 16 for 72, not 128. The second one is 0 where it saves nothing.
+    Triton's tiles, and tl.dot, take powers of two from 16 on.
+
+    On other chips than Hopper, heads of more than 128 dimensions are one block. There, queries are in registers, and
+    ptxas spills up to 380 bytes of two blocks (192, tiles of 64 rows and eight warps).
+    """
+    whole = _power_of_two(head_dim)
+    if whole > _WIDEST_OF_TWO and not chip.is_hopper:
+        return whole, 0
+    main = whole // 2
+    rest = _power_of_two(head_dim - main)
+    return (main, rest) if main + rest < whole else (whole, 0)
 
 
 def unsupported(spec: AttentionSpec) -> str | None:

@@ -47,6 +47,13 @@ class Place(NamedTuple):
     key_end: Any
 
 
+class Parts(NamedTuple):
+    """A tile of heads with its columns in one or two blocks. `rest` is not used if there is one."""
+
+    main: Any
+    rest: Any
+
+
 @triton.jit
 def place_of(batch, extras, p: tl.constexpr):
     """The place of a program that works on a batch element."""
@@ -179,6 +186,30 @@ def load_operand(
     """Loads rows of an array as an operand of products."""
     values = load_rows(base, rows, stride, size, block, is_inside, checks)
     return operand(values, values, p)
+
+
+@triton.jit
+def load_parts(
+    base, rows, stride: tl.constexpr, size: tl.constexpr, main: tl.constexpr, rest: tl.constexpr, is_inside,
+    checks: tl.constexpr, p: tl.constexpr,
+):  # fmt: skip
+    """`load_operand` for heads in two blocks of columns, `main` and `rest`; in one if `rest` is 0."""
+    if rest > 0:
+        first = load_operand(base, rows, stride, main, main, is_inside, checks, p)
+        second = load_operand(base + main, rows, stride, size - main, rest, is_inside, checks, p)
+    else:
+        first = load_operand(base, rows, stride, size, main, is_inside, checks, p)
+        second = first
+    return Parts(first, second)
+
+
+@triton.jit
+def products_of(rows, columns, rest: tl.constexpr, p: tl.constexpr):
+    """The products of the heads of two tiles: (rows, columns)."""
+    products = tl.dot(rows.main, tl.trans(columns.main), input_precision=p.precision)
+    if rest > 0:
+        products = tl.dot(rows.rest, tl.trans(columns.rest), products, input_precision=p.precision)
+    return products
 
 
 @triton.jit
