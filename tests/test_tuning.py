@@ -952,11 +952,23 @@ def test_configurations_of_the_only_backend_are_compared(lab, estimates, monkeyp
     assert lab.measured == [_names(*_THREE)]
 
 
-def test_a_long_kernel_is_compared_in_its_default_configuration(lab, estimates, monkeypatch):
-    monkeypatch.setattr(sys.modules["backend_fake_matmul"], "NUM_COMPARED", 3, raising=False)
-    lab.estimate = lambda config: 2e-4 + config.depth * 1e-6
+@pytest.mark.parametrize(
+    ("shortlist", "compared"),
+    [
+        (lambda spec: [Config(64, 2), Config(192, 1)], (Config(64, 2), Config(192, 1))),
+        (lambda spec: [Config(64, 2)], (Config(64, 2),)),
+        (lambda spec: [Config(63, 2)], (Config(64, 1),)),  # It is not in the search space.
+        (None, _THREE),
+    ],
+)
+def test_a_long_kernel_is_compared_in_configurations_of_its_shortlist(shortlist, compared, lab, estimates, monkeypatch):
+    design = sys.modules["backend_fake_matmul"]
+    monkeypatch.setattr(design, "NUM_COMPARED", 3, raising=False)
+    if shortlist is not None:
+        monkeypatch.setattr(design, "shortlist", shortlist, raising=False)
+    lab.estimate = lambda config: 2e-4 + config.depth * 1e-6 + config.block * 1e-7
     dispatch.choose("matmul", make_spec(), None)
-    assert lab.measured == [["fake Config(block=64, depth=1)", "xla Config()"]]
+    assert lab.measured == [[*_names(*compared), "xla Config()"]]
 
 
 def test_a_tuned_configuration_has_no_contenders(lab, estimates, monkeypatch):

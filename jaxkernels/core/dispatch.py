@@ -18,8 +18,8 @@ Three names are optional:
   `default_config` looks. An empty shortlist says that another design is known to be faster;
 - `unpreferred(spec) -> str | None`: why a call that names no backend takes a later one of the order, although this
   design supports the spec; None if it does not. A backend is unpreferred if all its designs that support the spec are;
-- `NUM_COMPARED`: how many configurations of a short kernel a comparison measures: the default and the next best by the
-  cost model. Without it, the default alone.
+- `NUM_COMPARED`: how many configurations a comparison measures: the default and the next best by the cost model.
+  Without it, the default alone. Of long kernels, only configurations of the shortlist are measured.
 
 A design whose cost model `jaxkernels tune --calibrate` can fit to measurements (`jaxkernels.tuning.calibration`) has
 three more:
@@ -55,7 +55,7 @@ import importlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
@@ -90,8 +90,8 @@ WAY_OUT = 'Use backend=None (chooses by itself) or backend="xla".'
 #: gradients. If those within this factor are measured, it is below 1 %, and 2.6 to 3.1 backends are measured.
 CLOSE = 1.7
 
-#: Kernels that are estimated to take longer, in seconds, are compared in their default configuration only. Cost models
-#: rank configurations of long kernels better, and they take longer to measure.
+#: Kernels that are estimated to take longer, in seconds, are compared in configurations of the shortlist only: cost
+#: models rank those of long kernels better.
 _SHORT = 1e-4
 
 #: Kernels that take longer, in seconds, are not measured: a program would wait for minutes.
@@ -609,24 +609,32 @@ def config_of(op: str, backend: str, spec: Spec) -> Any:
 
 
 def contenders(op: str, backend: str, spec: Spec) -> tuple[Any, ...]:
-    """The configurations of a backend that a comparison measures: that of a call, and more for short kernels of designs
-    with `NUM_COMPARED`.
+    """The configurations of a backend that a comparison measures: that of a call, and more of designs with
+    `NUM_COMPARED`.
     """
     first, number = config_of(op, backend, spec), _num_contenders(op, backend, spec)
     if number == 1:
         return (first,)
-    others = [config for config in search_space(op, backend, spec) if config != first]
-    estimate = load(op, backend).estimate
-    return first, *sorted(others, key=lambda config: estimate(spec, config) or 0.0)[: number - 1]
+    designs = load(op, backend)
+    others = [config for config in _comparable(designs, spec) if config != first]
+    return first, *sorted(others, key=lambda config: designs.estimate(spec, config) or 0.0)[: number - 1]
 
 
 def _num_contenders(op: str, backend: str, spec: Spec) -> int:
     """How many configurations of a backend a comparison measures at most."""
-    designs, space = load(op, backend), search_space(op, backend, spec)
-    number = min(len(space), max(getattr(design, "NUM_COMPARED", 1) for design in designs.supporting(spec)))
+    designs = load(op, backend)
+    number = max(getattr(design, "NUM_COMPARED", 1) for design in designs.supporting(spec))
     if number == 1 or _winner(op, backend, spec) is not None:
         return 1
-    return 1 if (designs.estimate(spec, default_config(op, backend, spec)) or 0.0) > _SHORT else number
+    return min(number, max(1, len(_comparable(designs, spec))))
+
+
+def _comparable(designs: Backend, spec: Spec) -> Collection[Any]:
+    """The configurations among which those of a comparison are: all of a short kernel, the shortlist of another one."""
+    space = _search_space(designs, spec)
+    if (designs.estimate(spec, _default_config(designs, spec)) or 0.0) <= _SHORT:
+        return space
+    return [config for config in designs.shortlist(spec) if config in space]
 
 
 def _fastest(op: str, spec: Spec) -> str | None:

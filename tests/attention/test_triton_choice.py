@@ -15,17 +15,22 @@ from jaxkernels.core import dispatch, plain
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.triton import calls
 from jaxkernels.triton.attention import backward, forward
+from jaxkernels.triton.attention.problem import head_parts
 
 _TIMES = pathlib.Path(__file__).parents[2] / "docs/benchmarks/choice/triton-configurations-h200.json"
 
 
 @functools.cache
 def measured(op: str) -> dict[str, tuple[AttentionSpec, dict[Any, float]]]:
-    """Problem -> its spec, and the seconds of each configuration that was timed."""
+    """Problem -> its spec, and the seconds of each configuration that was timed. The forward pass was timed before it
+    had heads in two blocks of columns.
+    """
     backend, found = dispatch.load(op, "triton"), {}
     for problem in json.loads(_TIMES.read_text())["problems"]:
         if problem["op"] == op and len(problem["configurations"]) > 2:
             spec = plain.restore(AttentionSpec, problem["spec"], H200)
+            if op == "attention_forward" and any(head_parts(x.shape[3], H200)[1] for x in (spec.q, spec.v)):
+                continue
             times = {backend.decode(one["config"]): one["seconds"] for one in problem["configurations"]}
             found[problem["drawn"]] = spec, times
     return found
@@ -41,7 +46,7 @@ def losses(op: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize(("op", "least", "mean"), [("attention_forward", 68, 1.05), ("attention_backward", 14, 1.06)])
+@pytest.mark.parametrize(("op", "least", "mean"), [("attention_forward", 45, 1.05), ("attention_backward", 14, 1.06)])
 def test_default_is_nearly_the_fastest_configuration(op, least, mean, monkeypatch):
     """With an earlier cost model the defaults took 1.15 and 1.09 times as long as the fastest, and up to 1.85."""
     monkeypatch.setattr(calls, "missing", lambda: None)

@@ -40,7 +40,7 @@ __all__ = [
     "shortlist", "unsupported",
 ]  # fmt: skip
 
-VERSION = 3
+VERSION = 4
 NUM_COMPARED = costs.NUM_COMPARED
 
 _LABEL = "attention_forward[triton]"
