@@ -36,8 +36,8 @@ from jaxkernels.core.problems import Contender, Problem
 from jaxkernels.tuning import ahead
 
 __all__ = [
-    "AUTO", "Lowered", "Workers", "are_same", "kernels_of", "lower", "masks", "our_function", "save", "shapes",
-    "struct",
+    "AUTO", "Lowered", "Workers", "are_same", "compile_ahead", "kernels_of", "lower", "masks", "our_function", "save",
+    "shapes", "struct",
 ]  # fmt: skip
 
 #: The name of the side without a named backend.

@@ -15,7 +15,7 @@ from jaxkernels.core import hardware
 from jaxkernels.core.hardware import Chip
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.triton import chips
-from jaxkernels.triton.attention.problem import head_parts
+from jaxkernels.triton.attention.problem import head_parts, padded
 
 __all__ = [
     "MEMORY_SHARE",
@@ -132,11 +132,6 @@ class Work:
     logits: float = 1
     exchanged: int = 0
     made: int = 0
-
-
-def padded(size: int) -> int:
-    """A head dimension as kernels compute with it, but for the forward pass."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 def work_of(kernel: str, spec: AttentionSpec) -> Work:

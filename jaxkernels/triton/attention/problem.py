@@ -35,6 +35,7 @@ __all__ = [
     "head_parts",
     "key_ranges",
     "optional",
+    "padded",
     "query_ranges",
     "ranges_of_keys",
     "ranges_of_queries",
@@ -166,8 +167,8 @@ class Problem:
             value_dim=value_dim,
             block_q=block_q,
             block_kv=block_kv,
-            block_h=_power_of_two(head_dim),
-            block_d=_power_of_two(value_dim),
+            block_h=padded(head_dim),
+            block_d=padded(value_dim),
             main_h=main_h,
             rest_h=rest_h,
             main_d=main_d,
@@ -219,7 +220,8 @@ def _bytes_of_block(spec: AttentionSpec, block_kv: int) -> int:
     return block_kv * columns * spec.k.dtype.itemsize
 
 
-def _power_of_two(size: int) -> int:
+def padded(size: int) -> int:
+    """A head dimension as kernels with one block of columns compute with it."""
     return max(16, 1 << (size - 1).bit_length())
 
 
@@ -230,11 +232,11 @@ def head_parts(head_dim: int, chip: Chip) -> tuple[int, int]:
     On other chips than Hopper, heads of more than 128 dimensions are one block. There, queries are in registers, and
     ptxas spills up to 380 bytes of two blocks (192, tiles of 64 rows and eight warps).
     """
-    whole = _power_of_two(head_dim)
+    whole = padded(head_dim)
     if whole > _WIDEST_OF_TWO and not chip.is_hopper:
         return whole, 0
     main = whole // 2
-    rest = _power_of_two(head_dim - main)
+    rest = padded(head_dim - main)
     return (main, rest) if main + rest < whole else (whole, 0)
 
 
