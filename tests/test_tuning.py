@@ -1103,6 +1103,8 @@ def test_a_comparison_runs_its_kernels_in_a_turn(lab, estimates, monkeypatch):
     monkeypatch.setattr(tuner, "_program", compiled)
     monkeypatch.setattr(tuner, "compare", functools.partial(tuner.compare.func, measure=measure))
     assert dispatch.choose("matmul", make_spec(), None).source == "compared"
+    assert events[:2] == ["begins", "ends"]  # It draws operands.
+    del events[:2]
     first, measured = events.index("begins"), events.index("measured")
     assert events[:first] == ["compiled"] * 2
     assert events[first + 1 : measured] == ["launched"] * 2

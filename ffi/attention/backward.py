@@ -14,6 +14,7 @@ from jaxkernels.core.arguments import check_fields, check_rules
 from jaxkernels.ffi import compiler
 from jaxkernels.ffi.attention import forward, gradients, launching
 from jaxkernels.ffi.attention.launching import ATOM, STAGING_BYTES, padded
+from jaxkernels.ops.attention.key_masks import as_segments, operands_as_segments
 from jaxkernels.ops.attention.spec import AttentionSpec
 
 __all__ = [
@@ -140,6 +141,7 @@ def _fits(spec: AttentionSpec, config: Config) -> bool:
 
 def search_space(spec: AttentionSpec) -> Iterator[Config]:
     """Yields blocks of queries that fit, with one to three stages, and the parts of a group that fill the chip."""
+    spec = as_segments(spec)
     enough = gradients.enough_parts(spec, _BLOCK_KV, spec.target.num_sms)
     persistent = [False] if gradients.has_one_item_each(spec) else [True, False]
     for block_q, num_stages, group_parts in itertools.product((128, 64), (2, 3), sorted({1, enough})):
@@ -151,6 +153,7 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
 
 def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTANTS) -> float:
     """Seconds of `run`: steps of all CTAs over the SMs, or of the longest CTA, and the passes of other kernels."""
+    spec = as_segments(spec)
     columns = 3 * padded(spec.q.shape[3]) + 2 * padded(spec.v.shape[3])
     step_seconds = {64: constants.step_seconds_64, 128: constants.step_seconds_128}[config.block_q]
     seconds = 2 * config.block_q * _BLOCK_KV * columns / constants.flops_per_sm + step_seconds
@@ -162,7 +165,7 @@ def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTAN
 
 def not_estimated(spec: AttentionSpec, config: Config) -> str | None:
     """Which part of the time of `run` the estimate leaves out, or None. It has the sums, zeros and conversion of dq."""
-    return launching.not_estimated(spec)
+    return launching.not_estimated(as_segments(spec))
 
 
 def _tiling(config: Config, item_steps: float) -> gradients.Tiling:
@@ -171,6 +174,7 @@ def _tiling(config: Config, item_steps: float) -> gradients.Tiling:
 
 def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
     """Returns [dq, dk, dv], of the operands' shapes and dtypes."""
+    spec, operands = operands_as_segments("attention_backward", spec, operands)
     gradients.check_parts(spec, config.group_parts)
     if not _fits(spec, config):
         raise ValueError(

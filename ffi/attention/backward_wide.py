@@ -14,6 +14,7 @@ from jaxkernels.core.arguments import check_fields, check_rules, check_smem
 from jaxkernels.ffi import compiler
 from jaxkernels.ffi.attention import forward, gradients, launching
 from jaxkernels.ffi.attention.launching import ATOM, STAGING_BYTES, padded
+from jaxkernels.ops.attention.key_masks import as_segments, operands_as_segments
 from jaxkernels.ops.attention.spec import AttentionSpec
 
 __all__ = [
@@ -132,6 +133,7 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
 
     Two slots of dout and of dS come first: with them, copies and dQ run ahead. At head dimension 256 they do not fit.
     """
+    spec = as_segments(spec)
     enough = gradients.enough_parts(spec, _BLOCK_KV, spec.target.num_sms // _NUM_CTAS)
     persistent = [False] if gradients.has_one_item_each(spec) else [True, False]
     for stages in itertools.product((2, 3), (2, 1), (2, 1)):
@@ -155,6 +157,7 @@ def _step_bytes(spec: AttentionSpec) -> int:
 
 def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTANTS) -> float:
     """Seconds of `run`: steps of all CTAs over the SMs, or of the longest CTA, and the passes of other kernels."""
+    spec = as_segments(spec)
     busiest = gradients.busiest_cta(spec, _tiling(config, constants.item_steps))
     in_order = constants.in_order if spec.deterministic else 1.0
     others = gradients.other_seconds(spec, config.group_parts, constants.copy_bytes)
@@ -163,7 +166,7 @@ def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTAN
 
 def not_estimated(spec: AttentionSpec, config: Config) -> str | None:
     """Which part of the time of `run` the estimate leaves out, or None. It has the sums, zeros and conversion of dq."""
-    return launching.not_estimated(spec)
+    return launching.not_estimated(as_segments(spec))
 
 
 def _tiling(config: Config, item_steps: float) -> gradients.Tiling:
@@ -172,6 +175,7 @@ def _tiling(config: Config, item_steps: float) -> gradients.Tiling:
 
 def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
     """Returns [dq, dk, dv], of the operands' shapes and dtypes."""
+    spec, operands = operands_as_segments("attention_backward", spec, operands)
     gradients.check_parts(spec, config.group_parts)
     check_smem(gradients.LABEL, spec.target, config, smem_bytes(spec, config), "Use fewer stages.")
     compiled = compile_backward(spec, config)

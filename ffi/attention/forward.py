@@ -21,6 +21,7 @@ from jaxkernels.ffi import compiler, custom_call, handler
 from jaxkernels.ffi.attention import blind, launching
 from jaxkernels.ffi.attention.launching import ATOM, STAGING_BYTES, WARPGROUP, padded
 from jaxkernels.ops.attention import tensor_cores
+from jaxkernels.ops.attention.key_masks import as_segments, operands_as_segments
 from jaxkernels.ops.attention.planning import forward_plan, forward_steps, longest_cta, too_few_queries
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.visibility import may_see_nothing, segment_key_blocks
@@ -141,7 +142,8 @@ class Config:
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
-    operands = {"a bias": spec.bias is not None, "a dense mask": spec.mask is not None}
+    spec = as_segments(spec)
+    operands = {"a bias": spec.bias is not None, "a dense mask other than (B|1, 1, 1, S)": spec.mask is not None}
     operands |= {f"the term {term}": True for term in spec.terms}
     missing = [name for name, is_given in operands.items() if is_given]
     refusal = f"does not handle {', '.join(missing)}" if missing else None
@@ -155,6 +157,7 @@ def unsupported(spec: AttentionSpec) -> str | None:
 
 def unpreferred(spec: AttentionSpec) -> str | None:
     """Not chosen unasked before it has been measured beside the Pallas kernel."""
+    spec = as_segments(spec)
     terms = dict(window=spec.window, segments=spec.segments, query_lengths=spec.query_lengths)
     unmeasured = [name for name, given in (terms | dict(soft_cap=spec.soft_cap)).items() if given]
     if unmeasured:
@@ -194,6 +197,7 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
     """Yields blocks of keys that fit registers and shared memory, each with as many stages as fit, up to 4; of each the
     usual schedule first.
     """
+    spec = as_segments(spec)
     # Turns gain where exponentials are half of the work; rare rescaling gains where products are most of it.
     is_narrow = spec.q.shape[3] <= 64
     schedules = list(itertools.product((is_narrow, not is_narrow), (not is_narrow, is_narrow)))
@@ -224,6 +228,7 @@ def shortlist(spec: AttentionSpec) -> Iterator[Config]:
 
 def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTANTS) -> float:
     """Seconds of the kernel alone: steps of all CTAs over the SMs, or of the longest CTA."""
+    spec = as_segments(spec)
     batch, _, num_heads, _ = spec.q.shape
     steps = _steps(spec, config)
     busiest = longest_cta(steps, batch * num_heads, spec.target.num_sms, constants.item_steps)
@@ -232,7 +237,7 @@ def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTAN
 
 def not_estimated(spec: AttentionSpec, config: Config) -> str | None:
     """Which part of the time of `run` the estimate leaves out, or None."""
-    return launching.not_estimated(spec)
+    return launching.not_estimated(as_segments(spec))
 
 
 def _step_seconds(spec: AttentionSpec, config: Config, constants: Constants) -> float:
@@ -259,6 +264,7 @@ def _plan(spec: AttentionSpec, config: Config) -> np.ndarray:
 
 def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
     """Returns [out (B, T, N, D), lse (B, N, T) float32]."""
+    spec, operands = operands_as_segments("attention_forward", spec, operands)
     way_out = "Use fewer stages or a smaller block_kv."
     check_smem(_LABEL, spec.target, config, smem_bytes(spec, config), way_out)
     named = spec.named("attention_forward", operands)

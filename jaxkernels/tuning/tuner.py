@@ -45,7 +45,7 @@ _INSIDE = dispatch.Policy(use_winners=False)
 
 #: One measurement at a time: two would slow each other down.
 _measuring = threading.Lock()
-#: A context for the kernels of a comparison, where other processes share the GPU.
+#: A context for what a comparison runs on the device, where other processes share it.
 _turn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
@@ -259,7 +259,7 @@ def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | N
 
 
 def compare_in(turn: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """Sets the context in which comparisons run their kernels."""
+    """Sets the context in which comparisons use the device."""
     global _turn
     _turn = turn
 
@@ -374,7 +374,8 @@ class _Trial:
         self._device = device
         self._tried: dict[tuple[str, Any], Candidate] = {}
         self._new: list[Candidate] = []
-        with jax.default_device(device), usual_promotion():
+        # Other processes may be measuring.
+        with _turn(), jax.default_device(device), usual_promotion():
             self._operands = _operands(op, spec, device)
             run, config = dispatch.load(op, "xla").run, dispatch.default_config(op, "xla", spec)
             self._types = jax.eval_shape(lambda *xs: jax.tree.leaves(run(spec, config, *xs)), *self._operands)
@@ -387,6 +388,7 @@ class _Trial:
             num_bytes = sum(x.nbytes for x in self._operands)
             copy = lambda: tuple(jnp.copy(x) for x in self._operands)
             self._rotated = [self._operands, *(copy() for _ in range(num_rotations(num_bytes)[0] - 1))]
+            jax.block_until_ready(self._rotated)
 
     def add(self, backend: str, configs: Sequence[Any], limit: int | None = None) -> None:
         """Queues configurations that were not tried yet."""

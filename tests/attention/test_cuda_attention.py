@@ -93,7 +93,7 @@ def test_search_space_fits_shared_memory_and_is_never_empty(kernel):
     [
         ("attention_forward", dict(dtype="float32"), "takes bfloat16 or float16, not float32"),
         ("attention_forward", dict(bias=(1, 1, 24, 40)), "does not handle a bias"),
-        ("attention_forward", dict(mask=(1, 1, 24, 40)), "does not handle a dense mask"),
+        ("attention_forward", dict(mask=(1, 1, 24, 40)), "does not handle a dense mask other than (B|1, 1, 1, S)"),
         ("attention_forward", dict(head_dim=264), "handles head dimensions up to 256, got 264 and 264"),
         ("attention_forward", dict(scale=-1.0), "needs a positive scale, got -1.0"),
         (

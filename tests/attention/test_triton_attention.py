@@ -127,6 +127,30 @@ def test_forward(options):
     assert_right("attention_forward", make_spec(**options), FORWARD)
 
 
+ODD_ROWS = {
+    "bias-behind-all-queries": dict(causal=True, queries=20, keys=93, bias=(2, 4, 20, 93)),
+    "mask-behind-all-queries": dict(window=(9, 4), queries=30, keys=101, mask=(2, 1, 30, 101)),
+    "bias-and-mask": dict(
+        queries=20, keys=93, bias=(1, 4, 20, 93), mask=(1, 1, 1, 93), causal=True, query_offset=True
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [pytest.param(value, id=name) for name, value in ODD_ROWS.items()])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rows_that_are_copied(kernel, options):
+    """Rows of a bias or a mask that are no whole 16 bytes. The copy has no keys that are behind all queries."""
+    spec = make_spec(**options)
+    assert_right(kernel, spec, dict(zip(KERNELS, (FORWARD, BACKWARD, TANGENT)))[kernel])
+    copied = spec.bias or spec.mask
+    assert problem.aligned_shape(copied, spec)[3] == (96 if spec.query_offset else 20 if spec.causal else 48)
+    aligned = dataclasses.replace(
+        spec,
+        **{name: ArrayType((*x.shape[:3], 96), x.dtype) for name in ("bias", "mask") if (x := getattr(spec, name))},
+    )
+    assert costs.alignment_seconds(spec) > 0 == costs.alignment_seconds(aligned)
+
+
 @pytest.mark.sampled(one_in=4)
 @cases()
 def test_forward_with_one_block_of_keys(options):

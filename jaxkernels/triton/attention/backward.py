@@ -204,7 +204,7 @@ def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTAN
     """Seconds of both kernels, by the cost model of `jaxkernels.triton.attention.costs`, and of what XLA computes."""
     keys = _kernel_seconds(spec, "dkv", config.keys_tile, constants, parts=config.group_parts)
     queries = _kernel_seconds(spec, "dq", config.queries_tile, constants, parts=config.dq_splits)
-    return keys + queries + _other_seconds(spec)
+    return keys + queries + _other_seconds(spec) + costs.alignment_seconds(spec)
 
 
 def _other_seconds(spec: AttentionSpec) -> float:

@@ -15,12 +15,13 @@ from jaxkernels.core import hardware
 from jaxkernels.core.hardware import Chip
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.triton import chips
-from jaxkernels.triton.attention.problem import head_parts, padded
+from jaxkernels.triton.attention.problem import aligned_shape, head_parts, padded
 
 __all__ = [
     "MEMORY_SHARE",
     "Constants",
     "Tile",
+    "alignment_seconds",
     "bytes_of",
     "combine_seconds",
     "fits",
@@ -53,6 +54,8 @@ _LOGITS_OF_TERM = 0.5
 _OTHER_SMEM = 1024
 #: Combining the parts of a split: a second kernel, and for each part.
 _COMBINE_SECONDS, _PART_SECONDS = 1.5e-6, 5e-8
+#: The launch of a copy by XLA.
+_COPY_SECONDS = 2e-6
 #: The share of the memory's rate that kernels reach.
 MEMORY_SHARE = 0.85
 #: How much longer the elementwise part takes if fewer than eight warps share an SM, and a step without a pipeline.
@@ -339,6 +342,15 @@ def not_estimated(spec: AttentionSpec, config: Tile) -> str | None:
     if spec.query_lengths or spec.key_lengths or spec.segments:
         return "lengths and segments are not known"
     return None
+
+
+def alignment_seconds(spec: AttentionSpec) -> float:
+    """What XLA takes to copy a bias and a dense mask whose rows are no whole 16 bytes, before a pass."""
+    seconds = 0.0
+    for x in (spec.bias, spec.mask):
+        if x is not None and (shape := aligned_shape(x, spec)) != x.shape:
+            seconds += _COPY_SECONDS + memory_seconds(spec.target, 2 * math.prod(shape) * x.dtype.itemsize)
+    return seconds
 
 
 def combine_seconds(spec: AttentionSpec, num_splits: int) -> float:

@@ -131,6 +131,7 @@ def estimate(spec: AttentionSpec, config: Config) -> float:
     loaded = _seen(spec) / spec.k.shape[1]
     num_bytes = 4 * costs.bytes_of(spec.q) + (1 + loaded) * costs.bytes_of(spec.k, spec.v)
     seconds = _LAUNCH_SECONDS[config.num_warps > 4] + max(waves * steps * step, costs.memory_seconds(chip, num_bytes))
+    seconds += costs.alignment_seconds(spec)
     if config.num_splits == 1:
         return seconds
     num_elements = math.prod(spec.q.shape)

@@ -179,7 +179,7 @@ def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTAN
         parts=config.num_splits,
         num_bytes=costs.bytes_of(spec.q, spec.k, spec.v, *spec.results("attention_forward")),
     )
-    return kernel + costs.combine_seconds(spec, config.num_splits)
+    return kernel + costs.combine_seconds(spec, config.num_splits) + costs.alignment_seconds(spec)
 
 
 def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:

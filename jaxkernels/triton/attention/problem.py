@@ -30,6 +30,7 @@ from jaxkernels.triton import calls
 __all__ = [
     "LOG2E",
     "Problem",
+    "aligned_shape",
     "check_counts",
     "check_tiles",
     "head_parts",
@@ -178,8 +179,8 @@ class Problem:
             factor=factor,
             scale=spec.scale,
             soft_cap=spec.soft_cap,
-            bias_shape=None if spec.bias is None else _aligned(spec.bias, spec),
-            mask_shape=None if spec.mask is None else _aligned(spec.mask, spec),
+            bias_shape=None if spec.bias is None else aligned_shape(spec.bias, spec),
+            mask_shape=None if spec.mask is None else aligned_shape(spec.mask, spec),
             left=band.left,
             right=band.right,
             query_lengths=spec.query_lengths,
@@ -253,7 +254,7 @@ def unsupported(spec: AttentionSpec) -> str | None:
     arrays = {name: x.shape for name, x in (("q", spec.q), ("k", spec.k), ("v", spec.v))}
     if reason := spec.unsupported_sizes():
         return reason
-    arrays |= {name: _aligned(x, spec) for name, x in (("bias", spec.bias), ("mask", spec.mask)) if x is not None}
+    arrays |= {name: aligned_shape(x, spec) for name, x in (("bias", spec.bias), ("mask", spec.mask)) if x is not None}
     for name, shape in arrays.items():
         if math.prod(shape[1:]) >= _MOST_ELEMENTS:
             return f"counts the elements of a batch element in 32 bits, {name} has {math.prod(shape[1:])}"
@@ -267,21 +268,26 @@ def optional(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> list[jax.Ar
 
 
 def with_aligned_rows(x: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """Pads the rows of a bias or a mask with zeros, to whole 16 bytes."""
-    add = _aligned(x, spec)[3] - x.shape[3]
+    """The rows of a bias or a mask in whole 16 bytes: padded with zeros, and without the end that no query sees."""
+    size = aligned_shape(x, spec)[3]
+    x = x[..., :size]
+    add = size - x.shape[3]
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, add))) if add else x
 
 
-def _aligned(x: jax.Array | ArrayType, spec: AttentionSpec) -> tuple[int, int, int, int]:
+def aligned_shape(x: jax.Array | ArrayType, spec: AttentionSpec) -> tuple[int, int, int, int]:
     """The shape with whole 16 bytes in each row. From other rows Triton loads value by value, with an address each:
     ptxas then spills 500 bytes of registers, and the forward pass took ten times as long. A few keys stay as they are:
-    padding is a launch of XLA's, and their tiles are small.
+    padding is a launch of XLA's, and their tiles are small. Of rows that are copied, the copy leaves out the keys that
+    are behind the causal mask or the window of all queries.
     """
     batch, heads, queries, keys = x.shape
     widest = max(spec.q.shape[3], spec.v.shape[3])
-    if keys <= next(few for limit, few in _FEW_KEYS.items() if widest <= limit):
-        return batch, heads, queries, keys
     unit = _ALIGNED_BYTES // x.dtype.itemsize
+    if keys % unit == 0 or keys <= next(few for limit, few in _FEW_KEYS.items() if widest <= limit):
+        return batch, heads, queries, keys
+    if spec.band.right is not None and not spec.query_offset:
+        keys = min(keys, spec.q.shape[1] + spec.band.right)
     return batch, heads, queries, keys + -keys % unit
 
 

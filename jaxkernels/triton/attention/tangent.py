@@ -81,7 +81,7 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
 def estimate(spec: AttentionSpec, config: Config) -> float:
     """Seconds, by the cost model of `jaxkernels.triton.attention.costs` with the constants of the backward pass."""
     visits = forward_steps(spec, config.block_q, config.block_kv)
-    return costs.seconds(
+    return costs.alignment_seconds(spec) + costs.seconds(
         spec,
         "tangent",
         config,
