@@ -57,7 +57,7 @@ struct Arrays {
   // block of keys, among all heads, plus one if blocks of queries are visited from the first one.
   const int* plan;
   const int* key_lengths;
-  const int* query_segments;
+  const int* query_segments;  // Rows are whole blocks.
   const int* key_segments;
   // (batch, block of keys, 4): the blocks of queries that may share a segment, and those of one
   // segment only.

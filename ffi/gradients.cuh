@@ -24,7 +24,7 @@ __device__ __forceinline__ int warp_of_group() { return recomputed(threadIdx.x) 
 // The part of an item that masks read.
 struct Edges {
   int first_key, key_end;  // The first key; padding begins at key_end.
-  int first_of_batch;      // The number of the batch element's first query among all queries.
+  int batch;
 };
 
 // The index of this thread's first (h = 0) or second key. A tile begins at first_key.
@@ -74,8 +74,8 @@ __device__ __forceinline__ void change_and_mask(float (&s)[kLogits], const Probl
   }
   if (Config::kSegments && step.hides_by_segment) {
     const int first_query = step.block * Config::kBlockQ + threadIdx.x % 4 * 2;
-    const int* ids = arrays.query_segments + edges.first_of_batch;
-    hide_other_segments(s, segments, ids, first_query, problem.num_queries, masked);
+    const int row = edges.batch * whole_blocks<Config::kBlockQ>(problem.num_queries);
+    hide_other_segments(s, segments, arrays.query_segments + row + first_query, masked);
   }
 }
 

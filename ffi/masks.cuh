@@ -25,19 +25,29 @@ __device__ __forceinline__ void hide_outside(float (&values)[kCount], int h, int
   }
 }
 
-// Sets the pairs of different segments to `masked`. ids[first] is the segment of the thread's first
-// column; ids has `size` elements. `rows` are the segments of the thread's rows.
+// The segments of two neighbouring columns.
+struct alignas(8) SegmentPair {
+  int ids[2];
+};
+
+// The length of a row of segments: whole blocks.
+template <int kBlock>
+__device__ __forceinline__ int whole_blocks(int count) {
+  return (count + kBlock - 1) / kBlock * kBlock;
+}
+
+// Sets the pairs of different segments to `masked`. ids[0] is the segment of the thread's first
+// column, and all columns of the block follow. `rows` are the segments of the thread's rows.
 template <int kCount>
 __device__ __forceinline__ void hide_other_segments(float (&values)[kCount], const int (&rows)[2],
-                                                    const int* ids, int first, int size,
-                                                    float masked) {
+                                                    const int* ids, float masked) {
 #pragma unroll
   for (int i = 0; i < kCount; i += 4) {
+    const SegmentPair pair = *reinterpret_cast<const SegmentPair*>(ids + i * 2);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int id = ids[min(first + i * 2 + e, size - 1)];
-      if (id != rows[0]) values[i + e] = masked;
-      if (id != rows[1]) values[i + 2 + e] = masked;
+      if (pair.ids[e] != rows[0]) values[i + e] = masked;
+      if (pair.ids[e] != rows[1]) values[i + 2 + e] = masked;
     }
   }
 }

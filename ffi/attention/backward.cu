@@ -236,7 +236,7 @@ class Consumer {
     for (int i = 0; i < Config::kHeadDim / 2; ++i) dk_[i] = 0.0f;
 #pragma unroll
     for (int i = 0; i < Config::kValueDim / 2; ++i) dv_[i] = 0.0f;
-    edges_ = {item.first_key, item.key_end, item.batch * problem_.num_queries};
+    edges_ = {item.first_key, item.key_end, item.batch};
     if constexpr (Config::kSegments) {
       load_key_segments(problem_, arrays_, item.batch, tile_edges().first_key, segments_);
     }
@@ -368,7 +368,7 @@ class Consumer {
   // Of this consumer's tile. They are computed at each use, so that they take no register
   // meanwhile.
   __device__ __forceinline__ Edges tile_edges() const {
-    return {edges_.first_key + index_ * kWgmmaM, edges_.key_end, edges_.first_of_batch};
+    return {edges_.first_key + index_ * kWgmmaM, edges_.key_end, edges_.batch};
   }
 
   // A part of P, from S.

@@ -448,7 +448,7 @@ class WeightConsumer {
   // Returns the number of steps.
   __device__ __forceinline__ int begin(const Item& item) {
     dv_.clear();
-    edges_ = {first_key_of(item, cta_rank()), item.key_end, item.batch * problem_.num_queries};
+    edges_ = {first_key_of(item, cta_rank()), item.key_end, item.batch};
     if constexpr (Config::kSegments) {
       load_key_segments(problem_, arrays_, item.batch, edges_.first_key, segments_);
     }

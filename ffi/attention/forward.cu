@@ -84,7 +84,7 @@ struct Arrays {
   const int* query_lengths;
   const int* key_lengths;
   const int* query_segments;
-  const int* key_segments;
+  const int* key_segments;  // Rows are whole blocks.
   // (batch, block of queries, 4): the blocks of keys that may share a segment, and those of one
   // segment only.
   const int* segment_blocks;
@@ -614,8 +614,8 @@ class Consumer {
 
   __device__ __forceinline__ void mask_segments(const Item& item, int block) {
     const int first_key = block * kBlockKv + threadIdx.x % 4 * 2;
-    const int* ids = arrays_.key_segments + item.batch * problem_.num_keys;
-    hide_other_segments(s_, segments_, ids, first_key, problem_.num_keys, hidden());
+    const int row = item.batch * whole_blocks<kBlockKv>(problem_.num_keys);
+    hide_other_segments(s_, segments_, arrays_.key_segments + row + first_key, hidden());
   }
 
   // ---- Results ----

@@ -274,7 +274,8 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
     arrays = launching.Arrays(q, k, v, plan, absent=3)
     blocks = segment_key_blocks(spec, config.rows, config.block_kv, dict(named)) if spec.segments else None
     extras = [
-        *(named.get(name) for name in ("query_lengths", "key_lengths", "query_segments", "key_segments")),
+        *(named.get(name) for name in ("query_lengths", "key_lengths", "query_segments")),
+        launching.whole_blocks(named.get("key_segments"), config.block_kv),
         blocks,
         launching.query_offset(spec, named),
         blind.sums(spec, named, v, is_backward=False) if may_see_nothing(spec) else None,

@@ -172,7 +172,9 @@ def run(
     arrays = launching.Arrays(q, k, v, dout, sums, items, absent=5)
     blocks, first_kv_blocks = _segment_blocks(spec, tiling, dict(named))
     extras = [
-        *(named.get(name) for name in ("key_lengths", "query_segments", "key_segments")),
+        named.get("key_lengths"),
+        launching.whole_blocks(named.get("query_segments"), tiling.block_q),
+        named.get("key_segments"),
         blocks,
         first_kv_blocks,
         launching.query_offset(spec, named),

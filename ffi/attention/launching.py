@@ -30,6 +30,7 @@ __all__ = [
     "reach",
     "rows_of_a_head",
     "struct",
+    "whole_blocks",
     "whole_units",
     "whole_units_of",
 ]
@@ -99,6 +100,11 @@ class Arrays:
 def query_offset(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> jax.Array | None:
     """The position of the first query as kernels take it, or None."""
     return named["query_offset"].reshape(1) if spec.query_offset else None
+
+
+def whole_blocks(ids: jax.Array | None, block: int) -> jax.Array | None:
+    """Pads rows of segment ids to whole blocks, if they are given."""
+    return None if ids is None else jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)))
 
 
 def whole_units_of(size: int) -> int:
