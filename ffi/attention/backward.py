@@ -104,7 +104,7 @@ class Config:
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
-    if reason := forward.unsupported(spec):
+    if reason := gradients.unsupported_bias(spec) or forward.unsupported(spec):
         return reason
     if max(spec.q.shape[3], spec.v.shape[3]) > 128:
         return f"handles head dimensions up to 128, got {spec.q.shape[3]} and {spec.v.shape[3]}"
@@ -174,7 +174,7 @@ def _tiling(config: Config, item_steps: float) -> gradients.Tiling:
 
 def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
     """Returns [dq, dk, dv], of the operands' shapes and dtypes."""
-    spec, operands = operands_as_segments("attention_backward", spec, operands)
+    spec, arguments = operands_as_segments("attention_backward", spec, operands)
     gradients.check_parts(spec, config.group_parts)
     if not _fits(spec, config):
         raise ValueError(
@@ -185,7 +185,7 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
             f"got {config}, which needs {smem_bytes(spec, config)} bytes. Use fewer stages or block_q=64."
         )
     compiled = compile_backward(spec, config)
-    return gradients.run(spec, _tiling(config, CONSTANTS.item_steps), compiled, smem_bytes(spec, config), operands)
+    return gradients.run(spec, _tiling(config, CONSTANTS.item_steps), compiled, smem_bytes(spec, config), arguments)
 
 
 def compile_backward(spec: AttentionSpec, config: Config) -> compiler.CompiledKernel:

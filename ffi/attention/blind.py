@@ -29,12 +29,20 @@ def num_parts(num_rows: int) -> int:
     return -(-num_rows // _part_rows(num_rows))
 
 
-def sums(spec: AttentionSpec, named: Mapping[str, jax.Array], rows: jax.Array, *, is_backward: bool) -> jax.Array:
+def sums(
+    spec: AttentionSpec,
+    named: Mapping[str, jax.Array],
+    rows: jax.Array,
+    *,
+    is_backward: bool,
+    are_anywhere: bool = False,
+) -> jax.Array:
     """The sums of the values of each head, or of dout of each head's queries that see no key, in parts.
 
     Args:
       named: the operands of the pass by name.
       rows: v, or dout without padding: (B, length, heads, D), in whole units of 16 bytes.
+      are_anywhere: whether queries that see no key may be in any batch element.
 
     Returns:
       (B, heads, parts, D) float32. Of batch elements in which every query sees a key it is not written.
@@ -52,7 +60,7 @@ def sums(spec: AttentionSpec, named: Mapping[str, jax.Array], rows: jax.Array, *
         has_left=spec.band.left is not None,
         has_right=spec.band.right is not None,
         key_lengths=spec.key_lengths,
-        segments=spec.segments,
+        segments=spec.segments or are_anywhere,
         query_offset=spec.query_offset,
         masked_logit=f"{MASKED_LOGIT!r}f",
     )

@@ -21,6 +21,9 @@
 // Blocks of keys are visited from the last one to the first one, so that the blocks at the causal
 // edge come first. A block inside [whole_first, whole_end) needs no mask.
 //
+// A bias is copied by TMA, too: of each block of keys, 64 rows for each consumer, which adds it to
+// its logits before the soft cap and the masks.
+//
 // Rows in registers: a thread has rows 16 w + l / 4 and 8 further of its warpgroup's 64 (warp w,
 // lane l), and of each 8 columns two (wgmma.cuh). Four neighbouring lanes share a row.
 //
@@ -61,6 +64,8 @@ struct Config {
   static constexpr bool kSegments = JK_SEGMENTS;
   static constexpr bool kQueryOffset = JK_QUERY_OFFSET;
   static constexpr bool kSoftCap = JK_SOFT_CAP;
+  static constexpr bool kBias = JK_BIAS_STAGES > 0;
+  static constexpr int kBiasStages = kBias ? JK_BIAS_STAGES : 1;
   // Whether queries that are no padding may see no key.
   static constexpr bool kSeesNothing = JK_SEES_NOTHING;
 };
@@ -74,6 +79,8 @@ struct Problem {
   BlindSums sums;  // Of values.
   float factor;  // What a product is multiplied by: to logits in base 2, or to those over the cap.
   float cap;     // The soft cap in base 2.
+  float bias_factor;             // What the bias is multiplied by, likewise.
+  int bias_batches, bias_heads;  // 1, or as many as there are.
 };
 
 // Arrays that are read or written by ordinary instructions. Those that Config leaves out are not
@@ -111,6 +118,10 @@ constexpr int kLogits = kBlockKv / 2;  // A thread has so many in a block.
 constexpr int kOutputs = Config::kValueDim / 2;
 constexpr int kSteps = kBlockKv / kWgmmaK<Element>;  // Of P V.
 
+// The bias of a consumer's queries. A warp's rows of a box are laid out as in a staging buffer.
+using BiasTile = OperandTile<Element, kWgmmaM, kBlockKv, true>;
+constexpr int kBiasBytes = Config::kBias ? BiasTile::kBytes : 16;
+
 using Buffer = StagingBuffer<Element, 128>;
 constexpr int kPieces = (Config::kValueDim + Buffer::kColumns - 1) / Buffer::kColumns;
 
@@ -130,12 +141,16 @@ struct SharedStorage {
   alignas(1024) unsigned char values[Config::kStages][ValueTile::kBytes];
   // Each consumer warp stages 16 rows of 64 columns of the output.
   alignas(1024) unsigned char staging[kConsumers * 4][kStagingBytes];
+  alignas(Config::kBias ? 1024 : 16) unsigned char biases[Config::kBias ? kConsumers : 1]
+                                                         [Config::kBiasStages][kBiasBytes];
   Ring<Config::kStages> key_ring, value_ring;
+  Ring<Config::kBiasStages> bias_rings[Config::kBias ? kConsumers : 1];
   u64 queries_full[kConsumers], queries_empty[kConsumers];
 };
 static_assert(sizeof(SharedStorage) <= JK_SMEM_BYTES, "what the host gives is enough");
 
 using Place = RingPlace<Config::kStages>;
+using BiasPlace = RingPlace<Config::kBiasStages>;
 
 // ---- Items -------------------------------------------------------------------------------------
 
@@ -236,6 +251,7 @@ struct Loads {
   const TensorMap& queries;
   const TensorMap& keys;
   const TensorMap& values;
+  const TensorMap& bias;
 };
 
 class Producer {
@@ -243,19 +259,23 @@ class Producer {
   __device__ __forceinline__ Producer(SharedStorage& shared, const Loads& loads)
       : shared_(shared), loads_(loads) {}
 
-  // The order is that in which consumers wait: keys of a block before the values of the block
-  // before.
+  // The order is that in which consumers wait: keys of a block, the values of the block before, the
+  // bias of the block.
   __device__ __forceinline__ void run(Schedule schedule, const Problem& problem) {
     u32 parity = 1;
     for (; schedule.has_item(); schedule.advance(), parity ^= 1) {
       const Item item = schedule.item();
       kv_head_ = item.head / problem.group_size;
+      bias_batch_ = problem.bias_batches > 1 ? item.batch : 0;
+      bias_head_ = problem.bias_heads > 1 ? item.head : 0;
       load_keys(item, item.begin());
 #pragma unroll
       for (int c = 0; c < kConsumers; ++c) load_queries(item, c, parity);
+      if constexpr (Config::kBias) load_bias(item, item.begin());
       for (int block = item.begin(); block != item.last(); --block) {
         load_keys(item, block - 1);
         load_values(item, block);
+        if constexpr (Config::kBias) load_bias(item, block - 1);
       }
       load_values(item, item.last());
     }
@@ -284,10 +304,22 @@ class Producer {
     values_.next();
   }
 
+  __device__ __forceinline__ void load_bias(const Item& item, int block) {
+#pragma unroll
+    for (int c = 0; c < kConsumers; ++c) {
+      u64* full = shared_.bias_rings[c].producer_acquire(biases_, BiasTile::kBytes);
+      TileLoad<BiasTile>::load(shared_.biases[c][biases_.slot()], &loads_.bias, full,
+                               item.first_query + c * kWgmmaM, block * kBlockKv, bias_head_,
+                               bias_batch_);
+    }
+    biases_.next();
+  }
+
   SharedStorage& shared_;
   const Loads& loads_;
   Place keys_, values_;
-  int kv_head_ = 0;
+  BiasPlace biases_;
+  int kv_head_ = 0, bias_batch_ = 0, bias_head_ = 0;
 };
 
 // ---- Softmax -----------------------------------------------------------------------------------
@@ -583,13 +615,37 @@ class Consumer {
 
   // What the logits are multiplied by, to be in base 2.
   __device__ __forceinline__ float factor() const {
-    return Config::kSoftCap ? problem_.cap : problem_.factor;
+    return Config::kSoftCap ? problem_.cap : Config::kBias ? 1.0f : problem_.factor;
+  }
+
+  // S becomes factor S + the bias, in base 2 or over the cap.
+  __device__ __forceinline__ void add_bias() {
+    auto& ring = shared_.bias_rings[index_];
+    ring.consumer_wait(biases_);
+    unsigned char* rows =
+        shared_.biases[index_][biases_.slot()] + threadIdx.x % kWarpgroup / kWarp * kStagingBytes;
+#pragma unroll
+    for (int c = 0; c < kBlockKv / 16; ++c) {
+      float bias[8];
+      Buffer::read(bias, rows + c / 4 * BiasTile::kBoxBytes, c % 4);
+#pragma unroll
+      for (int r = 0; r < 8; ++r) {
+        float& x = s_[8 * c + r];
+        x = fmaf(x, problem_.factor, bias[r] * problem_.bias_factor);
+      }
+    }
+    fence_proxy_async();  // The copy engine overwrites the bias.
+    __syncwarp();
+    ring.consumer_release(biases_.slot(), 0);
+    biases_.next();
   }
 
   __device__ __forceinline__ void change_and_mask(const Item& item, int block) {
+    if constexpr (Config::kBias) add_bias();
     if constexpr (Config::kSoftCap) {
+      const float factor = Config::kBias ? 1.0f : problem_.factor;
 #pragma unroll
-      for (int i = 0; i < kLogits; ++i) s_[i] = tanh_by_exp2(s_[i] * problem_.factor);
+      for (int i = 0; i < kLogits; ++i) s_[i] = tanh_by_exp2(s_[i] * factor);
     }
     constexpr bool kHasEdges =
         Config::kHasLeft || Config::kHasRight || Config::kIsRagged || Config::kKeyLengths;
@@ -633,7 +689,7 @@ class Consumer {
       normalizer_[h] = is_blind ? 0.0f : 1.0f / rows_.sum[h];
       if (Config::kSeesNothing && is_blind && !is_padding) {
         const Positions positions{offset_, item.query_end, item.key_end};
-        if (may_see_nothing<Config>(positions, problem_.left, problem_.right)) {
+        if (Config::kBias || may_see_nothing<Config>(positions, problem_.left, problem_.right)) {
           normalizer_[h] = -1.0f;
         }
       }
@@ -705,6 +761,7 @@ class Consumer {
   const int index_;
   const u32 queries_, first_keys_, first_values_;
   Place keys_, values_;
+  BiasPlace biases_;
   u32 queries_parity_ = 0;
   int offset_ = 0;
   bool adds_ = false;
@@ -718,12 +775,15 @@ class Consumer {
 
 // ---- Kernel ------------------------------------------------------------------------------------
 
-__global__ void __launch_bounds__(kThreads, 1) attention_forward(
-    const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
-    const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap out, float* lse,
-    const int* plan, const int* query_lengths, const int* key_lengths, const int* query_segments,
-    const int* key_segments, const int* segment_blocks, const int* query_offset,
-    const float* value_sums, u32* out_words, const __grid_constant__ Problem problem) {
+__global__ void __launch_bounds__(kThreads, 1)
+    attention_forward(const __grid_constant__ TensorMap queries,
+                      const __grid_constant__ TensorMap keys,
+                      const __grid_constant__ TensorMap values,
+                      const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap bias,
+                      float* lse, const int* plan, const int* query_lengths, const int* key_lengths,
+                      const int* query_segments, const int* key_segments, const int* segment_blocks,
+                      const int* query_offset, const float* value_sums, u32* out_words,
+                      const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(dynamic_smem);
   const Arrays arrays{lse,          plan,           query_lengths, key_lengths, query_segments,
@@ -735,9 +795,11 @@ __global__ void __launch_bounds__(kThreads, 1) attention_forward(
     prefetch_tensormap(&keys);
     prefetch_tensormap(&values);
     prefetch_tensormap(&out);
+    if constexpr (Config::kBias) prefetch_tensormap(&bias);
     shared.key_ring.init(kConsumers * 4);
     shared.value_ring.init(kConsumers * 4);
     for (int c = 0; c < kConsumers; ++c) {
+      if constexpr (Config::kBias) shared.bias_rings[c].init(4);
       mbarrier_init(&shared.queries_full[c], 1);
       mbarrier_init(&shared.queries_empty[c], 4);
     }
@@ -749,7 +811,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_forward(
   if (warpgroup == 0) {
     setmaxnreg_dec<kProducerRegisters>();
     if (uniform(threadIdx.x / kWarp) == 0 && elect_one()) {
-      const Loads loads{queries, keys, values};
+      const Loads loads{queries, keys, values, bias};
       Producer(shared, loads).run(schedule, problem);
     }
   } else {

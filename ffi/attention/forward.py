@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ import numpy as np
 from jaxkernels.core.arguments import check_fields, check_rules, check_smem
 from jaxkernels.ffi import compiler, custom_call, handler
 from jaxkernels.ffi.attention import blind, launching
-from jaxkernels.ffi.attention.launching import ATOM, STAGING_BYTES, WARPGROUP, padded
+from jaxkernels.ffi.attention.launching import ATOM, LOG2E, STAGING_BYTES, WARPGROUP, padded
 from jaxkernels.ops.attention import tensor_cores
 from jaxkernels.ops.attention.key_masks import as_segments, operands_as_segments
 from jaxkernels.ops.attention.planning import forward_plan, forward_steps, longest_cta, too_few_queries
@@ -49,12 +50,15 @@ _LABEL = "attention_forward[cuda]"
 _WGMMA_M = 64
 #: Registers of a consumer's thread for logits, weights and outputs, by the number of consumers. With more it spills.
 _REGISTERS = {1: 208, 2: 208, 3: 130}
-#: Registers of a logit with its weight, and of a soft cap and segment ids, by the number of these terms. Fitted to the
-#: configurations that spill. Three consumers have no registers for either term.
-_REGISTERS_PER_LOGIT = {0: 1.5, 1: 1.5, 2: 1.75}
-_REGISTERS_OF_TERMS = {0: 0, 1: 32, 2: 20}
+#: Registers of a logit with its weight, and of a soft cap, segment ids and a bias, by the number of these terms. Fitted
+#: to the configurations that spill. Three consumers have no registers for any term.
+_REGISTERS_PER_LOGIT = {0: 1.5, 1: 1.5, 2: 1.75, 3: 1.75}
+_REGISTERS_OF_TERMS = {0: 0, 1: 32, 2: 20, 3: 36}
 #: Rows of all heads, which the kernel counts in 32 bits.
 _MAX_ROWS = 2**31
+
+#: Bytes/s of a bias, and the launch of a copy of it: guesses.
+_BIAS_BYTES, _COPY_SECONDS = 3.8e12, 2e-6
 
 #: Blocks of keys without the factor `Constants.other_block_kv`.
 _USUAL_BLOCK_KVS = (64, 128)
@@ -143,11 +147,8 @@ class Config:
 
 def unsupported(spec: AttentionSpec) -> str | None:
     spec = as_segments(spec)
-    operands = {"a bias": spec.bias is not None, "a dense mask other than (B|1, 1, 1, S)": spec.mask is not None}
-    operands |= {f"the term {term}": True for term in spec.terms}
-    missing = [name for name, is_given in operands.items() if is_given]
-    refusal = f"does not handle {', '.join(missing)}" if missing else None
-    if reason := tensor_cores.unsupported(spec, operands=refusal, cap_bits=22):
+    refusal = f"does not handle {', '.join(f'the term {term}' for term in spec.terms)}" if spec.terms else None
+    if reason := tensor_cores.unsupported(spec, operands=refusal or _unsupported_bias(spec), cap_bits=22):
         return reason
     batch, num_queries, num_heads, _ = spec.q.shape
     if (count := batch * num_heads * num_queries) >= _MAX_ROWS:
@@ -155,30 +156,84 @@ def unsupported(spec: AttentionSpec) -> str | None:
     return handler.missing()
 
 
+def _unsupported_bias(spec: AttentionSpec) -> str | None:
+    if spec.bias is not None and spec.bias.dtype != spec.q.dtype:
+        return f"takes a bias of the queries' dtype {spec.q.dtype}, not {spec.bias.dtype}"
+    pairs = (spec.q.shape[1], spec.k.shape[1])
+    if _has_bias(spec) and _bias_shape(spec)[2:] != pairs:
+        return f"takes a bias or a dense mask with a value for each of {pairs} pairs, not {_bias_shape(spec)}"
+    return None
+
+
+def _has_bias(spec: AttentionSpec) -> bool:
+    """Whether the kernel gets a bias: the spec's, a dense mask that is no mask of keys, or both."""
+    return spec.bias is not None or spec.mask is not None
+
+
+def _bias_shape(spec: AttentionSpec) -> tuple[int, ...]:
+    """The shape of bias and dense mask together."""
+    return np.broadcast_shapes(*(x.shape for x in (spec.bias, spec.mask) if x is not None))
+
+
+def _bias_columns(spec: AttentionSpec) -> int:
+    """The columns that the kernel gets: whole units of 16 bytes. If XLA has to copy the bias, it leaves out the keys
+    that are behind the band of all queries.
+    """
+    columns = spec.k.shape[1]
+    if columns % 8 and spec.band.right is not None and not spec.query_offset:
+        columns = min(columns, spec.q.shape[1] + spec.band.right)
+    return launching.whole_units_of(columns)
+
+
+def _bias(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> jax.Array | None:
+    """What the kernel adds to the logits: (B|1, N|1, T, columns), minus infinity where the dense mask hides a pair."""
+    if not _has_bias(spec):
+        return None
+    bias, columns = named.get("bias"), _bias_columns(spec)
+    trim = lambda x: x[..., :columns]
+    if spec.mask is not None:
+        shown = jnp.zeros((), spec.q.dtype) if bias is None else trim(bias)
+        bias = jnp.where(trim(named["mask"]), shown, jnp.asarray(-jnp.inf, spec.q.dtype))
+    assert bias is not None
+    return jnp.pad(trim(bias), ((0, 0), (0, 0), (0, 0), (0, max(0, columns - bias.shape[3]))))
+
+
 def unpreferred(spec: AttentionSpec) -> str | None:
     """Not chosen unasked before it has been measured beside the Pallas kernel."""
     spec = as_segments(spec)
-    terms = dict(window=spec.window, segments=spec.segments, query_lengths=spec.query_lengths)
+    terms = dict(window=spec.window, segments=spec.segments, query_lengths=spec.query_lengths, bias=_has_bias(spec))
     unmeasured = [name for name, given in (terms | dict(soft_cap=spec.soft_cap)).items() if given]
     if unmeasured:
         return f"is taken only where it was measured fastest: its speed with {', '.join(unmeasured)} is not known yet"
     return too_few_queries(spec)
 
 
+def _bias_stages(spec: AttentionSpec, config: Config) -> int:
+    """Blocks of a bias in shared memory: two if they fit."""
+    if not _has_bias(spec):
+        return 0
+    return 2 if _smem_bytes(spec, config, 2) <= spec.target.smem_bytes else 1
+
+
 def smem_bytes(spec: AttentionSpec, config: Config) -> int:
     """Dynamic shared memory: queries, the rings, staging buffers and barriers."""
+    return _smem_bytes(spec, config, _bias_stages(spec, config))
+
+
+def _smem_bytes(spec: AttentionSpec, config: Config, bias_stages: int) -> int:
     head_dim, value_dim = padded(spec.q.shape[3]), padded(spec.v.shape[3])
     boxes = lambda size: -(-size // ATOM)
     row_bytes = 2 * ATOM * boxes(head_dim)
     queries = config.rows * row_bytes
     slot = config.block_kv * (row_bytes + 2 * ATOM * boxes(value_dim))
-    barriers = 8 * (4 * config.num_stages + 2 * config.num_consumers)
+    barriers = 8 * (4 * config.num_stages + 2 * config.num_consumers * (1 + max(1, bias_stages)))
+    queries += bias_stages * config.rows * 2 * ATOM * boxes(config.block_kv)
     storage = queries + config.num_stages * slot + 4 * config.num_consumers * STAGING_BYTES + barriers
     return storage + -storage % 1024
 
 
 def _fits(spec: AttentionSpec, config: Config) -> bool:
-    num_terms = spec.segments + (spec.soft_cap is not None)
+    num_terms = spec.segments + (spec.soft_cap is not None) + _has_bias(spec)
     # A thread has half of a row of outputs, and of logits.
     registers = padded(spec.v.shape[3]) / 2 + config.block_kv / 2 * _REGISTERS_PER_LOGIT[num_terms]
     most = 0 if num_terms and config.num_consumers == 3 else _REGISTERS[config.num_consumers]
@@ -232,7 +287,13 @@ def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTAN
     batch, _, num_heads, _ = spec.q.shape
     steps = _steps(spec, config)
     busiest = longest_cta(steps, batch * num_heads, spec.target.num_sms, constants.item_steps)
-    return constants.launch_seconds + busiest * _step_seconds(spec, config, constants)
+    seconds = busiest * _step_seconds(spec, config, constants)
+    if _has_bias(spec):
+        num_bytes = 2 * math.prod(_bias_shape(spec)[:3]) * _bias_columns(spec)
+        seconds = max(seconds, num_bytes / _BIAS_BYTES)
+        if spec.mask is not None or _bias_columns(spec) != spec.k.shape[1]:
+            seconds += _COPY_SECONDS + 2 * num_bytes / _BIAS_BYTES
+    return constants.launch_seconds + seconds
 
 
 def not_estimated(spec: AttentionSpec, config: Config) -> str | None:
@@ -264,10 +325,10 @@ def _plan(spec: AttentionSpec, config: Config) -> np.ndarray:
 
 def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.Array]:
     """Returns [out (B, T, N, D), lse (B, N, T) float32]."""
-    spec, operands = operands_as_segments("attention_forward", spec, operands)
+    spec, arguments = operands_as_segments("attention_forward", spec, operands)
     way_out = "Use fewer stages or a smaller block_kv."
     check_smem(_LABEL, spec.target, config, smem_bytes(spec, config), way_out)
-    named = spec.named("attention_forward", operands)
+    named = spec.named("attention_forward", arguments)
     value_dim = spec.v.shape[3]
     q, k, v = (launching.whole_units(named[name]) for name in ("q", "k", "v"))
     plan = jnp.asarray(_plan(spec, config))
@@ -278,9 +339,11 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
         launching.whole_blocks(named.get("key_segments"), config.block_kv),
         blocks,
         launching.query_offset(spec, named),
-        blind.sums(spec, named, v, is_backward=False) if may_see_nothing(spec) else None,
+        blind.sums(spec, named, v, is_backward=False, are_anywhere=_has_bias(spec)) if _sees_nothing(spec) else None,
     ]
     extra_buffers = [arrays.add(x) for x in extras]
+    bias = _bias(spec, named)
+    bias_map = custom_call.TensorMap(arrays.add(bias), box=(1, 1, _WGMMA_M, ATOM), swizzle="128B")
     batch, num_queries, num_heads, _ = q.shape
     results = [
         jax.ShapeDtypeStruct((batch, num_queries, num_heads, v.shape[3]), v.dtype),
@@ -298,6 +361,7 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
             launching.rows_of_a_head(1, k, config.block_kv),
             launching.rows_of_a_head(2, v, config.block_kv),
             launching.rows_of_a_head(out_buffer, results[0], 16),
+            launching.rows_of_a_head(0, q, _WGMMA_M) if bias is None else bias_map,
             custom_call.Pointer(lse_buffer),
             custom_call.Pointer(3),
             *map(custom_call.Pointer, extra_buffers),
@@ -328,7 +392,14 @@ def _problem(spec: AttentionSpec, config: Config, plan_columns: int) -> np.gener
         blind.num_parts(num_keys),
         launching.whole_units_of(spec.v.shape[3]),
         *launching.factors(spec),
+        LOG2E if spec.soft_cap is None else float(1 / spec.soft_cap),
+        *(_bias_shape(spec)[:2] if _has_bias(spec) else (1, 1)),
     )
+
+
+def _sees_nothing(spec: AttentionSpec) -> bool:
+    """Whether queries may see no key. A bias of minus infinity hides keys, too."""
+    return may_see_nothing(spec) or _has_bias(spec)
 
 
 def compile_forward(spec: AttentionSpec, config: Config) -> compiler.CompiledKernel:
@@ -351,7 +422,8 @@ def compile_forward(spec: AttentionSpec, config: Config) -> compiler.CompiledKer
         segments=spec.segments,
         query_offset=spec.query_offset,
         soft_cap=spec.soft_cap is not None,
-        sees_nothing=may_see_nothing(spec),
+        sees_nothing=_sees_nothing(spec),
+        bias_stages=_bias_stages(spec, config),
         masked_logit=f"{MASKED_LOGIT!r}f",
         smem_bytes=smem_bytes(spec, config),
     )

@@ -21,6 +21,7 @@ from jaxkernels.ffi import compiler, custom_call
 from jaxkernels.ffi.attention import blind, launching
 from jaxkernels.ffi.attention.launching import LOG2E, WARPGROUP, padded, rows_of_a_head
 from jaxkernels.ops.attention.blind import row_sums
+from jaxkernels.ops.attention.key_masks import as_segments
 from jaxkernels.ops.attention.planning import backward_plan, backward_steps, longest_cta
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.ops.attention.visibility import (
@@ -43,6 +44,7 @@ __all__ = [
     "other_seconds",
     "plan",
     "run",
+    "unsupported_bias",
 ]
 
 LABEL = "attention_backward[cuda]"
@@ -75,6 +77,14 @@ class Tiling:
     num_ctas: int
     persistent: bool
     item_steps: float
+
+
+def unsupported_bias(spec: AttentionSpec) -> str | None:
+    """Why the kernels cannot take the spec's bias or dense mask, or None."""
+    spec = as_segments(spec)
+    given = {"a bias": spec.bias is not None, "a dense mask other than (B|1, 1, 1, S)": spec.mask is not None}
+    missing = [name for name, is_given in given.items() if is_given]
+    return f"does not handle {', '.join(missing)}" if missing else None
 
 
 def check_parts(spec: AttentionSpec, group_parts: int) -> None:

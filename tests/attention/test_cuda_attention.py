@@ -21,7 +21,7 @@ from attentions import H200, draw, make_spec
 import jaxkernels as jk
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.ffi.attention import backward, backward_wide, forward
-from jaxkernels.ops.attention import reference
+from jaxkernels.ops.attention import key_masks, reference
 from jaxkernels.ops.attention.spec import AttentionSpec
 
 KERNELS = ("attention_forward", "attention_backward")
@@ -36,11 +36,21 @@ TERMS: dict[str, dict[str, Any]] = {
         window=(100, 0), segments=True, query_lengths=True, key_lengths=True, soft_cap=30.0, query_offset=True
     ),
 }  # fmt: skip
+#: Of the forward pass alone.
+BIASES = {
+    "bias": dict(bias=(1, 8, 4000, 4000)),
+    "mask": dict(mask=(2, 1, 4000, 4000), causal=True),
+    "mask-of-keys": dict(mask=(2, 1, 1, 4000)),
+    "bias-and-all": dict(
+        bias=(2, 8, 4000, 4000), window=(100, 0), segments=True, query_lengths=True, key_lengths=True, soft_cap=30.0
+    ),
+}  # fmt: skip
 HEADS = [(32, 32), (64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256)]
 
 
 def spec_of(head_dim: int = 128, value_dim: int | None = None, length: int = 4000, **options: Any) -> AttentionSpec:
-    return make_spec(2, length, length, 8, 2, head_dim, value_dim, dtype="bfloat16", **options)
+    spec = make_spec(2, length, length, 8, 2, head_dim, value_dim, dtype="bfloat16", **options)
+    return dataclasses.replace(spec, bias=spec.bias and dataclasses.replace(spec.bias, dtype=spec.q.dtype))
 
 
 def design_of(kernel: str, spec: AttentionSpec) -> ModuleType:
@@ -62,6 +72,19 @@ def test_defaults_compile_without_spills(kernel, head_dim, value_dim, terms):
     """The compiler refuses spills and serialised products."""
     spec = spec_of(head_dim, value_dim, **TERMS[terms])
     compile_kernel(kernel, spec, dispatch.default_config(kernel, "cuda", spec))
+
+
+@pytest.mark.sampled(one_in=12)
+@pytest.mark.parametrize("terms", BIASES)
+@pytest.mark.parametrize(("head_dim", "value_dim"), HEADS, ids=str)
+def test_search_space_with_a_bias_compiles_without_spills(head_dim, value_dim, terms):
+    spec = spec_of(head_dim, value_dim, **BIASES[terms])
+    configs, spec = dispatch.search_space("attention_forward", "cuda", spec), key_masks.as_segments(spec)
+    assert all(forward.smem_bytes(spec, config) <= H200.smem_bytes for config in configs)
+    default = dispatch.default_config("attention_forward", "cuda", spec)
+    assert default in configs
+    for config in {default, *configs[:: max(1, len(configs) // 6)]}:
+        forward.compile_forward(spec, config)
 
 
 @pytest.mark.sampled(one_in=160)
@@ -92,8 +115,20 @@ def test_search_space_fits_shared_memory_and_is_never_empty(kernel):
     ("kernel", "options", "reason"),
     [
         ("attention_forward", dict(dtype="float32"), "takes bfloat16 or float16, not float32"),
-        ("attention_forward", dict(bias=(1, 1, 24, 40)), "does not handle a bias"),
-        ("attention_forward", dict(mask=(1, 1, 24, 40)), "does not handle a dense mask other than (B|1, 1, 1, S)"),
+        (
+            "attention_forward", dict(bias=(1, 1, 24, 40)),
+            "takes a bias of the queries' dtype bfloat16, not float32",
+        ),
+        (
+            "attention_forward", dict(mask=(1, 4, 1, 40)),
+            "takes a bias or a dense mask with a value for each of (24, 40) pairs, not (1, 4, 1, 40)",
+        ),
+        (
+            "attention_forward", dict(mask=(1, 1, 24, 1)),
+            "takes a bias or a dense mask with a value for each of (24, 40) pairs, not (1, 1, 24, 1)",
+        ),
+        ("attention_backward", dict(bias=(1, 1, 24, 40)), "does not handle a bias"),
+        ("attention_backward", dict(mask=(1, 1, 24, 40)), "does not handle a dense mask other than (B|1, 1, 1, S)"),
         ("attention_forward", dict(head_dim=264), "handles head dimensions up to 256, got 264 and 264"),
         ("attention_forward", dict(scale=-1.0), "needs a positive scale, got -1.0"),
         (

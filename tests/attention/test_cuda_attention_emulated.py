@@ -54,7 +54,8 @@ def check(spec: AttentionSpec, config: Config, seed: int = 0) -> None:
 def spec_of(**options: Any) -> AttentionSpec:
     """An attention of lengths that are no multiples of blocks."""
     defaults: dict[str, Any] = dict(batch=1, queries=150, keys=200, heads=2, kv_heads=1, head_dim=64, dtype="bfloat16")
-    return make_spec(**defaults | options)
+    spec = make_spec(**defaults | options)
+    return dataclasses.replace(spec, bias=spec.bias and dataclasses.replace(spec.bias, dtype=spec.q.dtype))
 
 
 SMALL = Config(64, 2, 2)
@@ -70,6 +71,16 @@ CASES = {
     "segments": (spec_of(segments=True, causal=True), SMALL),
     "mask-of-keys": (spec_of(batch=2, mask=(2, 1, 1, 200)), SMALL),
     "one-mask-of-keys": (spec_of(batch=2, mask=(1, 1, 1, 200), causal=True, key_lengths=True), SMALL),
+    "bias": (spec_of(bias=(1, 2, 150, 200)), SMALL),
+    "bias-of-one-head": (spec_of(batch=2, bias=(2, 1, 150, 200), causal=True), Config(128, 2, 2)),
+    "bias-for-all": (spec_of(batch=2, bias=(1, 1, 150, 200), soft_cap=1.5, key_lengths=True), SMALL),
+    "bias-of-odd-rows": (spec_of(bias=(1, 2, 150, 203), keys=203, segments=True), Config(80, 2, 2)),
+    "bias-behind-all-queries": (spec_of(bias=(1, 2, 70, 203), queries=70, keys=203, causal=True), SMALL),
+    "bias-three-consumers": (spec_of(queries=300, bias=(1, 2, 300, 200)), Config(64, 2, 3)),
+    "bias-one-query": (spec_of(batch=3, queries=1, bias=(3, 2, 1, 200)), Config(64, 2, 1, takes_turns=False)),
+    "mask": (spec_of(batch=2, mask=(2, 1, 150, 200)), SMALL),
+    "mask-of-a-head": (spec_of(batch=2, mask=(1, 2, 150, 200), causal=True), SMALL),
+    "mask-and-bias": (spec_of(batch=2, mask=(2, 1, 150, 200), bias=(1, 2, 150, 200)), Config(64, 3, 2)),
     "mask-of-all-keys": (spec_of(batch=2, mask=(2, 1, 1, 1)), SMALL),
     "soft-cap": (spec_of(soft_cap=1.5, causal=True), SMALL),
     "offset": (spec_of(query_offset=True, causal=True), SMALL),
