@@ -79,6 +79,7 @@ CASES = {
     "bias-three-consumers": (spec_of(queries=300, bias=(1, 2, 300, 200)), Config(64, 2, 3)),
     "bias-one-query": (spec_of(batch=3, queries=1, bias=(3, 2, 1, 200)), Config(64, 2, 1, takes_turns=False)),
     "mask": (spec_of(batch=2, mask=(2, 1, 150, 200)), SMALL),
+    "mask-that-hides-all-keys": (spec_of(batch=2, keys=3, mask=(2, 1, 150, 3)), SMALL),
     "mask-of-a-head": (spec_of(batch=2, mask=(1, 2, 150, 200), causal=True), SMALL),
     "mask-and-bias": (spec_of(batch=2, mask=(2, 1, 150, 200), bias=(1, 2, 150, 200)), Config(64, 3, 2)),
     "mask-of-all-keys": (spec_of(batch=2, mask=(2, 1, 1, 1)), SMALL),
@@ -115,6 +116,7 @@ def test_in_any_order(seed: int, emulator: Emulator) -> None:
     emulator.seed = seed
     check(spec_of(batch=2, key_lengths=True, causal=True), Config(64, 2, 2))
     check(spec_of(queries=300), Config(64, 2, 3))
+    check(spec_of(batch=2, bias=(1, 2, 150, 200), causal=True), Config(64, 2, 2))
 
 
 @pytest.mark.parametrize("num_polynomials", [0, 3])
@@ -155,7 +157,15 @@ def test_numbers_that_are_none_stay_so(num_polynomials: int, emulator: Emulator)
         ("rows_.sum[h] < 0.5f ||", "rows_.sum[h] == 0.0f ||", "polynomials-behind-all-keys"),
         ("if (pair.ids[e] != rows[1])", "if (pair.ids[e] != rows[0])", "segments"),
         ("Config::kQueryLengths && factor == 0.0f ?", "false ?", "query-lengths"),
-        ("tanh_by_exp2(s_[i] * problem_.factor)", "tanh_by_exp2(s_[i])", "soft-cap"),
+        ("problem_.factor;\n#pragma unroll\n      for (int i = 0; i < kLogits; ++i) s_[i] = tanh_by_exp2(",
+         "1.0f;\n#pragma unroll\n      for (int i = 0; i < kLogits; ++i) s_[i] = tanh_by_exp2(", "soft-cap"),
+        ("    ring.consumer_wait(biases_);\n", "", "bias"),
+        ("    fence_proxy_async();  // The copy engine overwrites the bias.\n", "", "bias"),
+        ("bias[r] * problem_.bias_factor", "bias[r]", "bias"),
+        ("problem.bias_batches > 1 ? item.batch : 0", "item.batch", "bias-for-all"),
+        ("problem.bias_heads > 1 ? item.head : 0", "0", "bias"),
+        ("rows + c / 4 * BiasTile::kBoxBytes", "rows", "bias-of-one-head"),
+        ("Config::kBias || may_see_nothing<Config>", "may_see_nothing<Config>", "mask-that-hides-all-keys"),
     ],
 )  # fmt: skip
 def test_planted_mistake_is_noticed(right: str, wrong: str, name: str, emulator: Emulator) -> None:
