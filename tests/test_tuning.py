@@ -70,18 +70,15 @@ class Lab:
     runs: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
     estimate: Callable[[Any], float] = lambda config: config.block * 1e-6
 
-    def measure(self, calls: Mapping[str, Call], *, regime: str, budget_s: float) -> dict[str, Any]:
+    def measure(
+        self, calls: Mapping[str, Call], *, regime: str, budget_s: float, rounds: int | None = None
+    ) -> dict[str, Any]:
         assert regime == "burst"
         assert budget_s >= 0
         self.measured.append(list(calls))
         for call in calls.values():
             call.function(*call.operands[0])  # They run: what cannot be called cannot be timed.
-        times = {}
-        for name in calls:
-            backend, text = name.split(" ", 1)
-            config = next((c for c in SPACE if str(c) == text), None)
-            times[name] = types.SimpleNamespace(median=self.microseconds(backend, config) * 1e-6)
-        return times
+        return {name: types.SimpleNamespace(median=lab_seconds(self, name)) for name in calls}
 
 
 SPACE = tuple(Config(block, depth) for block in BLOCKS for depth in (1, 2, 3))
@@ -918,6 +915,11 @@ def test_the_configuration_that_a_call_gets_is_measured(lab, estimates):
     assert lab.measured == [["fake Config(block=192, depth=2)", "xla Config()"]]
 
 
+def lab_seconds(lab: Lab, name: str) -> float:
+    backend, text = name.split(" ", 1)
+    return lab.microseconds(backend, next((c for c in SPACE if str(c) == text), None)) * 1e-6
+
+
 def _names(*configs: Config) -> list[str]:
     return [f"fake {config}" for config in configs]
 
@@ -937,6 +939,26 @@ def test_several_configurations_of_a_backend_are_compared(lab, estimates, monkey
     monkeypatch.setattr(winners, "_memo", {})
     assert dispatch.choose("matmul", make_spec(), None).config == Config(64, 2)  # From the disk.
     assert len(lab.measured) == 1
+
+
+def test_of_many_configurations_those_near_the_fastest_are_measured_longer(lab, estimates, monkeypatch):
+    monkeypatch.setattr(sys.modules["backend_fake_matmul"], "NUM_COMPARED", 6, raising=False)
+    looks, measured = [], lab.measure
+
+    def measure(calls: Mapping[str, Call], **options: Any) -> dict[str, Any]:
+        looks.append((sorted(calls), options.get("rounds"), {call.seconds for call in calls.values()}))
+        return measured(calls, **options)
+
+    monkeypatch.setattr(tuner, "compare", functools.partial(tuner.compare.func, measure=measure))
+    lab.microseconds = lambda backend, config: dict(xla=5.0).get(backend) or config.depth * 2.0 + config.block / 64
+    choice = dispatch.choose("matmul", make_spec(), None)
+    assert (choice.backend, choice.config) == ("fake", Config(64, 1))
+    (everything, one, unknown), (near, rounds, seconds) = looks
+    assert (len(everything), one, unknown) == (7, 1, {None})
+    assert rounds is None
+    assert near == sorted(name for name in everything if lab_seconds(lab, name) <= 1.3 * 3e-6)
+    assert len(near) < 7
+    assert seconds == {lab_seconds(lab, name) for name in near}
 
 
 def test_configurations_of_the_only_backend_are_compared(lab, estimates, monkeypatch):
