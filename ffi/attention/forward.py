@@ -159,6 +159,8 @@ def unsupported(spec: AttentionSpec) -> str | None:
 def _unsupported_bias(spec: AttentionSpec) -> str | None:
     if spec.bias is not None and spec.bias.dtype != spec.q.dtype:
         return f"takes a bias of the queries' dtype {spec.q.dtype}, not {spec.bias.dtype}"
+    if spec.mask is not None and spec.soft_cap is not None:  # The cap of minus infinity is a number.
+        return "does not handle a dense mask other than (B|1, 1, 1, S) with a soft cap"
     pairs = (spec.q.shape[1], spec.k.shape[1])
     if _has_bias(spec) and _bias_shape(spec)[2:] != pairs:
         return f"takes a bias or a dense mask with a value for each of {pairs} pairs, not {_bias_shape(spec)}"

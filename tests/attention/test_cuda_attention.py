@@ -127,6 +127,10 @@ def test_search_space_fits_shared_memory_and_is_never_empty(kernel):
             "attention_forward", dict(mask=(1, 1, 24, 1)),
             "takes a bias or a dense mask with a value for each of (24, 40) pairs, not (1, 1, 24, 1)",
         ),
+        (
+            "attention_forward", dict(mask=(1, 1, 24, 40), soft_cap=30.0),
+            "does not handle a dense mask other than (B|1, 1, 1, S) with a soft cap",
+        ),
         ("attention_backward", dict(bias=(1, 1, 24, 40)), "does not handle a bias"),
         ("attention_backward", dict(mask=(1, 1, 24, 40)), "does not handle a dense mask other than (B|1, 1, 1, S)"),
         ("attention_forward", dict(head_dim=264), "handles head dimensions up to 256, got 264 and 264"),
