@@ -20,7 +20,7 @@ import numpy as np
 from jaxkernels.core.arguments import check_fields, check_rules, check_smem
 from jaxkernels.ffi import compiler, custom_call, handler
 from jaxkernels.ffi.attention import blind, launching
-from jaxkernels.ffi.attention.launching import ATOM, LOG2E, STAGING_BYTES, WARPGROUP, padded
+from jaxkernels.ffi.attention.launching import ATOM, STAGING_BYTES, WARPGROUP, padded
 from jaxkernels.ops.attention import tensor_cores
 from jaxkernels.ops.attention.key_masks import as_segments, operands_as_segments
 from jaxkernels.ops.attention.planning import forward_plan, forward_steps, longest_cta, too_few_queries
@@ -50,10 +50,18 @@ _LABEL = "attention_forward[cuda]"
 _WGMMA_M = 64
 #: Registers of a consumer's thread for logits, weights and outputs, by the number of consumers. With more it spills.
 _REGISTERS = {1: 208, 2: 208, 3: 130}
-#: Registers of a logit with its weight, and of a soft cap, segment ids and a bias, by the number of these terms. Fitted
-#: to the configurations that spill. Three consumers have no registers for any term.
-_REGISTERS_PER_LOGIT = {0: 1.5, 1: 1.5, 2: 1.75, 3: 1.75}
-_REGISTERS_OF_TERMS = {0: 0, 1: 32, 2: 20, 3: 36}
+#: Registers of a logit with its weight, and other registers, by the number of terms among soft cap, segment ids and
+#: bias, and whether a bias is one of them. Fitted to the configurations that spill.
+_REGISTERS_OF_TERMS = {
+    (0, False): (1.5, 0),
+    (1, False): (1.5, 32),
+    (2, False): (1.75, 20),
+    (1, True): (2.0, 13),
+    (2, True): (1.75, 33),
+    (3, True): (1.75, 36),
+}
+#: The kernel divides a bias by the scale.
+_LEAST_SCALE = 1e-30
 #: Rows of all heads, which the kernel counts in 32 bits.
 _MAX_ROWS = 2**31
 
@@ -159,6 +167,8 @@ def unsupported(spec: AttentionSpec) -> str | None:
 def _unsupported_bias(spec: AttentionSpec) -> str | None:
     if spec.bias is not None and spec.bias.dtype != spec.q.dtype:
         return f"takes a bias of the queries' dtype {spec.q.dtype}, not {spec.bias.dtype}"
+    if spec.scale < _LEAST_SCALE:
+        return f"takes a bias or a dense mask with a scale of at least {_LEAST_SCALE}, not {spec.scale}"
     if spec.mask is not None and spec.soft_cap is not None:  # The cap of minus infinity is a number.
         return "does not handle a dense mask other than (B|1, 1, 1, S) with a soft cap"
     pairs = (spec.q.shape[1], spec.k.shape[1])
@@ -235,13 +245,15 @@ def _smem_bytes(spec: AttentionSpec, config: Config, bias_stages: int) -> int:
 
 
 def _fits(spec: AttentionSpec, config: Config) -> bool:
-    num_terms = spec.segments + (spec.soft_cap is not None) + _has_bias(spec)
+    num_others, has_bias = spec.segments + (spec.soft_cap is not None), _has_bias(spec)
+    of_a_logit, of_terms = _REGISTERS_OF_TERMS[num_others + has_bias, has_bias]
     # A thread has half of a row of outputs, and of logits.
-    registers = padded(spec.v.shape[3]) / 2 + config.block_kv / 2 * _REGISTERS_PER_LOGIT[num_terms]
-    most = 0 if num_terms and config.num_consumers == 3 else _REGISTERS[config.num_consumers]
+    registers = padded(spec.v.shape[3]) / 2 + config.block_kv / 2 * of_a_logit + of_terms
+    # Three consumers have no registers for a soft cap or segments.
+    most = 0 if num_others and config.num_consumers == 3 else _REGISTERS[config.num_consumers]
     return (
         smem_bytes(spec, config) <= spec.target.smem_bytes
-        and registers + _REGISTERS_OF_TERMS[num_terms] <= most
+        and registers <= most
         and (config.num_consumers == 1 or config.rows - _WGMMA_M < spec.q.shape[1])
     )
 
@@ -341,7 +353,7 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
         launching.whole_blocks(named.get("key_segments"), config.block_kv),
         blocks,
         launching.query_offset(spec, named),
-        blind.sums(spec, named, v, is_backward=False, are_anywhere=_has_bias(spec)) if _sees_nothing(spec) else None,
+        blind.sums(spec, named, v, is_backward=False, are_anywhere=_has_bias(spec)) if _has_sums(spec) else None,
     ]
     extra_buffers = [arrays.add(x) for x in extras]
     bias = _bias(spec, named)
@@ -367,6 +379,7 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
             custom_call.Pointer(lse_buffer),
             custom_call.Pointer(3),
             *map(custom_call.Pointer, extra_buffers),
+            custom_call.Pointer(2),
             custom_call.Pointer(out_buffer),
             _problem(spec, config, plan.shape[1]),
         ],
@@ -394,7 +407,7 @@ def _problem(spec: AttentionSpec, config: Config, plan_columns: int) -> np.gener
         blind.num_parts(num_keys),
         launching.whole_units_of(spec.v.shape[3]),
         *launching.factors(spec),
-        LOG2E if spec.soft_cap is None else float(1 / spec.soft_cap),
+        float(1 / spec.scale),
         *(_bias_shape(spec)[:2] if _has_bias(spec) else (1, 1)),
     )
 
@@ -402,6 +415,13 @@ def _problem(spec: AttentionSpec, config: Config, plan_columns: int) -> np.gener
 def _sees_nothing(spec: AttentionSpec) -> bool:
     """Whether queries may see no key. A bias of minus infinity hides keys, too."""
     return may_see_nothing(spec) or _has_bias(spec)
+
+
+def _has_sums(spec: AttentionSpec) -> bool:
+    """Whether another kernel adds up the values for queries that see no key. A bias rarely hides all keys from a query:
+    there the kernel adds them up itself.
+    """
+    return may_see_nothing(spec) or spec.mask is not None
 
 
 def compile_forward(spec: AttentionSpec, config: Config) -> compiler.CompiledKernel:
@@ -425,6 +445,7 @@ def compile_forward(spec: AttentionSpec, config: Config) -> compiler.CompiledKer
         query_offset=spec.query_offset,
         soft_cap=spec.soft_cap is not None,
         sees_nothing=_sees_nothing(spec),
+        has_sums=_has_sums(spec),
         bias_stages=_bias_stages(spec, config),
         masked_logit=f"{MASKED_LOGIT!r}f",
         smem_bytes=smem_bytes(spec, config),

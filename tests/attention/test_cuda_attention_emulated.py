@@ -119,6 +119,25 @@ def test_in_any_order(seed: int, emulator: Emulator) -> None:
     check(spec_of(batch=2, bias=(1, 2, 150, 200), causal=True), Config(64, 2, 2))
 
 
+@pytest.mark.parametrize(("value_dim", "causal"), [(64, False), (40, True), (136, False)])
+def test_a_bias_that_hides_all_keys(value_dim: int, causal: bool, emulator: Emulator) -> None:
+    """The result of such a query is the mean of all values, as with a mask."""
+    spec = spec_of(batch=2, queries=70, heads=4, kv_heads=2, bias=(2, 4, 70, 200), value_dim=value_dim, causal=causal)
+    values = draw(spec)
+    blind = [(0, 1, 3), (0, 1, 69), (1, 2, 0), (1, 2, 17), (1, 3, 40)]
+    index = tuple(np.array(blind).T)
+    bias = values["bias"].at[index].set(-jnp.inf)
+    out, lse = forward.run(spec, SMALL, values["q"], values["k"], values["v"], bias)
+    exact, _ = forward.run(spec, SMALL, values["q"], values["k"], values["v"], values["bias"])
+    out, exact = (np.asarray(x, np.float32).transpose(0, 2, 1, 3) for x in (out, exact))
+    means = np.repeat(np.asarray(values["v"], np.float32).mean(axis=1), 2, axis=1)
+    np.testing.assert_allclose(out[index], np.stack([means[b, n] for b, n, _ in blind]), rtol=1e-2, atol=1e-2)
+    np.testing.assert_array_equal(np.asarray(lse)[index], np.float32(MASKED_LOGIT))
+    others = np.ones(out.shape[:3], bool)
+    others[index] = False
+    np.testing.assert_array_equal(out[others], exact[others])
+
+
 @pytest.mark.parametrize("num_polynomials", [0, 3])
 def test_numbers_that_are_none_stay_so(num_polynomials: int, emulator: Emulator) -> None:
     """A query of NaN has a NaN as its result, and no other query has."""
@@ -157,11 +176,10 @@ def test_numbers_that_are_none_stay_so(num_polynomials: int, emulator: Emulator)
         ("rows_.sum[h] < 0.5f ||", "rows_.sum[h] == 0.0f ||", "polynomials-behind-all-keys"),
         ("if (pair.ids[e] != rows[1])", "if (pair.ids[e] != rows[0])", "segments"),
         ("Config::kQueryLengths && factor == 0.0f ?", "false ?", "query-lengths"),
-        ("problem_.factor;\n#pragma unroll\n      for (int i = 0; i < kLogits; ++i) s_[i] = tanh_by_exp2(",
-         "1.0f;\n#pragma unroll\n      for (int i = 0; i < kLogits; ++i) s_[i] = tanh_by_exp2(", "soft-cap"),
+        ("tanh_by_exp2(s_[i] * problem_.factor)", "tanh_by_exp2(s_[i])", "soft-cap"),
         ("    ring.consumer_wait(biases_);\n", "", "bias"),
         ("    fence_proxy_async();  // The copy engine overwrites the bias.\n", "", "bias"),
-        ("bias[r] * problem_.bias_factor", "bias[r]", "bias"),
+        ("fmaf(bias[r], problem_.bias_factor,", "fmaf(bias[r], 1.0f,", "bias"),
         ("problem.bias_batches > 1 ? item.batch : 0", "item.batch", "bias-for-all"),
         ("problem.bias_heads > 1 ? item.head : 0", "0", "bias"),
         ("rows + c / 4 * BiasTile::kBoxBytes", "rows", "bias-of-one-head"),

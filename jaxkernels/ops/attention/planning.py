@@ -144,12 +144,23 @@ def forward_plan(spec: AttentionSpec, steps: Sequence[int], num_workers: int, it
       steps: of each block of queries (`forward_steps`).
       item_steps: what an item costs beside its steps, in steps.
     """
-    heads, num_q_blocks = spec.q.shape[0] * spec.q.shape[2], len(steps)
+    heads, num_q_blocks = _heads_in_order(spec), len(steps)
     num_last = num_q_blocks // 3 if spec.causal else 0
-    items = [(q, head) for head in range(heads) for q in reversed(range(num_last, num_q_blocks))]
-    items += [(q, head) for q in reversed(range(num_last)) for head in range(heads)]
+    items = [(q, head) for head in heads for q in reversed(range(num_last, num_q_blocks))]
+    items += [(q, head) for q in reversed(range(num_last)) for head in heads]
     numbered = [(head * num_q_blocks + q_block, steps[q_block] + item_steps) for q_block, head in items]
     return balanced_plan(numbered, num_workers)[0]
+
+
+def _heads_in_order(spec: AttentionSpec) -> list[int]:
+    """The heads of all batch elements. Those that share the bias of a head follow each other, so that its values are
+    read from memory once.
+    """
+    batch, _, num_heads, _ = spec.q.shape
+    numbers = np.arange(batch * num_heads).reshape(batch, num_heads)
+    shapes = [x.shape for x in (spec.bias, spec.mask) if x is not None]
+    shares = any(shape[1] > 1 for shape in shapes) and all(shape[0] == 1 for shape in shapes)
+    return (numbers.T if shares else numbers).flatten().tolist()
 
 
 @functools.lru_cache(maxsize=4096)
