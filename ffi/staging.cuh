@@ -53,7 +53,11 @@ struct StagingBuffer {
     if constexpr (T::kBytes == 2) {
       u32 packed[4];
       read_packed(packed, buffer, c);
-      unpack(packed, values);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        values[i * 2] = T::low(packed[i]);
+        values[i * 2 + 1] = T::high(packed[i]);
+      }
     } else {
 #pragma unroll
       for (int r = 0; r < 8; r += 2) {
@@ -62,18 +66,11 @@ struct StagingBuffer {
     }
   }
 
-  // `write` and `read` in two steps, for 16-bit values that wait in registers.
+  // `write` in two steps, for 16-bit values that wait in registers, and its inverse.
   static __device__ __forceinline__ void pack(const float (&values)[8], u32 (&packed)[4]) {
     if constexpr (T::kBytes == 2) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) packed[i] = T::pack(values[i * 2], values[i * 2 + 1]);
-    }
-  }
-  static __device__ __forceinline__ void unpack(const u32 (&packed)[4], float (&values)[8]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      values[i * 2] = T::low(packed[i]);
-      values[i * 2 + 1] = T::high(packed[i]);
     }
   }
   static __device__ __forceinline__ void write_packed(const u32 (&packed)[4], unsigned char* buffer,

@@ -21,8 +21,8 @@
 // Blocks of keys are visited from the last one to the first one, so that the blocks at the causal
 // edge come first. A block inside [whole_first, whole_end) needs no mask.
 //
-// A bias is copied by TMA, too: of each block of keys, 64 rows for each consumer. The consumer
-// reads them while its products run, and adds them to its logits before the soft cap and the masks.
+// A bias is copied by TMA, too: of each block of keys, 64 rows for each consumer, which adds it to
+// its logits before the soft cap and the masks.
 //
 // Rows in registers: a thread has rows 16 w + l / 4 and 8 further of its warpgroup's 64 (warp w,
 // lane l), and of each 8 columns two (wgmma.cuh). Four neighbouring lanes share a row.
@@ -30,7 +30,6 @@
 // forward.py compiles this file with the macros that `Config` reads. Source: FlashAttention-3
 // (arXiv:2407.08608), with the step across items of our Pallas kernel (docs/pallas-kernels.md).
 
-#include "blind.cuh"
 #include "masks.cuh"
 #include "padding.cuh"
 #include "ring.cuh"
@@ -53,7 +52,6 @@ struct Config {
   static constexpr bool kLazyRescale = JK_LAZY_RESCALE;
   // Of each 8 exponentials of a thread, so many are polynomials on the FMA units.
   static constexpr int kPolynomials = JK_NUM_POLYNOMIALS;
-  // Whether blocks of keys are visited from the first one to the last one.
   // A query sees keys from `left` before it to `right` behind it.
   static constexpr bool kHasLeft = JK_HAS_LEFT;
   static constexpr bool kHasRight = JK_HAS_RIGHT;
@@ -66,10 +64,6 @@ struct Config {
   static constexpr bool kSoftCap = JK_SOFT_CAP;
   static constexpr bool kBias = JK_BIAS_STAGES > 0;
   static constexpr int kBiasStages = kBias ? JK_BIAS_STAGES : 1;
-  // Whether queries that are no padding may see no key.
-  static constexpr bool kSeesNothing = JK_SEES_NOTHING;
-  // Whether the sums of values that such queries need come from another kernel.
-  static constexpr bool kHasSums = JK_HAS_SUMS;
 };
 
 // The sizes of a launch.
@@ -78,7 +72,6 @@ struct Problem {
   int num_q_blocks;  // Items of a head.
   int plan_columns;
   int left, right;
-  BlindSums sums;  // Of values.
   float factor;  // What a product is multiplied by: to logits in base 2, or to those over the cap.
   float cap;     // The soft cap in base 2.
   float bias_factor;             // What the bias is multiplied by, to be added to a product.
@@ -98,9 +91,6 @@ struct Arrays {
   // segment only.
   const int* segment_blocks;
   const int* query_offset;
-  const float* value_sums;  // (batch, key head, part, column).
-  const u32* values;        // Pairs of elements.
-  u32* out;                 // Pairs of elements.
 };
 
 // ---- Constants that follow from Config ---------------------------------------------------------
@@ -540,7 +530,6 @@ class Consumer {
     wait_for_turn();
     issue_logits();
     end_turn();
-    fetch_bias();
     take_logits<0>(item, item.begin());
     float fade[2];
     start_item(item);
@@ -557,7 +546,6 @@ class Consumer {
     wait_for_values(item, block + 1);
     issue_outputs();
     end_turn();
-    fetch_bias();
     take_logits<1>(item, block);
     change_and_mask(item, block);
     float fade[2];
@@ -578,7 +566,6 @@ class Consumer {
     issue_outputs();
     end_turn();
     finish_rows(item);
-    fetch_bias();
     take_logits<1>(next, block);
     start_item(next);
     change_and_mask(next, block);
@@ -624,33 +611,24 @@ class Consumer {
     return Config::kSoftCap ? problem_.cap : problem_.factor;
   }
 
-  // Reads the bias of a block into registers.
-  __device__ __forceinline__ void fetch_bias() {
-    if constexpr (!Config::kBias) return;
+  __device__ __forceinline__ void add_bias() {
     auto& ring = shared_.bias_rings[index_];
     ring.consumer_wait(biases_);
     unsigned char* rows =
         shared_.biases[index_][biases_.slot()] + threadIdx.x % kWarpgroup / kWarp * kStagingBytes;
 #pragma unroll
     for (int c = 0; c < kBlockKv / 16; ++c) {
-      Buffer::read_packed(bias_[c], rows + c / 4 * BiasTile::kBoxBytes, c % 4);
-    }
-    fence_proxy_async();  // The copy engine overwrites the bias.
-    __syncwarp();
-    ring.consumer_release(biases_.slot(), 0);
-    biases_.next();
-  }
-
-  __device__ __forceinline__ void add_bias() {
-#pragma unroll
-    for (int c = 0; c < kBlockKv / 16; ++c) {
       float bias[8];
-      Buffer::unpack(bias_[c], bias);
+      Buffer::read(bias, rows + c / 4 * BiasTile::kBoxBytes, c % 4);
 #pragma unroll
       for (int r = 0; r < 8; ++r) {
         s_[8 * c + r] = fmaf(bias[r], problem_.bias_factor, s_[8 * c + r]);
       }
     }
+    fence_proxy_async();  // The copy engine overwrites the bias.
+    __syncwarp();
+    ring.consumer_release(biases_.slot(), 0);
+    biases_.next();
   }
 
   __device__ __forceinline__ void change_and_mask(const Item& item, int block) {
@@ -689,7 +667,7 @@ class Consumer {
   // ---- Results ----
 
   // Stores an item's logsumexps, and keeps what its output is to be multiplied by: 0 for padding.
-  // It is negative for queries that see no key, whose output is the mean of all values.
+  // Queries that see no key have 0, too: blind_means.cu stores their output.
   __device__ __forceinline__ void finish_rows(const Item& item) {
     rows_.finish();
 #pragma unroll
@@ -699,12 +677,6 @@ class Consumer {
       // The largest logit that a query sees has a weight of 1. Polynomials give masked ones 2^-126.
       const bool is_blind = rows_.sum[h] < 0.5f || is_padding;
       normalizer_[h] = is_blind ? 0.0f : 1.0f / rows_.sum[h];
-      if (Config::kSeesNothing && is_blind && !is_padding) {
-        const Positions positions{offset_, item.query_end, item.key_end};
-        if (Config::kBias || may_see_nothing<Config>(positions, problem_.left, problem_.right)) {
-          normalizer_[h] = -1.0f;
-        }
-      }
       const float lse =
           is_blind ? kMaskedLogit : (rows_.maximum[h] + log2_approximate(rows_.sum[h])) * kLn2;
       if (threadIdx.x % 4 == 0 && query < problem_.num_queries) {
@@ -739,56 +711,6 @@ class Consumer {
       }
       store_piece(&out_, 0, staging, {piece * Buffer::kColumns, first_row, item.head, item.batch});
     }
-    if constexpr (Config::kSeesNothing) fill_in_means(item);
-  }
-
-  // Overwrites the rows of queries that see no key with the mean of all values.
-  __device__ __forceinline__ void fill_in_means(const Item& item) {
-    if (!__any_sync(0xffffffffu, normalizer_[0] < 0.0f || normalizer_[1] < 0.0f)) return;
-    if (threadIdx.x % kWarp == 0) cp_async_bulk_wait_group<0>();
-    __syncwarp();
-    const int num_kv_heads = problem_.num_heads / problem_.group_size;
-    const int kv_head = item.head / problem_.group_size;
-#pragma unroll 1
-    for (int column = threadIdx.x % 4 * 2; column < problem_.sums.num_columns; column += 8) {
-      float mean[2];
-      if constexpr (Config::kHasSums) {
-        problem_.sums.add_up(arrays_.value_sums, item.batch * num_kv_heads + kv_head, 1, column,
-                             mean);
-      } else {
-        add_up_values(item.batch, kv_head, num_kv_heads, column, mean);
-      }
-      const u32 word = Element::pack(mean[0] / problem_.num_keys, mean[1] / problem_.num_keys);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int query = query_of(item, h);
-        if (!(normalizer_[h] < 0.0f) || query >= problem_.num_queries) continue;
-        const size_t row =
-            (static_cast<size_t>(item.batch) * problem_.num_queries + query) * problem_.num_heads +
-            item.head;
-        arrays_.out[(row * problem_.sums.num_columns + column) / 2] = word;
-      }
-    }
-  }
-
-  // The sums of two columns of a head's values. The eight threads of a warp that have the same
-  // columns have an eighth of the keys each.
-  __device__ __forceinline__ void add_up_values(int batch, int kv_head, int num_kv_heads,
-                                                int column, float (&sum)[2]) const {
-    const size_t stride = static_cast<size_t>(num_kv_heads) * problem_.sums.num_columns / 2;
-    const u32* values = arrays_.values + batch * problem_.num_keys * stride +
-                        (kv_head * problem_.sums.num_columns + column) / 2;
-    sum[0] = 0.0f, sum[1] = 0.0f;
-#pragma unroll 4
-    for (int key = threadIdx.x % kWarp / 4; key < problem_.num_keys; key += 8) {
-      const u32 pair = values[key * stride];
-      sum[0] += Element::low(pair), sum[1] += Element::high(pair);
-    }
-#pragma unroll
-    for (int lanes = 4; lanes < kWarp; lanes *= 2) {
-      sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], lanes);
-      sum[1] += __shfl_xor_sync(0xffffffffu, sum[1], lanes);
-    }
   }
 
   SharedStorage& shared_;
@@ -806,7 +728,6 @@ class Consumer {
   Statistics rows_;
   float normalizer_[2];
   float s_[kLogits];
-  u32 bias_[Config::kBias ? kSteps : 1][4];  // Of the logits, in pairs.
   u32 p_[kSteps][4];
   float o_[kOutputs];
 };
@@ -820,13 +741,11 @@ __global__ void __launch_bounds__(kThreads, 1)
                       const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap bias,
                       float* lse, const int* plan, const int* query_lengths, const int* key_lengths,
                       const int* query_segments, const int* key_segments, const int* segment_blocks,
-                      const int* query_offset, const float* value_sums, const u32* value_words,
-                      u32* out_words, const __grid_constant__ Problem problem) {
+                      const int* query_offset, const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(dynamic_smem);
   const Arrays arrays{lse,          plan,           query_lengths, key_lengths, query_segments,
-                      key_segments, segment_blocks, query_offset,  value_sums,  value_words,
-                      out_words};
+                      key_segments, segment_blocks, query_offset};
   const int warpgroup = threadIdx.x / kWarpgroup;
 
   if (threadIdx.x == 0) {

@@ -50,23 +50,30 @@ _LABEL = "attention_forward[cuda]"
 _WGMMA_M = 64
 #: Registers of a consumer's thread for logits, weights and outputs, by the number of consumers. With more it spills.
 _REGISTERS = {1: 208, 2: 208, 3: 130}
+#: Three consumers have no registers for a soft cap or segments. With a bias alone they have so many.
+_REGISTERS_WITH_BIAS = 150
 #: Registers of a logit with its weight, and other registers, by the number of terms among soft cap, segment ids and
 #: bias, and whether a bias is one of them. Fitted to the configurations that spill.
 _REGISTERS_OF_TERMS = {
     (0, False): (1.5, 0),
     (1, False): (1.5, 32),
     (2, False): (1.75, 20),
-    (1, True): (2.0, 13),
-    (2, True): (1.75, 33),
-    (3, True): (1.75, 36),
+    (1, True): (2.25, 0),
+    (2, True): (2.25, 8),
+    (3, True): (2.25, 16),
 }
 #: The kernel divides a bias by the scale.
 _LEAST_SCALE = 1e-30
 #: Rows of all heads, which the kernel counts in 32 bits.
 _MAX_ROWS = 2**31
 
-#: Bytes/s of a bias, and the launch of a copy of it: guesses.
+#: Bytes/s of a bias, and the launch of a copy of it.
 _BIAS_BYTES, _COPY_SECONDS = 3.8e12, 2e-6
+#: What a bias adds to a step for each pair of query and key, with up to two and with three consumers: of
+#: B4 S4096 N32 H64 on an H200.
+_BIAS_SECONDS = {1: 23e-12, 2: 23e-12, 3: 20e-12}
+#: The kernel that looks for queries without keys.
+_MEANS_SECONDS = 2e-6
 
 #: Blocks of keys without the factor `Constants.other_block_kv`.
 _USUAL_BLOCK_KVS = (64, 128)
@@ -167,7 +174,7 @@ def unsupported(spec: AttentionSpec) -> str | None:
 def _unsupported_bias(spec: AttentionSpec) -> str | None:
     if spec.bias is not None and spec.bias.dtype != spec.q.dtype:
         return f"takes a bias of the queries' dtype {spec.q.dtype}, not {spec.bias.dtype}"
-    if spec.scale < _LEAST_SCALE:
+    if _has_bias(spec) and 0 < spec.scale < _LEAST_SCALE:
         return f"takes a bias or a dense mask with a scale of at least {_LEAST_SCALE}, not {spec.scale}"
     if spec.mask is not None and spec.soft_cap is not None:  # The cap of minus infinity is a number.
         return "does not handle a dense mask other than (B|1, 1, 1, S) with a soft cap"
@@ -249,8 +256,9 @@ def _fits(spec: AttentionSpec, config: Config) -> bool:
     of_a_logit, of_terms = _REGISTERS_OF_TERMS[num_others + has_bias, has_bias]
     # A thread has half of a row of outputs, and of logits.
     registers = padded(spec.v.shape[3]) / 2 + config.block_kv / 2 * of_a_logit + of_terms
-    # Three consumers have no registers for a soft cap or segments.
-    most = 0 if num_others and config.num_consumers == 3 else _REGISTERS[config.num_consumers]
+    most = _REGISTERS[config.num_consumers]
+    if config.num_consumers == 3 and (num_others or has_bias):
+        most = 0 if num_others else _REGISTERS_WITH_BIAS
     return (
         smem_bytes(spec, config) <= spec.target.smem_bytes
         and registers <= most
@@ -304,7 +312,8 @@ def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTAN
     seconds = busiest * _step_seconds(spec, config, constants)
     if _has_bias(spec):
         num_bytes = 2 * math.prod(_bias_shape(spec)[:3]) * _bias_columns(spec)
-        seconds = max(seconds, num_bytes / _BIAS_BYTES)
+        share = sum(steps) * config.rows * config.block_kv / (spec.q.shape[1] * spec.k.shape[1])
+        seconds = max(seconds, min(share, 1.0) * num_bytes / _BIAS_BYTES) + _MEANS_SECONDS
         if spec.mask is not None or _bias_columns(spec) != spec.k.shape[1]:
             seconds += _COPY_SECONDS + 2 * num_bytes / _BIAS_BYTES
     return constants.launch_seconds + seconds
@@ -319,12 +328,15 @@ def _step_seconds(spec: AttentionSpec, config: Config, constants: Constants) -> 
     pairs = config.rows * config.block_kv
     products = 2 * pairs * (padded(spec.q.shape[3]) + padded(spec.v.shape[3])) / constants.flops_per_sm
     exps = pairs / constants.exps_per_sm
+    others = constants.step_seconds
+    if _has_bias(spec):
+        others += pairs * _BIAS_SECONDS[config.num_consumers]
     if config.num_consumers < 2:  # Nothing runs beside the softmax of the only consumer.
-        return products + constants.exposed_exps * exps + constants.step_seconds
+        return products + constants.exposed_exps * exps + others
     unhidden = {2: constants.unhidden_2, 3: constants.unhidden_3}[config.num_consumers]
     seconds = products + unhidden * exps**2 / products
     factor = 1.0 if config.block_kv in _USUAL_BLOCK_KVS else constants.other_block_kv
-    return seconds * factor + constants.step_seconds
+    return seconds * factor + others
 
 
 def _steps(spec: AttentionSpec, config: Config) -> tuple[int, ...]:
@@ -353,7 +365,6 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
         launching.whole_blocks(named.get("key_segments"), config.block_kv),
         blocks,
         launching.query_offset(spec, named),
-        blind.sums(spec, named, v, is_backward=False, are_anywhere=_has_bias(spec)) if _has_sums(spec) else None,
     ]
     extra_buffers = [arrays.add(x) for x in extras]
     bias = _bias(spec, named)
@@ -379,8 +390,6 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
             custom_call.Pointer(lse_buffer),
             custom_call.Pointer(3),
             *map(custom_call.Pointer, extra_buffers),
-            custom_call.Pointer(2),
-            custom_call.Pointer(out_buffer),
             _problem(spec, config, plan.shape[1]),
         ],
         grid=(plan.shape[0],),
@@ -389,6 +398,8 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
         target=spec.target,
         label="attention_forward",
     )
+    if may_see_nothing(spec) or _has_bias(spec):  # A bias of minus infinity hides keys, too.
+        out = blind.with_means(spec, named, v, out, lse, are_anywhere=spec.segments or _has_bias(spec))
     return [out[..., :value_dim], lse]
 
 
@@ -404,24 +415,10 @@ def _problem(spec: AttentionSpec, config: Config, plan_columns: int) -> np.gener
         plan_columns,
         launching.reach(spec.band.left),
         launching.reach(spec.band.right),
-        blind.num_parts(num_keys),
-        launching.whole_units_of(spec.v.shape[3]),
         *launching.factors(spec),
-        float(1 / spec.scale),
+        float(1 / spec.scale) if _has_bias(spec) else 0.0,
         *(_bias_shape(spec)[:2] if _has_bias(spec) else (1, 1)),
     )
-
-
-def _sees_nothing(spec: AttentionSpec) -> bool:
-    """Whether queries may see no key. A bias of minus infinity hides keys, too."""
-    return may_see_nothing(spec) or _has_bias(spec)
-
-
-def _has_sums(spec: AttentionSpec) -> bool:
-    """Whether another kernel adds up the values for queries that see no key. A bias rarely hides all keys from a query:
-    there the kernel adds them up itself.
-    """
-    return may_see_nothing(spec) or spec.mask is not None
 
 
 def compile_forward(spec: AttentionSpec, config: Config) -> compiler.CompiledKernel:
@@ -444,8 +441,6 @@ def compile_forward(spec: AttentionSpec, config: Config) -> compiler.CompiledKer
         segments=spec.segments,
         query_offset=spec.query_offset,
         soft_cap=spec.soft_cap is not None,
-        sees_nothing=_sees_nothing(spec),
-        has_sums=_has_sums(spec),
         bias_stages=_bias_stages(spec, config),
         masked_logit=f"{MASKED_LOGIT!r}f",
         smem_bytes=smem_bytes(spec, config),

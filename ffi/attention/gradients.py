@@ -188,7 +188,7 @@ def run(
         blocks,
         first_kv_blocks,
         launching.query_offset(spec, named),
-        blind.sums(spec, named, dout, is_backward=True) if may_see_nothing(spec) else None,
+        blind.gradient_sums(spec, named, dout) if may_see_nothing(spec) else None,
     ]
     extra_buffers = [arrays.add(x) for x in extras]
     aliases = {arrays.add(zeros): 0}

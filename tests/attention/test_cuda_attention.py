@@ -131,6 +131,10 @@ def test_search_space_fits_shared_memory_and_is_never_empty(kernel):
             "attention_forward", dict(mask=(1, 1, 24, 40), soft_cap=30.0),
             "does not handle a dense mask other than (B|1, 1, 1, S) with a soft cap",
         ),
+        (
+            "attention_forward", dict(mask=(1, 1, 24, 40), scale=1e-31),
+            "takes a bias or a dense mask with a scale of at least 1e-30, not 1e-31",
+        ),
         ("attention_backward", dict(bias=(1, 1, 24, 40)), "does not handle a bias"),
         ("attention_backward", dict(mask=(1, 1, 24, 40)), "does not handle a dense mask other than (B|1, 1, 1, S)"),
         ("attention_forward", dict(head_dim=264), "handles head dimensions up to 256, got 264 and 264"),
