@@ -1,8 +1,9 @@
 // Queries that see no key. As in jax.nn, the output of such a query is the mean of all values of
 // its key head. Its output's gradient, over the number of keys, is part of dV of each of these.
 //
-// A kernel of its own adds up rows before (attention/blind_sums.cu), of those batch elements that
-// may have such queries. It and the kernels that read the sums ask the same function.
+// Kernels of their own store these outputs (attention/blind_means.cu) and add up these gradients
+// (attention/blind_sums.cu), in batch elements that may have such queries. They and the kernels
+// that read the sums ask the same function.
 
 #pragma once
 

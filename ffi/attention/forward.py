@@ -244,10 +244,10 @@ def _smem_bytes(spec: AttentionSpec, config: Config, bias_stages: int) -> int:
     boxes = lambda size: -(-size // ATOM)
     row_bytes = 2 * ATOM * boxes(head_dim)
     queries = config.rows * row_bytes
+    biases = bias_stages * config.rows * 2 * ATOM * boxes(config.block_kv)
     slot = config.block_kv * (row_bytes + 2 * ATOM * boxes(value_dim))
     barriers = 8 * (4 * config.num_stages + 2 * config.num_consumers * (1 + max(1, bias_stages)))
-    queries += bias_stages * config.rows * 2 * ATOM * boxes(config.block_kv)
-    storage = queries + config.num_stages * slot + 4 * config.num_consumers * STAGING_BYTES + barriers
+    storage = queries + biases + config.num_stages * slot + 4 * config.num_consumers * STAGING_BYTES + barriers
     return storage + -storage % 1024
 
 

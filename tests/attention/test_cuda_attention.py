@@ -21,7 +21,7 @@ from attentions import H200, draw, make_spec
 import jaxkernels as jk
 from jaxkernels.core import dispatch, hardware
 from jaxkernels.ffi.attention import backward, backward_wide, forward
-from jaxkernels.ops.attention import key_masks, reference
+from jaxkernels.ops.attention import key_masks, planning, reference
 from jaxkernels.ops.attention.spec import AttentionSpec
 
 KERNELS = ("attention_forward", "attention_backward")
@@ -85,6 +85,18 @@ def test_search_space_with_a_bias_compiles_without_spills(head_dim, value_dim, t
     assert default in configs
     for config in {default, *configs[:: max(1, len(configs) // 6)]}:
         forward.compile_forward(spec, config)
+
+
+@pytest.mark.parametrize(
+    ("bias", "in_order"), [((1, 8, 256, 256), True), ((4, 8, 256, 256), False), ((1, 1, 256, 256), False)]
+)
+def test_batch_elements_that_share_a_bias_follow_each_other(bias, in_order):
+    spec = make_spec(4, 256, 256, 8, 8, 64, bias=bias)
+    count, *numbers = planning.forward_plan(spec, (4, 4), 1, 1.0)[0].tolist()
+    numbers = numbers[:count]  # Padding follows.
+    assert sorted(numbers) == list(range(64))
+    heads = [number // 2 for number in numbers[::2]]
+    assert heads[:6] == ([0, 8, 16, 24, 1, 9] if in_order else [0, 1, 2, 3, 4, 5])
 
 
 @pytest.mark.sampled(one_in=160)
