@@ -124,6 +124,7 @@ struct Thread {
   // Whether it can go on; the scheduler asks, as to switch to a thread that cannot takes longer.
   std::function<bool()> is_ready;
   int cluster_phase = 0;
+  int remote_arrivals = 0;  // At barriers of other blocks: how many have not happened.
   // Products: groups that were committed, the last one open.
   std::deque<std::vector<std::function<void()>>> products{1};
   // Stores: of each committed group, how many have not read their tile.

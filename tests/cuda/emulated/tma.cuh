@@ -74,8 +74,10 @@ inline void mbarrier_wait_parity(u64* barrier, u32 parity) {
 inline void mbarrier_arrive_cluster_relaxed(u64* barrier, u32 rank) {
   const u32 address = emulator::offset_of(barrier);
   emulator::Block* block = &emulator::block_of(rank);
+  ++emulator::thread->remote_arrivals;
   emulator::later([=] {
     emulator::need_alive(*block, "an arrival at a barrier");
+    --emulator::thread->remote_arrivals;
     --fenced_mbarrier(*block, address).pending;
     mbarrier(*block, address).settle();
   });
@@ -84,11 +86,15 @@ inline void mbarrier_arrive_cluster_relaxed(u64* barrier, u32 rank) {
 inline void fence_proxy_async() { emulator::fence_proxy_async(); }
 
 inline u32 cluster_ctarank() { return emulator::rank(); }
-inline void barrier_cluster_arrive() {
+inline void barrier_cluster_arrive_relaxed() {
   emulator::thread->cluster_phase = emulator::cluster->barrier.phase;
   emulator::cluster->barrier.arrive(static_cast<int>(emulator::cluster->threads.size()));
 }
-inline void barrier_cluster_arrive_relaxed() { barrier_cluster_arrive(); }
+// It releases: what the thread did before has happened.
+inline void barrier_cluster_arrive() {
+  emulator::wait_until("its arrivals", [] { return emulator::thread->remote_arrivals == 0; });
+  barrier_cluster_arrive_relaxed();
+}
 inline void barrier_cluster_wait() {
   emulator::wait_until("its cluster", [] {
     return emulator::cluster->barrier.phase != emulator::thread->cluster_phase;
