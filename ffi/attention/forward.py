@@ -190,8 +190,9 @@ def _has_bias(spec: AttentionSpec) -> bool:
 
 
 def _bias_shape(spec: AttentionSpec) -> tuple[int, ...]:
-    """The shape of bias and dense mask together."""
-    return np.broadcast_shapes(*(x.shape for x in (spec.bias, spec.mask) if x is not None))
+    """The shape of bias and dense mask together. Sizes may be symbolic, which numpy does not broadcast."""
+    shapes = [x.shape for x in (spec.bias, spec.mask) if x is not None]
+    return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*shapes))
 
 
 def _bias_columns(spec: AttentionSpec) -> int:
