@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from jaxkernels.ffi import compiler, custom_call
+from jaxkernels.ffi import custom_call
 from jaxkernels.ffi.attention import launching
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 
@@ -20,7 +20,7 @@ _PART_ROWS = 256
 _MAX_PARTS = 32
 #: Queries of a CTA that looks for those without keys.
 _QUERIES = 1024
-# As in blind_means.cu and blind_sums.cu.
+# As in blind_parts.cuh.
 _THREADS = 256
 
 
@@ -51,42 +51,8 @@ def with_means(
       lse: (B, N, T) float32, the masked logit for queries that see no key.
       are_anywhere: whether such queries may be in any batch element.
     """
-    batch, num_queries, num_heads, _ = out.shape
-    arrays = launching.Arrays(lse, v, out, absent=0)
-    extras = [named.get("query_lengths"), named.get("key_lengths"), launching.query_offset(spec, named)]
-    extra_buffers = [arrays.add(x) for x in extras]
-    compiled = _compile(
-        "blind_means", spec, out, are_anywhere=are_anywhere, query_lengths=spec.query_lengths, queries=_QUERIES
-    )
-    num_blocks = -(-num_queries // _QUERIES)
-    problem = launching.struct(
-        num_queries,
-        spec.k.shape[1],
-        num_heads,
-        spec.group_size,
-        launching.reach(spec.band.left),
-        launching.reach(spec.band.right),
-        num_blocks,
-    )
-    (result,) = custom_call.launch(
-        compiled.cubin,
-        compiled.name,
-        arrays.operands,
-        [jax.ShapeDtypeStruct(out.shape, out.dtype)],
-        parameters=[
-            custom_call.Pointer(0),
-            custom_call.Pointer(1),
-            *map(custom_call.Pointer, extra_buffers),
-            custom_call.Pointer(len(arrays.operands)),
-            problem,
-        ],
-        grid=(batch * num_heads * num_blocks,),
-        block=(_THREADS,),
-        input_output_aliases={2: 0},
-        target=spec.target,
-        label="attention_blind_means",
-    )
-    return result
+    lengths = named.get("query_lengths")
+    return _launch("blind_means", spec, named, lse, v, out, _QUERIES, are_anywhere, query_lengths=lengths, start=out)
 
 
 def gradient_sums(spec: AttentionSpec, named: Mapping[str, jax.Array], dout: jax.Array) -> jax.Array:
@@ -100,52 +66,75 @@ def gradient_sums(spec: AttentionSpec, named: Mapping[str, jax.Array], dout: jax
       (B, N, parts, D) float32. Of batch elements in which every query sees a key it is not written.
     """
     batch, num_queries, num_heads, columns = dout.shape
-    arrays = launching.Arrays(dout, named["lse"], absent=0)
-    extra_buffers = [arrays.add(x) for x in (named.get("key_lengths"), launching.query_offset(spec, named))]
-    compiled = _compile("blind_sums", spec, dout, are_anywhere=spec.segments)
-    parts = num_parts(num_queries)
-    problem = launching.struct(
-        num_queries,
-        spec.k.shape[1],
-        num_heads,
-        launching.reach(spec.band.left),
-        launching.reach(spec.band.right),
-        parts,
-        _part_rows(num_queries),
-    )
-    (result,) = custom_call.launch(
-        compiled.cubin,
-        compiled.name,
-        arrays.operands,
-        [jax.ShapeDtypeStruct((batch, num_heads, parts, columns), jnp.float32)],
-        parameters=[
-            custom_call.Pointer(0),
-            custom_call.Pointer(len(arrays.operands)),
-            custom_call.Pointer(1),
-            *map(custom_call.Pointer, extra_buffers),
-            problem,
-        ],
-        grid=(batch * num_heads * parts,),
-        block=(_THREADS,),
-        target=spec.target,
-        label="attention_blind_sums",
-    )
-    return result
+    result = jax.ShapeDtypeStruct((batch, num_heads, num_parts(num_queries), columns), jnp.float32)
+    return _launch("blind_sums", spec, named, named["lse"], dout, result, _part_rows(num_queries), spec.segments)
 
 
-def _compile(
-    name: str, spec: AttentionSpec, rows: jax.Array, *, are_anywhere: bool, **choices: int
-) -> compiler.CompiledKernel:
-    return launching.compile_kernel(
+def _launch(
+    name: str,
+    spec: AttentionSpec,
+    named: Mapping[str, jax.Array],
+    lse: jax.Array,
+    rows: jax.Array,
+    result: jax.Array | jax.ShapeDtypeStruct,
+    part_rows: int,
+    are_anywhere: bool,
+    *,
+    query_lengths: jax.Array | None = None,
+    start: jax.Array | None = None,
+) -> jax.Array:
+    """Launches a kernel whose CTAs have `part_rows` queries of a head each.
+
+    Args:
+      rows: the rows that it adds up.
+      result: its result's type.
+      start: what its result starts out as, or None.
+    """
+    batch, num_heads, num_queries = lse.shape
+    arrays = launching.Arrays(lse, rows, absent=0)
+    extras = (query_lengths, named.get("key_lengths"), launching.query_offset(spec, named))
+    extra_buffers = [arrays.add(x) for x in extras]
+    aliases = {} if start is None else {arrays.add(start): 0}
+    compiled = launching.compile_kernel(
         name,
         frozenset(),
         element=launching.ELEMENTS[jnp.dtype(rows.dtype)],
         columns=rows.shape[3],
         has_left=spec.band.left is not None,
         has_right=spec.band.right is not None,
+        query_lengths=query_lengths is not None,
         key_lengths=spec.key_lengths,
         segments=are_anywhere,
         query_offset=spec.query_offset,
         masked_logit=f"{MASKED_LOGIT!r}f",
-        **choices,
     )
+    parts = -(-num_queries // part_rows)
+    problem = launching.struct(
+        num_queries,
+        spec.k.shape[1],
+        num_heads,
+        spec.group_size,
+        launching.reach(spec.band.left),
+        launching.reach(spec.band.right),
+        parts,
+        part_rows,
+    )
+    (out,) = custom_call.launch(
+        compiled.cubin,
+        compiled.name,
+        arrays.operands,
+        [jax.ShapeDtypeStruct(result.shape, result.dtype)],
+        parameters=[
+            custom_call.Pointer(0),
+            custom_call.Pointer(1),
+            *map(custom_call.Pointer, extra_buffers),
+            custom_call.Pointer(len(arrays.operands)),
+            problem,
+        ],
+        grid=(batch * num_heads * parts,),
+        block=(_THREADS,),
+        input_output_aliases=aliases,
+        target=spec.target,
+        label=f"attention_{name}",
+    )
+    return out

@@ -25,7 +25,7 @@ from jaxkernels.ops.attention import tensor_cores
 from jaxkernels.ops.attention.key_masks import as_segments, operands_as_segments
 from jaxkernels.ops.attention.planning import forward_plan, forward_steps, longest_cta, too_few_queries
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
-from jaxkernels.ops.attention.visibility import may_see_nothing, segment_key_blocks
+from jaxkernels.ops.attention.visibility import keys_in_reach, may_see_nothing, segment_key_blocks
 
 __all__ = [
     "CONSTANTS",
@@ -200,9 +200,7 @@ def _bias_columns(spec: AttentionSpec) -> int:
     that are behind the band of all queries.
     """
     columns = spec.k.shape[1]
-    if columns % 8 and spec.band.right is not None and not spec.query_offset:
-        columns = min(columns, spec.q.shape[1] + spec.band.right)
-    return launching.whole_units_of(columns)
+    return launching.whole_units_of(keys_in_reach(spec) if columns % 8 else columns)
 
 
 def _bias(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> jax.Array | None:

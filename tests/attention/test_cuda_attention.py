@@ -36,7 +36,7 @@ TERMS: dict[str, dict[str, Any]] = {
         window=(100, 0), segments=True, query_lengths=True, key_lengths=True, soft_cap=30.0, query_offset=True
     ),
 }  # fmt: skip
-#: Of the forward pass alone.
+#: The forward pass takes all of these. The backward pass takes the mask of keys only.
 BIASES = {
     "bias": dict(bias=(1, 8, 4000, 4000)),
     "mask": dict(mask=(2, 1, 4000, 4000), causal=True),

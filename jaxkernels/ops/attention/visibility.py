@@ -25,6 +25,7 @@ __all__ = [
     "is_known_at_run_time",
     "kernel_inputs",
     "key_iters",
+    "keys_in_reach",
     "keys_inside",
     "keys_seen_by_all",
     "keys_seen_by_any",
@@ -44,6 +45,12 @@ def keys_seen_by_any(spec: AttentionSpec, query_start: Any, query_end: Any, key_
     """The range of keys that some query of a range sees."""
     ranges = [term.keys_seen_by_any(query_start, query_end, key_end) for term in spec.index_terms]
     return _intersection(ranges) if ranges else (0, key_end)
+
+
+def keys_in_reach(spec: AttentionSpec) -> int:
+    """How many of the first keys some query may see. All, if the position of the queries is known at run time only."""
+    num_queries, num_keys = spec.q.shape[1], spec.k.shape[1]
+    return num_keys if spec.query_offset else keys_seen_by_any(spec, 0, num_queries, num_keys)[1]
 
 
 def keys_seen_by_all(spec: AttentionSpec, query_start: Any, query_end: Any, key_end: Any) -> tuple[Any, Any]:

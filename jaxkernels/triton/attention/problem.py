@@ -18,6 +18,7 @@ from jaxkernels.ops.attention.visibility import (
     blocks_of,
     blocks_within,
     is_known_at_run_time,
+    keys_in_reach,
     keys_seen_by_all,
     keys_seen_by_any,
     queries_that_see_all,
@@ -286,8 +287,7 @@ def aligned_shape(x: jax.Array | ArrayType, spec: AttentionSpec) -> tuple[int, i
     unit = _ALIGNED_BYTES // x.dtype.itemsize
     if keys % unit == 0 or keys <= next(few for limit, few in _FEW_KEYS.items() if widest <= limit):
         return batch, heads, queries, keys
-    if spec.band.right is not None and not spec.query_offset:
-        keys = min(keys, spec.q.shape[1] + spec.band.right)
+    keys = keys_in_reach(spec)
     return batch, heads, queries, keys + -keys % unit
 
 
