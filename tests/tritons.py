@@ -94,6 +94,15 @@ def _dot(self: Any, a: Any, b: Any, c: Any, *options: Any) -> Any:
     return interpreter.TensorHandle(np.matmul(*wide).astype(c.data.dtype) + c.data, c.dtype.scalar)
 
 
+def _inline_asm(
+    self: Any, asm: str, constraints: str, operands: Sequence[Any], types: Sequence[Any], is_pure: bool, pack: int
+) -> Any:
+    """A move of registers, or a prefetch into L2, which changes nothing."""
+    if asm != "mov.b32 $0, $1;" and "cp.async.bulk.prefetch.L2" not in asm:
+        raise NotImplementedError(asm)
+    return SimpleNamespace(get_result=lambda index: operands[index])
+
+
 @contextlib.contextmanager
 def _interpretable(modules: Sequence[ModuleType]) -> Iterator[None]:
     """Functions of these modules and of Triton's language run in Python where they call each other."""
@@ -107,6 +116,7 @@ def _interpretable(modules: Sequence[ModuleType]) -> Iterator[None]:
             patch.setattr(interpreter, "_patch_lang", lambda function: SimpleNamespace(restore=lambda: None))
             patch.setattr(interpreter.InterpretedFunction, "rewritten_fn", {})
             patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
+            patch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", _inline_asm)
             # NumPy makes no number of an array with an axis, not even of size 1.
             patch.setattr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
             convert = interpreter._implicit_cvt

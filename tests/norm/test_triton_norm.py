@@ -109,10 +109,10 @@ def test_tiles(kernel, tile, centered):
 
 
 #: What the backward pass alone has: loads ahead, two blocks of columns, rows that are read twice. (block_rows,
-#: block_features, warps, programs, stages, block_rest, reads_twice).
+#: block_features, warps, programs, stages, block_rest, converts_twice).
 BACKWARD_TILES = [
     (4, 64, 4, 2, 2), (2, 64, 4, 1, 2, 0, True), (1, 32, 4, 1, 1, 8), (1, 32, 4, 2, 2, 8), (1, 32, 4, 1, 1, 8, True),
-    (1, 32, 4, 1, 2, 32, True),
+    (1, 32, 4, 1, 2, 32, True), (1, 64, 4, 1, 1, 0, True, 1),
 ]  # fmt: skip
 
 
@@ -124,6 +124,12 @@ def test_tiles_of_the_backward_pass(tile, centered, residual):
     """Of two groups of 11 rows of 37 features, whose scale is their own."""
     spec = make_spec("norm_backward", 2, 11, 37, centered=centered, scale=2, bias=1, residual=residual)
     assert_right("norm_backward", spec, tile)
+
+
+@pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
+def test_forward_pass_in_two_blocks_of_columns(centered):
+    spec = make_spec("norm_forward", 1, 11, 37, centered=centered, bias=1, residual=True, scale_offset=0.5)
+    assert_right("norm_forward", spec, (1, 32, 4, 2, 1, 8))
 
 
 @pytest.mark.parametrize("kernel", ["norm_forward", "norm_tangent"])
@@ -241,7 +247,7 @@ def test_default_compiles_without_spills(kernel, chip, centered, dtype, features
 def test_rows_are_loaded_16_bytes_at_a_time(kernel):
     """Where they begin at multiples of 16 bytes."""
     spec = make_spec(kernel, 1, 4096, 4096, dtype="bfloat16", residual=True, target=H200)
-    (made,) = compile_default(kernel, spec)
+    made = compile_default(kernel, spec)[0]
     assert "ld.global.v4.b32" in made.ptx or "cp.async.cg.shared.global" in made.ptx
     assert "st.global.v4.b32" in made.ptx
     assert "ld.global.b16" not in made.ptx
@@ -250,7 +256,7 @@ def test_rows_are_loaded_16_bytes_at_a_time(kernel):
 @pytest.mark.parametrize("chip", [H200, A100], ids=lambda chip: chip.name.replace(" ", "-"))
 def test_tiles_are_asked_for_on_hopper(chip):
     spec = make_spec("norm_backward", 1, 4096, 5120, dtype="bfloat16", target=chip)
-    (made,) = compile_default("norm_backward", spec)
+    made = compile_default("norm_backward", spec)[0]
     assert ("cp.async.bulk.prefetch.L2.global" in made.ptx) == (chip is H200)
 
 
@@ -261,7 +267,7 @@ def test_programs_of_the_backward_default_run_at_once(features, options):
     """An SM has registers for all of its programs. The last ones would run alone."""
     spec = make_spec("norm_backward", 1, 16384, features, dtype="bfloat16", target=H200, **options)
     config = dispatch.default_config("norm_backward", "triton", spec)
-    (made,) = compile_default("norm_backward", spec)
+    made = compile_default("norm_backward", spec)[0]
     registers = config.programs_per_sm * 32 * config.num_warps * 8 * -(-made.registers // 8)
     assert registers <= 65536, (config, made.registers)
     assert made.spilled == 0
@@ -279,28 +285,24 @@ def test_estimate_of_the_backward_pass_follows_the_bytes():
 
 
 @pytest.mark.parametrize(
-    ("features", "options", "config", "microseconds"),
+    ("features", "options", "microseconds"),
     [
-        (4096, {}, (1, 4096, 16, 2, 1), 127.6),
-        (4096, dict(residual=True), (1, 4096, 16, 2, 1), 146.8),
-        (5120, {}, (1, 8192, 16, 1, 1), 248.7),
-        (5120, dict(residual=True), (1, 8192, 16, 1, 1), 276.5),
-        (8192, {}, (1, 8192, 16, 1, 1), 297.6),
-        (8192, dict(residual=True), (1, 8192, 16, 1, 1), 321.5),
-        (4096, dict(centered=True, bias=1), (1, 4096, 16, 1, 1), 233.1),
-        (12288, dict(centered=True, bias=1), (1, 4096, 16, 2, 2), 1000.4),
-        (16384, {}, (1, 4096, 16, 2, 2), 867.4),
-        (16384, dict(residual=True), (1, 4096, 16, 2, 2), 1067.1),
+        (2048, {}, 53.2),
+        (2560, dict(residual=True), 85.2),
+        (3072, dict(centered=True, bias=1), 82.2),
+        (4096, {}, 99.9),
+        (5120, dict(residual=True), 164.7),
+        (8192, dict(centered=True, bias=1), 198.2),
+        (12288, dict(centered=True, bias=1), 346.3),
+        (16384, {}, 383.1),
+        (16384, dict(residual=True), 535.4),
     ],
 )  # fmt: skip
-def test_estimate_of_the_backward_pass_is_near_what_was_measured(features, options, config, microseconds):
-    """On an H200, with version 1 (docs/benchmarks/norm/backward.json).
-
-    Its tiles of one row are computed in the same way as now. Its num_stages=2 had no loads in flight while a tile was
-    computed, and its registers let an SM hold one program in place of two where the configurations here have one.
-    """
+def test_estimate_of_the_backward_pass_is_near_what_was_measured(features, options, microseconds):
+    """On an H200, 16,384 rows of bfloat16, default configurations."""
     spec = make_spec("norm_backward", 1, 16384, features, dtype="bfloat16", target=H200, **options)
-    assert 0.85 < 1e6 * backward.estimate(spec, backward.Config(*config)) / microseconds < 1.15
+    config = dispatch.default_config("norm_backward", "triton", spec)
+    assert 0.9 < 1e6 * backward.estimate(spec, config) / microseconds < 1.1
 
 
 # Planted mistakes.
@@ -323,7 +325,7 @@ def test_estimate_of_the_backward_pass_is_near_what_was_measured(features, optio
         (tangent_kernel, "finish", "change - shift", "change", "norm_tangent"),
         (tangent_kernel, "finish", "y + normalized *", "y + v *", "norm_tangent"),
         (tangent_kernel, "load_change", "v += load", "v = load", "norm_tangent"),
-        (backward_kernel, "scaled", "dy * load_scale", "load_scale", "norm_backward"),
+        (backward_kernel, "scaled", "dy * load_scale", "dy + load_scale", "norm_backward"),
         (backward_kernel, "gradient", "v - normalized * along", "v - along", "norm_backward"),
         (backward_kernel, "gradient", "change - shift", "change", "norm_backward"),
         (backward_kernel, "rows_in_chunks", "dx += load_tile", "dx = load_tile", "norm_backward"),
@@ -339,8 +341,13 @@ def test_estimate_of_the_backward_pass_is_near_what_was_measured(features, optio
             "raw_dy_rest, raw_x_rest = next",
             "norm_backward",
         ),
-        (backward_kernel, "joined", " + tl.sum(rest, axis=0)", "", "norm_backward"),
-        (backward_kernel, "load_again", "row[:, None] * p.num_features", "row[:, None]", "norm_backward"),
+        (row_kernel, "joined", " + tl.sum(rest, axis=0)", "", "norm_backward"),
+        (backward_kernel, "sums_of_rows", "(products, total)", "(total, products)", "norm_backward"),
+        (backward_kernel, "whole_rows", "total += v_rest", "total += dy_rest", "norm_backward"),
+        (backward_kernel, "add_shares", "add_columns(bias_parts", "add_columns(scale_parts", "norm_backward"),
+        (backward_kernel, "add_columns", "group * SHARES + share", "share", "norm_backward"),
+        (forward_kernel, "whole_rows", "squares(z_rest, center, rest, p)", "z_rest * z_rest", "norm_forward"),
+        (forward_kernel, "whole_rows", "tl.sum(z_rest, axis=1)", "tl.sum(z, axis=1)", "norm_forward"),
         (backward_kernel, "add_share", "before + values", "values", "norm_backward"),
         (backward_kernel, "add_share", ">= p.num_programs", "> p.num_programs", "norm_backward"),
         (backward_kernel, "sums", "total += v", "total = v", "norm_backward"),
@@ -353,8 +360,11 @@ def test_planted_mistake_is_noticed(module, name, right, wrong, kernel, tmp_path
     spec = make_spec(kernel, 3, 5, 37, dtype="float16" if name == "load_sum" else "float32", **options)
 
     def assert_both() -> None:
-        two_blocks = ((1, 32, 4, 1, 2, 8), (1, 32, 4, 1, 1, 8, True)) if kernel == "norm_backward" else ()
-        for tile in ((2, 64, 4, 1), (2, 16, 4, 1), *two_blocks):
+        two_blocks = {
+            "norm_forward": [(1, 32, 4, 1, 1, 8)],
+            "norm_backward": [(1, 32, 4, 1, 2, 8), (1, 32, 4, 1, 1, 8, True), (1, 32, 4, 1, 1, 32)],
+        }
+        for tile in ((2, 64, 4, 1), (2, 16, 4, 1), *two_blocks.get(kernel, [])):
             assert_right(kernel, spec, tile)
 
     with tritons.planted(module, name, right, wrong, tmp_path), pytest.raises((AssertionError, FloatingPointError)):
@@ -421,7 +431,8 @@ def test_errors_name_the_argument(make, message):
     [
         ("norm_forward", H200, dict(residual=True), None),
         ("norm_forward", H200, dict(returns_x=True), None),
-        ("norm_forward", H200, {}, "is no faster than XLA without a residual or return_x, and XLA fuses the norm"),
+        ("norm_forward", H200, {}, "has no residual and returns no x, and XLA may fuse the norm with what computes x"),
+        ("norm_forward", H200, dict(centered=True, features=4096), None),
         ("norm_forward", A100, dict(residual=True), f"was not measured on {A100.name}"),
         ("norm_backward", H200, dict(residual=True), None),
         ("norm_backward", H200, dict(returns_x=True), None),
@@ -442,7 +453,7 @@ def test_none_takes_what_was_measured_faster(kernel, chip, options, reason):
 
 
 @pytest.mark.skipif("calls.missing() is not None", reason="jax-triton cannot lower programs here")
-@pytest.mark.parametrize(("mode", "num_calls"), [("value", 1), ("vjp", 2), ("jvp", 2), ("vmap", 1)])
+@pytest.mark.parametrize(("mode", "num_calls"), [("value", 1), ("vjp", 3), ("jvp", 2), ("vmap", 1)])
 def test_public_function_is_lowered_for_another_chip(mode, num_calls, monkeypatch):
     monkeypatch.setenv("JAXKERNELS_TARGET", A100.name)
     x, scale = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16), jax.ShapeDtypeStruct((256,), jnp.bfloat16)

@@ -1,12 +1,13 @@
 """Norms' backward pass in Triton.
 
 A few programs for each SM compute dx of their rows, and a share of the sums over rows that the gradients of scale and
-bias are. XLA adds up the shares in a second pass. The order of all additions is fixed: equal operands give equal bits.
+bias are. A second kernel adds up the shares. The order of all additions is fixed: equal operands give equal bits.
 
 A program that holds whole rows keeps its share in registers. Registers limit how many bytes an SM has in flight. A
 program with num_stages=2 loads its next tile into registers while it computes one; `tiles_to_l2` asks for later tiles
-without registers. Rows that take too many registers are read twice: for the means, and from the cache for dx. Rows that
-are longer still are read in chunks. Their program adds to its share in memory, which stays in L2.
+without registers. Rows that take too many registers stay in the dtype that they have in memory, and are converted to
+float32 twice: for the means, and for dx. Rows that are longer still are read in chunks. Their program adds to its share
+in memory, which stays in L2.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import math
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkernels.core.types import ArrayType
@@ -27,7 +27,7 @@ from jaxkernels.triton.norm.problem import ABSENT, Problem, optional, unsupporte
 
 __all__ = ["VERSION", "Config", "estimate", "run", "search_space", "shortlist", "unpreferred", "unsupported"]
 
-VERSION = 2
+VERSION = 3
 
 #: Rows of 16-bit numbers up to here are held whole; longer ones are read in chunks of one of these sizes.
 _LONGEST, _CHUNKS = 16384, (4096, 2048)
@@ -38,8 +38,8 @@ _FEWEST = 768
 #: Rows of 16-bit numbers up to here are read once. With longer ones, registers have no room for x, dout and the share.
 _READ_ONCE = 8192
 
-#: Rows up to here have one block of columns: the next power of two.
-_ONE_BLOCK = 1024
+#: Rows up to here have one block of columns, the next power of two. So have rows that are longer than _SHORT.
+_ONE_BLOCK, _SHORT = 1024, 4096
 
 #: (programs_per_sm, num_stages) of chunks.
 _SCHEDULES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2), (1, 3), (2, 3))
@@ -47,13 +47,15 @@ _SCHEDULES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2), (1, 3), (2, 3))
 #: Elements of a tile that a default configuration has at least, if there are enough rows.
 _SMALL_TILE = 2048
 
-#: Elements of an array for each thread of a default configuration, by the bytes of an element: whole rows, and chunks.
-#: Sixteen in whole rows take at most 128 registers, with loads ahead and one of dsum and dbias (ptxas of Triton 3.6 and
-#: 3.9). Of chunks, an SM has registers for two programs.
-_PER_THREAD, _PER_THREAD_OF_CHUNKS = {2: 16, 4: 8}, {2: 8, 4: 16}
+#: Elements of an array for each thread of a default configuration, at most: of 16-bit rows up to _SHORT, which leave
+#: registers for several programs on an SM; of longer ones; and of chunks by the bytes of an element, for two programs.
+_PER_THREAD, _PER_THREAD_OF_LONG, _PER_THREAD_OF_CHUNKS = 24, 32, {2: 8, 4: 16}
 
-#: Registers of an SM, and those of a thread with which a default configuration loads ahead: 16 warps get no more.
-_REGISTERS_OF_SM, _MOST_AHEAD = 65536, 128
+#: The kernel that adds up shares: the most shares that a program reads at once, and its columns.
+_MOST_SHARES, _COLUMNS = 1024, 16
+
+#: Registers of an SM.
+_REGISTERS_OF_SM = 65536
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Config(problem.Config):
       num_stages: 2: a program loads its next tile into registers while it computes one. With chunks, as in Triton.
       block_rest: features of the second block of columns, for whole rows that fill the first one; or 0. A tile with
         two blocks has one row.
-      reads_twice: whether a program loads x and dout again for dx, in place of keeping them in registers.
+      converts_twice: whether a program keeps x and dout in their dtypes, and converts them again for dx.
       tiles_to_l2: so many tiles ahead, a program asks for a tile to be read into L2; 0: none. Hopper and newer.
     """
 
@@ -72,7 +74,7 @@ class Config(problem.Config):
 
     programs_per_sm: int = 2
     block_rest: int = 0
-    reads_twice: bool = False
+    converts_twice: bool = False
     tiles_to_l2: int = 0
 
     def __post_init__(self) -> None:
@@ -81,13 +83,7 @@ class Config(problem.Config):
             raise ValueError(
                 f"{self.label}: programs_per_sm must be positive; got 0. Each program writes a share of sums."
             )
-        if self.block_rest < 0 or self.block_rest & (self.block_rest - 1):
-            raise ValueError(f"{self.label}: block_rest must be 0 or a power of two; got {self.block_rest}.")
-        if self.block_rest and self.block_rows > 1:
-            raise ValueError(
-                f"{self.label}: a tile with a second block of columns must have one row; got {self.block_rows} rows "
-                f"and block_rest={self.block_rest}."
-            )
+        problem.check_rest(self)
         if not 0 <= self.tiles_to_l2 <= 8:
             raise ValueError(f"{self.label}: tiles_to_l2 must be from 0 to 8; got {self.tiles_to_l2}.")
 
@@ -124,8 +120,8 @@ def search_space(spec: NormSpec) -> Iterator[Config]:
         return
     first, rest = _blocks(spec)
     columns = first + rest
-    half, limit = _limit(spec, _READ_ONCE) // 2, _limit(spec, _READ_ONCE)
-    twice = (False,) if columns <= half else (False, True) if columns <= limit else (True,)
+    half = _limit(spec, _READ_ONCE) // 2
+    twice = (False,) if columns <= half else (False, True)
     for block_rows in (1, 2, 4, 8, 16, 32, 64):
         elements = block_rows * columns
         if block_rows > 1 and (rest or elements > _READ_ONCE // 2 or block_rows > 2 * _num_rows(spec)):
@@ -134,9 +130,9 @@ def search_space(spec: NormSpec) -> Iterator[Config]:
             per_thread = elements / (32 * num_warps)
             if not (4 <= per_thread <= 32 or (per_thread < 4 and num_warps == 1)):
                 continue
-            for reads_twice in twice:
+            for converts_twice in twice:
                 for num_stages in (1, 2):
-                    one = Config(block_rows, first, num_warps, 1, num_stages, rest, reads_twice)
+                    one = Config(block_rows, first, num_warps, 1, num_stages, rest, converts_twice)
                     most = _resident(spec, one)
                     for programs_per_sm in dict.fromkeys((most, -(-most // 2))):
                         for tiles_to_l2 in (0, num_stages) if _can_ask_l2(spec) else (0,):
@@ -152,18 +148,19 @@ def shortlist(spec: NormSpec) -> tuple[Config, ...]:
         return (usual if spec.target.is_hopper and problem.fits(spec, usual) else Config(*tile, 2, 1),)
     first, rest = _blocks(spec)
     # As few rows as make a tile of _SMALL_TILE elements, then the fewest warps that give a thread few enough.
-    block_rows = 1
-    while not rest and block_rows * first < _SMALL_TILE and block_rows < min(64, _num_rows(spec)):
-        block_rows *= 2
+    block_rows = problem.rows_of_tile(spec, first + rest, 1 if rest else _SMALL_TILE)
     elements = block_rows * (first + rest)
-    num_warps = next((n for n in (1, 2, 4, 8) if elements <= 32 * n * _PER_THREAD[spec.x.dtype.itemsize]), 16)
-    reads_twice = first + rest > _limit(spec, _READ_ONCE)
-    # Loads ahead of about 8192 elements keep enough bytes in flight. If there are fewer, L2 is asked for tiles.
-    one = Config(block_rows, first, num_warps, 1, 2, rest, reads_twice)
-    if reads_twice or _registers(spec, one) > _MOST_AHEAD or (spec.sum_gradient and spec.bias_gradient):
+    per_thread = _PER_THREAD if elements <= _limit(spec, _SHORT) else _PER_THREAD_OF_LONG
+    num_warps = next((n for n in (1, 2, 4, 8) if elements <= 32 * n * _limit(spec, per_thread)), 16)
+    one = Config(block_rows, first, num_warps, 1, 2 if elements <= _limit(spec, _READ_ONCE) else 1, rest)
+    if _registers(spec, one) > _most_registers(spec, one):
         one = dataclasses.replace(one, num_stages=1)
+    if _registers(spec, one) > _most_registers(spec, one):
+        one = dataclasses.replace(one, converts_twice=True)
     programs_per_sm = _resident(spec, one)
-    are_enough = one.num_stages == 2 and programs_per_sm * elements >= _READ_ONCE * 3 // 4
+    # Loads ahead of so many elements keep enough bytes in flight if dsum is one of three arrays.
+    are_enough = one.num_stages == 2 and spec.sum_gradient
+    are_enough &= programs_per_sm * block_rows * spec.num_features >= _limit(spec, _READ_ONCE)
     tiles_to_l2 = one.num_stages if _can_ask_l2(spec) and not are_enough else 0
     return (dataclasses.replace(one, programs_per_sm=programs_per_sm, tiles_to_l2=tiles_to_l2),)
 
@@ -186,13 +183,17 @@ def _is_whole(spec: NormSpec) -> bool:
 
 
 def _blocks(spec: NormSpec) -> tuple[int, int]:
-    """Features of the first and the second block of columns: the largest power of two, and the rest."""
-    whole = 1 << (spec.num_features - 1).bit_length()
-    if spec.num_features <= _ONE_BLOCK:
-        return whole, 0
-    rest = 1 << (spec.num_features - whole // 2 - 1).bit_length()
-    # Two blocks of the same size take fewer registers where a row is read twice: one after the other.
-    return (whole // 2, rest) if rest < whole // 2 or whole > _limit(spec, _READ_ONCE) else (whole, 0)
+    """Features of the first and the second block of columns: the largest power of two, and the rest.
+
+    One block has one sum over warps, two have two. Between _SHORT and _READ_ONCE features, this takes longer than the
+    columns that a second block would not have.
+    """
+    num_features, longest = spec.num_features, _limit(spec, _READ_ONCE)
+    if _limit(spec, _SHORT) < num_features <= longest:
+        return longest, 0
+    first, rest = problem.blocks(num_features, _ONE_BLOCK)
+    # Registers hold one of two equal blocks in float32, not both.
+    return (first, rest) if rest or first <= longest else (first // 2, first // 2)
 
 
 def _can_ask_l2(spec: NormSpec) -> bool:
@@ -201,19 +202,30 @@ def _can_ask_l2(spec: NormSpec) -> bool:
     return capability >= (9, 0) and spec.num_features * spec.x.dtype.itemsize % 16 == 0
 
 
+def _has_wide_scale(spec: NormSpec) -> bool:
+    return spec.scale is not None and spec.scale.dtype.itemsize == 4
+
+
+def _most_registers(spec: NormSpec, config: Config) -> int:
+    """Registers that a thread gets at most. ptxas takes more of them for other GPUs than Hopper."""
+    return min(255 if spec.target.is_hopper else 232, _REGISTERS_OF_SM // (32 * config.num_warps))
+
+
 def _registers(spec: NormSpec, config: Config) -> int:
-    """Registers that a thread wants that holds whole rows, about: fitted to what ptxas says (Triton 3.6 and 3.9)."""
+    """Registers that a thread wants that holds whole rows, about: fitted to what ptxas says (Triton 3.7)."""
     ahead = config.num_stages > 1
-    of_element = 3.95 + 0.95 * ahead + (spec.sum_gradient + spec.bias_gradient) * (1.25 + 0.15 * ahead)
+    of_element = 3.95 + 0.95 * ahead + spec.sum_gradient * (1.25 + 0.15 * ahead) + spec.bias_gradient * 1.1
     if spec.x.dtype.itemsize == 4:
         of_element += ahead * (1 + 0.5 * spec.sum_gradient)
-    if spec.scale is not None and spec.scale.dtype.itemsize == 4:
-        of_element += 0.4
-    if config.reads_twice:
+    elif config.converts_twice:
         of_element *= 0.7
-    # Masks of rows and columns.
+    if _has_wide_scale(spec):
+        of_element += 0.4
+    # Masks of rows and columns, and the second block of columns.
     masks = 24 if config.block_rows > 2 else 3 if config.block_rows > 1 else 0
     wanted = 22 + masks + of_element * config.per_thread
+    if config.block_rest:
+        wanted += 20 if 2 * config.block_rest < config.block_features else 32 * spec.sum_gradient
     return 8 * math.ceil(wanted / 8)
 
 
@@ -223,18 +235,16 @@ def _resident(spec: NormSpec, config: Config) -> int:
 
 
 #: Constants of `estimate`. The seconds from a load to its value, from memory and from L2; of a reduction over rows of a
-#: tile; and of XLA's sum of shares at least. Bytes/s of an SM whose programs wait for what they load, and the share of
-#: the bandwidth that a copy reaches. Instructions for an element, and the clock in Hz. All but _L2_LATENCY and
-#: _SUM_OF_SHARES come from the times of version 1 on an H200 (2026-11-26).
+#: tile; and of the sum of shares at least. Bytes/s of an SM whose programs wait for what they load. The share of the
+#: bandwidth that a copy reaches. Instructions for an element, and the clock in Hz. All but _L2_LATENCY and
+#: _SUM_OF_SHARES come from the times of version 1 on an H200 (2026-11-26). With version 3 the estimates of defaults are
+#: within 10 % of the times there (2026-11-28).
 _MEMORY_LATENCY, _L2_LATENCY = 0.9e-6, 0.45e-6
 _REDUCTION = 0.12e-6
-_SUM_OF_SHARES = 3e-6
+_SUM_OF_SHARES = 2e-6
 _BYTES_OF_WAITING_SM = 50e9
 _COPY_SHARE = 0.896
 _INSTRUCTIONS, _CLOCK = 12, 1.98e9
-
-#: The time of a memory-bound loop over the time of a copy of its bytes.
-_OVER_COPY = 1.08
 
 
 def estimate(spec: NormSpec, config: Config) -> float:
@@ -250,7 +260,7 @@ def estimate(spec: NormSpec, config: Config) -> float:
     array = resident * p.block_rows * spec.num_features * spec.x.dtype.itemsize
     num_bytes = (3 + spec.sum_gradient) * array
     num_chunks = 1 if p.is_whole else -(-p.num_features // p.block_features)
-    num_instructions = (_INSTRUCTIONS + 2 * spec.centered) * (1.6 if p.reads_twice or num_chunks > 1 else 1)
+    num_instructions = (_INSTRUCTIONS + 4 * spec.centered) * (1.6 if p.converts_twice or num_chunks > 1 else 1)
     # While one program computes, others wait for loads.
     compute = p.block_rows * config.columns * num_chunks * num_instructions / (128 * _CLOCK)
     compute += _REDUCTION * (1 + spec.centered) * (1 + (p.block_rest > 0)) / resident
@@ -264,21 +274,20 @@ def estimate(spec: NormSpec, config: Config) -> float:
         turn = _L2_LATENCY + num_bytes / rates.l2_bytes + compute
     else:
         turn = _MEMORY_LATENCY + num_bytes / _BYTES_OF_WAITING_SM + compute
-    if p.reads_twice:
-        turn += _L2_LATENCY + 2 * array / rates.l2_bytes
-    turn = max(turn, _OVER_COPY * num_bytes / copied)
+    turn = max(turn, num_bytes / copied)
 
     shares = 4 * num_sums * p.num_groups * p.num_programs * spec.num_features
     begin_and_end = 2 * _MEMORY_LATENCY
-    return begin_and_end + num_turns * turn + num_sums * _SUM_OF_SHARES + 2 * shares / (copied * num_sms)
+    return begin_and_end + num_turns * turn + (num_sums > 0) * _SUM_OF_SHARES + 2 * shares / (copied * num_sms)
 
 
 def _problem(spec: NormSpec, config: Config) -> Problem:
     return dataclasses.replace(
         Problem.of(spec, config),
         block_rest=config.block_rest,
-        reads_twice=config.reads_twice,
+        converts_twice=config.converts_twice,
         tiles_to_l2=config.tiles_to_l2,
+        loads_late=config.converts_twice and config.num_stages == 1 and _has_wide_scale(spec),
     )
 
 
@@ -299,13 +308,59 @@ def run(spec: NormSpec, config: Config, *operands: jax.Array) -> list[jax.Array]
         num_stages=config.num_stages,
         constants=dict(p=p),
     )
-    grads = [dx]
-    for shares, parameter, is_wanted in (
-        (of_scale, spec.scale, spec.scale_gradient),
-        (of_bias, spec.bias, spec.bias_gradient),
-    ):
-        if is_wanted:
-            assert parameter is not None
-            axes = (0, 1) if parameter.shape[0] == 1 else (1,)
-            grads.append(jnp.sum(shares, axis=axes).reshape(parameter.shape).astype(parameter.dtype))
-    return grads
+    return [dx, *_added(spec, p, of_scale, of_bias)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shares:
+    """The constants of `add_shares`: for scale and bias the groups with a sum of their own, and the shares of each.
+
+    Shares are 0 for a gradient that is not computed.
+    """
+
+    num_features: int
+    scale_groups: int
+    scale_shares: int
+    bias_groups: int
+    bias_shares: int
+    block_shares: int
+    block_columns: int
+
+    @property
+    def num_sums(self) -> int:
+        return (self.scale_shares > 0) + (self.bias_shares > 0)
+
+
+def _added(spec: NormSpec, p: Problem, of_scale: jax.Array, of_bias: jax.Array) -> list[jax.Array]:
+    """The gradients of scale and bias, as far as they are wanted, by one kernel."""
+    from jaxkernels.triton.norm import backward_kernel
+
+    names = ("scale", "bias")
+    wanted = {
+        name: one for name, one in zip(names, (spec.scale, spec.bias)) if getattr(spec, f"{name}_gradient") and one
+    }
+    if not wanted:
+        return []
+    groups = {name: parameter.shape[0] for name, parameter in wanted.items()}
+    shares = {name: p.num_programs * p.num_groups // count for name, count in groups.items()}
+    block_shares = min(_MOST_SHARES, 1 << (max(shares.values()) - 1).bit_length())
+    constants = _Shares(
+        num_features=spec.num_features,
+        scale_groups=groups.get("scale", 0),
+        scale_shares=shares.get("scale", 0),
+        bias_groups=groups.get("bias", 0),
+        bias_shares=shares.get("bias", 0),
+        block_shares=block_shares,
+        block_columns=_COLUMNS,
+    )
+    grads = calls.call_kernel(
+        backward_kernel.add_shares,
+        [of_scale, of_bias],
+        [wanted.get(name, ABSENT) for name in names],
+        target=spec.target,
+        grid=(-(-spec.num_features // _COLUMNS), max(groups.values()), len(wanted)),
+        num_warps=4 if block_shares <= 256 else 8,
+        num_stages=1,
+        constants=dict(p=constants),
+    )
+    return [grad for name, grad in zip(names, grads) if name in wanted]

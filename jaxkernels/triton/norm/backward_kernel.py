@@ -10,6 +10,7 @@ import triton.language as tl
 
 from jaxkernels.triton.norm.row_kernel import (
     columns_of,
+    joined,
     load_raw,
     load_scale,
     load_statistics,
@@ -24,7 +25,7 @@ from jaxkernels.triton.norm.row_kernel import (
 def norm_backward(x, scale, mean, rstd, out_grad, sum_grad, x_grad, scale_parts, bias_parts, p: tl.constexpr):
     """One program: every num_programs-th tile of a group, and its share of the sums over rows.
 
-    The shares, (num_groups, num_programs, F) float32, are added up by XLA. Operands and results that a norm lacks are
+    `add_shares` adds up the shares, (num_groups, num_programs, F) float32. Operands and results that a norm lacks are
     not touched.
     """
     group = tl.program_id(1)
@@ -98,49 +99,53 @@ def whole_rows(
             center, factor = load_statistics(mean, rstd, row, is_row, p)
             raw_x = load_raw(x, row, is_row, column, p)
             raw_dy = load_raw(out_grad, row, is_row, column, p)
-            if p.sum_gradient and not p.reads_twice:
+            if p.sum_gradient and not p.loads_late:
                 raw_dz = load_raw(sum_grad, row, is_row, column, p)
             if BLOCK_REST:
                 raw_x_rest = load_raw(x, row, is_row, rest, p)
                 raw_dy_rest = load_raw(out_grad, row, is_row, rest, p)
-                if p.sum_gradient and not p.reads_twice:
+                if p.sum_gradient and not p.loads_late:
                     raw_dz_rest = load_raw(sum_grad, row, is_row, rest, p)
 
         # The means over each row.
         dy = raw_dy.to(tl.float32)
         normalized = (raw_x.to(tl.float32) - center) * factor
         v = scaled(dy, scale, group, column, p)
-        along = tl.sum(normalized * v, axis=1)
-        shift = tl.sum(v, axis=1)
+        products, total = normalized * v, v
         if BLOCK_REST:
             dy_rest = raw_dy_rest.to(tl.float32)
             normalized_rest = (raw_x_rest.to(tl.float32) - center) * factor
             v_rest = scaled(dy_rest, scale, group, rest, p)
-            along = joined(along, tl.sum(normalized_rest * v_rest, axis=1))
-            shift = joined(shift, tl.sum(v_rest, axis=1))
+            if BLOCK_REST == BLOCK_FEATURES:
+                products += normalized_rest * v_rest
+                total += v_rest
+        along, shift = sums_of_rows(products, total, p)
+        if BLOCK_REST != 0 and BLOCK_REST != BLOCK_FEATURES:
+            along_rest, shift_rest = sums_of_rows(normalized_rest * v_rest, v_rest, p)
+            along, shift = joined(along, along_rest), joined(shift, shift_rest)
         along, shift = mean_of(along, p), mean_of(shift, p)
 
         # The gradient of z, and the sums over rows.
-        if p.reads_twice:
-            dy = load_again(out_grad, row, is_row, column, p)
-            normalized = (load_again(x, row, is_row, column, p) - center) * factor
+        if p.converts_twice:
+            dy = again(raw_dy).to(tl.float32)
+            normalized = (again(raw_x).to(tl.float32) - center) * factor
             v = scaled(dy, scale, group, column, p)
         dx = gradient(v, normalized, along, shift, factor, p)
         if p.sum_gradient:
-            if p.reads_twice:
+            if p.loads_late:
                 raw_dz = load_raw(sum_grad, row, is_row, column, p)
             dx += raw_dz.to(tl.float32)
         store_tile(x_grad, dx, row, is_row, column, p)
         of_scale += dy * normalized
         of_bias += dy
         if BLOCK_REST:
-            if p.reads_twice:
-                dy_rest = load_again(out_grad, row, is_row, rest, p)
-                normalized_rest = (load_again(x, row, is_row, rest, p) - center) * factor
+            if p.converts_twice:
+                dy_rest = again(raw_dy_rest).to(tl.float32)
+                normalized_rest = (again(raw_x_rest).to(tl.float32) - center) * factor
                 v_rest = scaled(dy_rest, scale, group, rest, p)
             dx_rest = gradient(v_rest, normalized_rest, along, shift, factor, p)
             if p.sum_gradient:
-                if p.reads_twice:
+                if p.loads_late:
                     raw_dz_rest = load_raw(sum_grad, row, is_row, rest, p)
                 dx_rest += raw_dz_rest.to(tl.float32)
             store_tile(x_grad, dx_rest, row, is_row, rest, p)
@@ -158,32 +163,29 @@ def whole_rows(
 
 
 @triton.jit
-def joined(first, rest):
-    """The sum of two sums over a row, (1,) each. They become scalars, which have no layout.
-
-    The sum of two vectors has one layout. Triton would move all the numbers that one of them is the sum of into it.
-    """
-    return tl.full(first.shape, 0.0, tl.float32) + (tl.sum(first, axis=0) + tl.sum(rest, axis=0))
-
-
-@triton.jit
 def read_into_l2(pointer, tile, group, p: tl.constexpr):
-    """Starts to read a tile from memory into L2, if there is such a tile. One thread asks for all of it."""
+    """Starts to read a tile from memory into L2, if there is such a tile. One thread asks for all of it.
+
+    The address is computed in the instruction's own block, so the loop carries no address of a tile ahead in registers.
+    """
     row = tile * p.block_rows
-    num_bytes = tl.minimum(p.num_rows - row, p.block_rows) * (p.num_features * pointer.dtype.element_ty.itemsize)
-    first = pointer + (group.to(tl.int64) * p.num_rows + row) * p.num_features
+    row_bytes: tl.constexpr = p.num_features * (pointer.dtype.element_ty.primitive_bitwidth // 8)
+    num_bytes = tl.minimum(p.num_rows - row, p.block_rows) * row_bytes
+    first = (group * p.num_rows + row).to(tl.int32)
     tl.inline_asm_elementwise(
         """{
             .reg .pred asks;
             .reg .b32 thread;
+            .reg .b64 address;
             mov.u32 thread, %tid.x;
             setp.eq.u32 asks, thread, 0;
             setp.gt.and.s32 asks, $2, 0, asks;
-            @asks cp.async.bulk.prefetch.L2.global [$1], $2;
+            mad.wide.u32 address, $3, $4, $1;
+            @asks cp.async.bulk.prefetch.L2.global [address], $2;
             mov.u32 $0, 0;
         }""",
-        "=r,l,r",
-        [first.to(tl.int64), num_bytes],
+        "=r,l,r,r,r",
+        [pointer.to(tl.int64), num_bytes, first, row_bytes],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -191,11 +193,28 @@ def read_into_l2(pointer, tile, group, p: tl.constexpr):
 
 
 @triton.jit
-def load_again(pointer, row, is_row, column, p: tl.constexpr):
-    """As `load_tile`, for the last time. The compiler must not take the values of the first time from registers."""
-    inside = is_row[:, None] & (column < p.num_features)[None, :]
-    places = pointer + row[:, None] * p.num_features + column[None, :]
-    return tl.load(places, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+def sums_of_rows(products, total, p: tl.constexpr):
+    """Both sums of a tile over its second axis, in one exchange between warps. An RMS norm does not need the second."""
+    if p.centered:
+        return tl.reduce((products, total), 1, add_both)
+    along = tl.sum(products, axis=1)
+    return along, along
+
+
+@triton.jit
+def add_both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def again(raw):
+    """The same values, of which the compiler does not know that they are the same: it converts them a second time.
+
+    So float32 values need registers only while they are computed. Between, the row has the size that it has in memory.
+    """
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [raw], dtype=raw.dtype, is_pure=False, pack=32 // raw.dtype.primitive_bitwidth
+    )
 
 
 @triton.jit
@@ -269,3 +288,31 @@ def add_share(parts, values, column, tile, p: tl.constexpr):
     is_column = column < p.num_features
     before = tl.load(parts + column, mask=is_column & (column * 0 + tile >= p.num_programs), other=0.0)
     tl.store(parts + column, before + values, mask=is_column)
+
+
+@triton.jit
+def add_shares(scale_parts, bias_parts, scale_grad, bias_grad, p: tl.constexpr):
+    """One program: a block of columns of the gradient of scale (index 0 along the third axis) or of bias."""
+    which = tl.program_id(2)
+    if p.scale_shares:
+        add_columns(scale_parts, scale_grad, which == 0, p.scale_shares, p.scale_groups, p)
+    if p.bias_shares:
+        add_columns(bias_parts, bias_grad, which == p.num_sums - 1, p.bias_shares, p.bias_groups, p)
+
+
+@triton.jit
+def add_columns(parts, grad, is_asked, SHARES: tl.constexpr, GROUPS: tl.constexpr, p: tl.constexpr):
+    """The sum of a group's shares. Most often all of them are in flight at once."""
+    BLOCK_SHARES: tl.constexpr = p.block_shares
+    BLOCK_COLUMNS: tl.constexpr = p.block_columns
+    group = tl.program_id(1)
+    if is_asked & (group < GROUPS):
+        column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        is_column = column < p.num_features
+        total = tl.full((BLOCK_SHARES, BLOCK_COLUMNS), 0.0, tl.float32)
+        for start in range(0, SHARES, BLOCK_SHARES):
+            share = start + tl.arange(0, BLOCK_SHARES)
+            places = (group * SHARES + share).to(tl.int64)[:, None] * p.num_features + column[None, :]
+            total += tl.load(parts + places, mask=(share < SHARES)[:, None] & is_column[None, :], other=0.0)
+        sums = tl.sum(total, axis=0).to(grad.dtype.element_ty)
+        tl.store(grad + group * p.num_features + column, sums, mask=is_column)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from jaxkernels.triton.norm.row_kernel import (
     columns_of,
+    joined,
     load_parameter,
     load_scale,
     load_tile,
@@ -26,13 +27,7 @@ def norm_forward(x, residual, scale, bias, out, sums, mean, rstd, p: tl.constexp
     for tile in tl.range(tl.program_id(0), p.num_tiles, p.num_programs, num_stages=p.num_stages):
         row, is_row = rows_of(tile, group, p)
         if p.is_whole:
-            column = columns_of(0, p)
-            z = load_sum(x, residual, row, is_row, column, p)
-            center = is_row[:, None].to(tl.float32) * 0.0
-            if p.centered:
-                center = mean_of(tl.sum(z, axis=1), p)
-            factor = inverse_root(tl.sum(squares(z, center, column, p), axis=1), p)
-            finish(z, center, factor, scale, bias, out, sums, group, row, is_row, column, p)
+            center, factor = whole_rows(x, residual, scale, bias, out, sums, group, row, is_row, p)
         else:
             center, factor = statistics(x, residual, row, is_row, p)
             for start in range(0, p.num_features, p.block_features):
@@ -42,6 +37,35 @@ def norm_forward(x, residual, scale, bias, out, sums, mean, rstd, p: tl.constexp
         if p.centered:
             tl.store(mean + row[:, None], center, mask=is_row[:, None])
         tl.store(rstd + row[:, None], factor, mask=is_row[:, None])
+
+
+@triton.jit
+def whole_rows(x, residual, scale, bias, out, sums, group, row, is_row, p: tl.constexpr):
+    """Mean and reciprocal standard deviation of a tile of whole rows, which is normalized and stored.
+
+    A row has one or two blocks of columns: the second one has the features that the first one lacks.
+    """
+    BLOCK_FEATURES: tl.constexpr = p.block_features
+    BLOCK_REST: tl.constexpr = p.block_rest
+    column = columns_of(0, p)
+    z = load_sum(x, residual, row, is_row, column, p)
+    if BLOCK_REST:
+        rest = BLOCK_FEATURES + tl.arange(0, BLOCK_REST)
+        z_rest = load_sum(x, residual, row, is_row, rest, p)
+    center = is_row[:, None].to(tl.float32) * 0.0
+    if p.centered:
+        total = tl.sum(z, axis=1)
+        if BLOCK_REST:
+            total = joined(total, tl.sum(z_rest, axis=1))
+        center = mean_of(total, p)
+    total = tl.sum(squares(z, center, column, p), axis=1)
+    if BLOCK_REST:
+        total = joined(total, tl.sum(squares(z_rest, center, rest, p), axis=1))
+    factor = inverse_root(total, p)
+    finish(z, center, factor, scale, bias, out, sums, group, row, is_row, column, p)
+    if BLOCK_REST:
+        finish(z_rest, center, factor, scale, bias, out, sums, group, row, is_row, rest, p)
+    return center, factor
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import jax
 import numpy as np
@@ -80,6 +80,27 @@ class Config:
             raise ValueError(f"{self.label}: programs_per_sm must not be negative; got {self.programs_per_sm}.")
 
 
+class _WithRest(Protocol):
+    label: ClassVar[str]
+
+    @property
+    def block_rows(self) -> int: ...
+    @property
+    def block_rest(self) -> int: ...
+
+
+def check_rest(config: _WithRest) -> None:
+    """Raises ValueError unless a configuration's second block of columns is valid."""
+    rest = config.block_rest
+    if rest < 0 or rest & (rest - 1):
+        raise ValueError(f"{config.label}: block_rest must be 0 or a power of two; got {rest}.")
+    if rest and config.block_rows > 1:
+        raise ValueError(
+            f"{config.label}: a tile with a second block of columns must have one row; got {config.block_rows} rows "
+            f"and block_rest={rest}."
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """The constants of a kernel.
@@ -95,7 +116,9 @@ class Problem:
       scale, bias: whether they are given.
       scale_per_group, bias_per_group: whether each group has its own.
       scale_gradient, bias_gradient: as in `NormSpec`.
-      block_rest, reads_twice, tiles_to_l2: as in the backward pass's `Config`.
+      block_rest: as in the forward and the backward pass's `Config`.
+      converts_twice, tiles_to_l2: as in the backward pass's `Config`.
+      loads_late: whether a program loads dsum after the means.
     """
 
     num_groups: int
@@ -117,8 +140,9 @@ class Problem:
     scale_gradient: bool
     bias_gradient: bool
     block_rest: int = 0
-    reads_twice: bool = False
+    converts_twice: bool = False
     tiles_to_l2: int = 0
+    loads_late: bool = False
 
     @classmethod
     def of(cls, spec: NormSpec, config: Config) -> Problem:
@@ -240,6 +264,26 @@ def default_tile(spec: NormSpec, longest: int, chunks: tuple[int, ...], per_thre
         abs(math.log2(size(tile) / (32 * tile[2] * per_thread))),
     )
     return min(found, key=ranks)
+
+
+def blocks(num_features: int, one_block: int) -> tuple[int, int]:
+    """Features of the first and the second block of columns: the next power of two and 0, or half of it and the rest.
+
+    Args:
+      one_block: features up to which rows have one block.
+    """
+    whole = _power_of_two(num_features)
+    rest = _power_of_two(max(1, num_features - whole // 2))
+    return (whole, 0) if num_features <= one_block or rest == whole // 2 else (whole // 2, rest)
+
+
+def rows_of_tile(spec: NormSpec, columns: int, enough: int) -> int:
+    """As few rows as make a tile of `enough` elements, if there are so many rows: a power of two, at most 64."""
+    num_rows = math.prod(spec.x.shape[:-1])
+    block_rows = 1
+    while block_rows * columns < enough and block_rows < min(64, num_rows):
+        block_rows *= 2
+    return block_rows
 
 
 def _power_of_two(size: int) -> int:

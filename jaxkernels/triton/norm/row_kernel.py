@@ -75,3 +75,12 @@ def load_statistics(mean, rstd, row, is_row, p: tl.constexpr):
 def mean_of(total, p: tl.constexpr):
     """The mean over the features, from the sum of a tile over its second axis: (block_rows, 1)."""
     return tl.div_rn(total, tl.full(total.shape, p.num_features, tl.float32))[:, None]
+
+
+@triton.jit
+def joined(first, rest):
+    """The sum of two sums over a row, (1,) each. They become scalars, which have no layout.
+
+    The sum of two vectors has one layout. Triton would move all the numbers that one of them is the sum of into it.
+    """
+    return tl.full(first.shape, 0.0, tl.float32) + (tl.sum(first, axis=0) + tl.sum(rest, axis=0))
