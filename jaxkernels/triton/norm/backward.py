@@ -160,7 +160,7 @@ def shortlist(spec: NormSpec) -> tuple[Config, ...]:
     programs_per_sm = _resident(spec, one)
     # Loads ahead of so many elements keep enough bytes in flight if dsum is one of three arrays.
     are_enough = one.num_stages == 2 and spec.sum_gradient
-    are_enough &= programs_per_sm * block_rows * spec.num_features >= _limit(spec, _READ_ONCE)
+    are_enough &= programs_per_sm * block_rows * spec.num_features >= _limit(spec, 3 * _READ_ONCE // 4)
     tiles_to_l2 = one.num_stages if _can_ask_l2(spec) and not are_enough else 0
     return (dataclasses.replace(one, programs_per_sm=programs_per_sm, tiles_to_l2=tiles_to_l2),)
 
