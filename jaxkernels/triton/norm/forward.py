@@ -38,21 +38,10 @@ _FEWEST_OF_LAYER = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(problem.Config):
-    """Tiles and schedule.
-
-    Attributes:
-      block_rest: features of the second block of columns, for whole rows that fill the first one; or 0. A tile with
-        two blocks has one row.
-    """
+class Config(problem.BlocksConfig):
+    """Tiles and schedule."""
 
     label = "norm_forward[triton]"
-
-    block_rest: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        problem.check_rest(self)
 
 
 def unpreferred(spec: NormSpec) -> str | None:
@@ -95,7 +84,7 @@ def run(spec: NormSpec, config: Config, *operands: jax.Array) -> list[jax.Array]
     from jaxkernels.triton.norm import forward_kernel
 
     named = spec.named("norm_forward", operands)
-    p = dataclasses.replace(Problem.of(spec, config), block_rest=config.block_rest)
+    p = Problem.of(spec, config)
     types = {name: operand.type for name, operand in spec.arrays().items()}
     names = ("out", "sum", "mean", "rstd")
     outputs = spec.outputs("norm_forward")

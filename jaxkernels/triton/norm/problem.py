@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -25,12 +25,15 @@ from jaxkernels.triton import calls, chips
 __all__ = [
     "ABSENT",
     "SCHEDULES",
+    "BlocksConfig",
     "Config",
     "Problem",
+    "blocks",
     "configs",
     "default_tile",
     "fits",
     "optional",
+    "rows_of_tile",
     "tiles",
     "unsupported",
 ]
@@ -80,25 +83,31 @@ class Config:
             raise ValueError(f"{self.label}: programs_per_sm must not be negative; got {self.programs_per_sm}.")
 
 
-class _WithRest(Protocol):
-    label: ClassVar[str]
+@dataclasses.dataclass(frozen=True)
+class BlocksConfig(Config):
+    """Tiles and schedule of a pass whose whole rows may have two blocks of columns.
+
+    Attributes:
+      block_rest: features of the second block of columns, for whole rows that fill the first one; or 0. A tile with
+        two blocks has one row.
+    """
+
+    block_rest: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_rest < 0 or self.block_rest & (self.block_rest - 1):
+            raise ValueError(f"{self.label}: block_rest must be 0 or a power of two; got {self.block_rest}.")
+        if self.block_rest and self.block_rows > 1:
+            raise ValueError(
+                f"{self.label}: a tile with a second block of columns must have one row; got {self.block_rows} rows "
+                f"and block_rest={self.block_rest}."
+            )
 
     @property
-    def block_rows(self) -> int: ...
-    @property
-    def block_rest(self) -> int: ...
-
-
-def check_rest(config: _WithRest) -> None:
-    """Raises ValueError unless a configuration's second block of columns is valid."""
-    rest = config.block_rest
-    if rest < 0 or rest & (rest - 1):
-        raise ValueError(f"{config.label}: block_rest must be 0 or a power of two; got {rest}.")
-    if rest and config.block_rows > 1:
-        raise ValueError(
-            f"{config.label}: a tile with a second block of columns must have one row; got {config.block_rows} rows "
-            f"and block_rest={rest}."
-        )
+    def columns(self) -> int:
+        """Columns of a tile."""
+        return self.block_features + self.block_rest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +125,7 @@ class Problem:
       scale, bias: whether they are given.
       scale_per_group, bias_per_group: whether each group has its own.
       scale_gradient, bias_gradient: as in `NormSpec`.
-      block_rest: as in the forward and the backward pass's `Config`.
+      block_rest: as in `BlocksConfig`.
       converts_twice, tiles_to_l2: as in the backward pass's `Config`.
       loads_late: whether a program loads dsum after the means.
     """
@@ -172,6 +181,7 @@ class Problem:
             bias_per_group=per_group(spec.bias),
             scale_gradient=spec.scale_gradient,
             bias_gradient=spec.bias_gradient,
+            block_rest=config.block_rest if isinstance(config, BlocksConfig) else 0,
         )
 
     @property
