@@ -35,10 +35,10 @@ _LONGEST, _CHUNKS = 16384, (4096, 2048)
 #: The fewest features that were measured.
 _FEWEST = 768
 
-#: Rows of 16-bit numbers up to here are read once. With longer ones, registers have no room for x, dout and the share.
-_READ_ONCE = 8192
+#: Rows of 16-bit numbers up to here can be held in float32, with the share.
+_IN_FLOAT32 = 8192
 
-#: Rows up to here have one block of columns, the next power of two. So have rows that are longer than _SHORT.
+#: Rows up to _ONE_BLOCK have one block of columns, the next power of two. So have rows over _SHORT, up to _IN_FLOAT32.
 _ONE_BLOCK, _SHORT = 1024, 4096
 
 #: (programs_per_sm, num_stages) of chunks.
@@ -107,15 +107,15 @@ def unpreferred(spec: NormSpec) -> str | None:
 def search_space(spec: NormSpec) -> Iterator[Config]:
     """Whole rows: each tile with as many programs for an SM as its registers have room for, and with half of them."""
     if not _is_whole(spec):
-        yield from problem.configs(spec, Config, problem.tiles(spec, _limit(spec, _READ_ONCE), _CHUNKS), _SCHEDULES)
+        yield from problem.configs(spec, Config, problem.tiles(spec, _limit(spec, _IN_FLOAT32), _CHUNKS), _SCHEDULES)
         return
     first, rest = _blocks(spec)
     columns = first + rest
-    half = _limit(spec, _READ_ONCE) // 2
+    half = _limit(spec, _IN_FLOAT32) // 2
     twice = (False,) if columns <= half else (False, True)
     for block_rows in (1, 2, 4, 8, 16, 32, 64):
         elements = block_rows * columns
-        if block_rows > 1 and (rest or elements > _READ_ONCE // 2 or block_rows > 2 * _num_rows(spec)):
+        if block_rows > 1 and (rest or elements > _IN_FLOAT32 // 2 or block_rows > 2 * _num_rows(spec)):
             continue
         for num_warps in (1, 2, 4, 8, 16):
             per_thread = elements / (32 * num_warps)
@@ -134,7 +134,7 @@ def shortlist(spec: NormSpec) -> tuple[Config, ...]:
     """The default."""
     if not _is_whole(spec):
         per_thread = _PER_THREAD_OF_CHUNKS[spec.x.dtype.itemsize]
-        tile = problem.default_tile(spec, _limit(spec, _READ_ONCE), _CHUNKS, per_thread)
+        tile = problem.default_tile(spec, _limit(spec, _IN_FLOAT32), _CHUNKS, per_thread)
         usual = Config(*tile, 2, 2)
         return (usual if spec.target.is_hopper and problem.fits(spec, usual) else Config(*tile, 2, 1),)
     first, rest = _blocks(spec)
@@ -143,7 +143,7 @@ def shortlist(spec: NormSpec) -> tuple[Config, ...]:
     elements = block_rows * (first + rest)
     per_thread = _PER_THREAD if elements <= _limit(spec, _SHORT) else _PER_THREAD_OF_LONG
     num_warps = next((n for n in (1, 2, 4, 8) if elements <= 32 * n * _limit(spec, per_thread)), 16)
-    one = Config(block_rows, first, num_warps, 1, 2 if elements <= _limit(spec, _READ_ONCE) else 1, rest)
+    one = Config(block_rows, first, num_warps, 1, 2 if elements <= _limit(spec, _IN_FLOAT32) else 1, rest)
     if _registers(spec, one) > _most_registers(spec, one):
         one = dataclasses.replace(one, num_stages=1)
     if _registers(spec, one) > _most_registers(spec, one):
@@ -151,7 +151,7 @@ def shortlist(spec: NormSpec) -> tuple[Config, ...]:
     programs_per_sm = _resident(spec, one)
     # Loads ahead of so many elements keep enough bytes in flight if dsum is one of three arrays.
     are_enough = one.num_stages == 2 and spec.sum_gradient
-    are_enough &= programs_per_sm * block_rows * spec.num_features >= _limit(spec, 3 * _READ_ONCE // 4)
+    are_enough &= programs_per_sm * block_rows * spec.num_features >= _limit(spec, 3 * _IN_FLOAT32 // 4)
     tiles_to_l2 = one.num_stages if _can_ask_l2(spec) and not are_enough else 0
     return (dataclasses.replace(one, programs_per_sm=programs_per_sm, tiles_to_l2=tiles_to_l2),)
 
@@ -174,16 +174,16 @@ def _is_whole(spec: NormSpec) -> bool:
 
 
 def _blocks(spec: NormSpec) -> tuple[int, int]:
-    """Features of the first and the second block of columns: the largest power of two, and the rest.
+    """Features of the first and the second block of columns; 0 if there is no second one.
 
-    One block has one sum over warps, two have two. Between _SHORT and _READ_ONCE features, this takes longer than the
-    columns that a second block would not have.
+    Each block has a sum over warps of its own. Between _SHORT and _IN_FLOAT32 features, a second sum takes longer than
+    the empty columns of a single block.
     """
-    num_features, longest = spec.num_features, _limit(spec, _READ_ONCE)
+    num_features, longest = spec.num_features, _limit(spec, _IN_FLOAT32)
     if _limit(spec, _SHORT) < num_features <= longest:
         return longest, 0
     first, rest = problem.blocks(num_features, _ONE_BLOCK)
-    # Registers hold one of two equal blocks in float32, not both.
+    # A row that is too long for one block has two equal ones.
     return (first, rest) if rest or first <= longest else (first // 2, first // 2)
 
 
@@ -198,7 +198,7 @@ def _has_wide_scale(spec: NormSpec) -> bool:
 
 
 def _most_registers(spec: NormSpec, config: Config) -> int:
-    """Registers that a thread gets at most. ptxas takes more of them for other GPUs than Hopper."""
+    """Registers of a thread at most. For other GPUs than Hopper, ptxas takes more than `_registers` estimates."""
     return min(255 if spec.target.is_hopper else 232, _REGISTERS_OF_SM // (32 * config.num_warps))
 
 

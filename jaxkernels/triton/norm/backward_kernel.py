@@ -208,9 +208,9 @@ def add_both(a, b, c, d):
 
 @triton.jit
 def again(raw):
-    """The same values, of which the compiler does not know that they are the same: it converts them a second time.
+    """The same values. The compiler does not know that they are the same, so it converts them a second time.
 
-    So float32 values need registers only while they are computed. Between, the row has the size that it has in memory.
+    So float32 values take registers only while they are used. Between, the row takes as many bytes as in memory.
     """
     return tl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [raw], dtype=raw.dtype, is_pure=False, pack=32 // raw.dtype.primitive_bitwidth

@@ -26,8 +26,8 @@ _LONGEST, _CHUNKS = 16384, (8192, 4096)
 #: Rows up to here have one block of columns: the next power of two.
 _ONE_BLOCK = 1024
 
-#: Elements of a tile that a default configuration has at least, if there are enough rows, and of a thread at most. Few
-#: warps take turns with those of other programs, and sums over a row cross few warps.
+#: Elements of a tile of a default configuration at least, if there are enough rows, and elements of a thread at most.
+#: With many elements for a thread, a sum over a row crosses few warps.
 _SMALL_TILE, _PER_THREAD = 2048, 48
 
 #: Elements of a thread of a default configuration with chunks.
