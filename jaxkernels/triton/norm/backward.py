@@ -38,14 +38,11 @@ _FEWEST = 768
 #: Rows of 16-bit numbers up to here can be held in float32, with the share.
 _IN_FLOAT32 = 8192
 
-#: Rows up to _ONE_BLOCK have one block of columns, the next power of two. So have rows over _SHORT, up to _IN_FLOAT32.
-_ONE_BLOCK, _SHORT = 1024, 4096
+#: Rows of 16-bit numbers over this and up to _IN_FLOAT32 have one block of columns.
+_SHORT = 4096
 
 #: (programs_per_sm, num_stages) of chunks.
 _SCHEDULES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2), (1, 3), (2, 3))
-
-#: Elements of a tile that a default configuration has at least, if there are enough rows.
-_SMALL_TILE = 2048
 
 #: Elements of an array for each thread of a default configuration, at most: of 16-bit rows up to _SHORT, which leave
 #: registers for several programs on an SM; of longer ones; and of chunks by the bytes of an element, for two programs.
@@ -115,7 +112,7 @@ def search_space(spec: NormSpec) -> Iterator[Config]:
     twice = (False,) if columns <= half else (False, True)
     for block_rows in (1, 2, 4, 8, 16, 32, 64):
         elements = block_rows * columns
-        if block_rows > 1 and (rest or elements > _IN_FLOAT32 // 2 or block_rows > 2 * _num_rows(spec)):
+        if block_rows > 1 and (rest or elements > _IN_FLOAT32 // 2 or block_rows > 2 * problem.num_rows(spec)):
             continue
         for num_warps in (1, 2, 4, 8, 16):
             per_thread = elements / (32 * num_warps)
@@ -138,9 +135,9 @@ def shortlist(spec: NormSpec) -> tuple[Config, ...]:
         usual = Config(*tile, 2, 2)
         return (usual if spec.target.is_hopper and problem.fits(spec, usual) else Config(*tile, 2, 1),)
     first, rest = _blocks(spec)
-    # As few rows as make a tile of _SMALL_TILE elements, then the fewest warps that give a thread few enough.
-    block_rows = problem.rows_of_tile(spec, first + rest, 1 if rest else _SMALL_TILE)
+    block_rows = problem.rows_of_tile(spec, first, rest)
     elements = block_rows * (first + rest)
+    # The fewest warps that give a thread few enough elements.
     per_thread = _PER_THREAD if elements <= _limit(spec, _SHORT) else _PER_THREAD_OF_LONG
     num_warps = next((n for n in (1, 2, 4, 8) if elements <= 32 * n * _limit(spec, per_thread)), 16)
     one = Config(block_rows, first, num_warps, 1, 2 if elements <= _limit(spec, _IN_FLOAT32) else 1, rest)
@@ -150,14 +147,10 @@ def shortlist(spec: NormSpec) -> tuple[Config, ...]:
         one = dataclasses.replace(one, converts_twice=True)
     programs_per_sm = _resident(spec, one)
     # Loads ahead of so many elements keep enough bytes in flight if dsum is one of three arrays.
-    are_enough = one.num_stages == 2 and spec.sum_gradient
-    are_enough &= programs_per_sm * block_rows * spec.num_features >= _limit(spec, 3 * _IN_FLOAT32 // 4)
+    num_ahead = programs_per_sm * block_rows * spec.num_features if one.num_stages == 2 else 0
+    are_enough = spec.sum_gradient and num_ahead >= _limit(spec, 3 * _IN_FLOAT32 // 4)
     tiles_to_l2 = one.num_stages if _can_ask_l2(spec) and not are_enough else 0
     return (dataclasses.replace(one, programs_per_sm=programs_per_sm, tiles_to_l2=tiles_to_l2),)
-
-
-def _num_rows(spec: NormSpec) -> int:
-    return math.prod(spec.x.shape[:-1])
 
 
 def _limit(spec: NormSpec, features: int) -> int:
@@ -182,7 +175,7 @@ def _blocks(spec: NormSpec) -> tuple[int, int]:
     num_features, longest = spec.num_features, _limit(spec, _IN_FLOAT32)
     if _limit(spec, _SHORT) < num_features <= longest:
         return longest, 0
-    first, rest = problem.blocks(num_features, _ONE_BLOCK)
+    first, rest = problem.blocks(num_features)
     # A row that is too long for one block has two equal ones.
     return (first, rest) if rest or first <= longest else (first // 2, first // 2)
 
@@ -333,7 +326,7 @@ def _added(spec: NormSpec, p: Problem, of_scale: jax.Array, of_bias: jax.Array) 
         return []
     groups = {name: parameter.shape[0] for name, parameter in wanted.items()}
     shares = {name: p.num_programs * p.num_groups // count for name, count in groups.items()}
-    block_shares = min(_MOST_SHARES, 1 << (max(shares.values()) - 1).bit_length())
+    block_shares = min(_MOST_SHARES, problem.power_of_two(max(shares.values())))
     constants = _Shares(
         num_features=spec.num_features,
         scale_groups=groups.get("scale", 0),

@@ -23,12 +23,8 @@ VERSION = 2
 #: Rows up to here are held whole; longer ones are read in chunks of one of these sizes.
 _LONGEST, _CHUNKS = 16384, (8192, 4096)
 
-#: Rows up to here have one block of columns: the next power of two.
-_ONE_BLOCK = 1024
-
-#: Elements of a tile of a default configuration at least, if there are enough rows, and elements of a thread at most.
-#: With many elements for a thread, a sum over a row crosses few warps.
-_SMALL_TILE, _PER_THREAD = 2048, 48
+#: Elements of a thread of a default configuration at most. With many of them, a sum over a row crosses few warps.
+_PER_THREAD = 48
 
 #: Elements of a thread of a default configuration with chunks.
 _PER_THREAD_OF_CHUNKS = 16
@@ -60,11 +56,10 @@ def unpreferred(spec: NormSpec) -> str | None:
 def search_space(spec: NormSpec) -> Iterator[Config]:
     """All tiles, with a program each, and of a few programs for each SM; whole rows also in two blocks of columns."""
     yield from problem.configs(spec, Config, problem.tiles(spec, _LONGEST, _CHUNKS), SCHEDULES)
-    first, rest = problem.blocks(spec.num_features, _ONE_BLOCK)
+    first, rest = problem.blocks(spec.num_features)
     if rest and spec.num_features <= _LONGEST:
         sizes = [(1, first, num_warps) for num_warps in (2, 4, 8, 16)]
-        for one in problem.configs(spec, Config, sizes, SCHEDULES):
-            yield dataclasses.replace(one, block_rest=rest)
+        yield from problem.configs(spec, Config, sizes, SCHEDULES, block_rest=rest)
 
 
 def shortlist(spec: NormSpec) -> tuple[Config, ...]:
@@ -72,8 +67,8 @@ def shortlist(spec: NormSpec) -> tuple[Config, ...]:
     if spec.num_features > _LONGEST:
         tile = problem.default_tile(spec, _LONGEST, _CHUNKS, _PER_THREAD_OF_CHUNKS)
         return (Config(*tile, *SCHEDULES[0]),)
-    first, rest = problem.blocks(spec.num_features, _ONE_BLOCK)
-    block_rows = problem.rows_of_tile(spec, first + rest, 1 if rest else _SMALL_TILE)
+    first, rest = problem.blocks(spec.num_features)
+    block_rows = problem.rows_of_tile(spec, first, rest)
     elements = block_rows * (first + rest)
     num_warps = next((n for n in (2, 4, 8) if elements <= 32 * n * _PER_THREAD), 16)
     return (Config(block_rows, first, num_warps, *SCHEDULES[0], rest),)

@@ -32,7 +32,9 @@ __all__ = [
     "configs",
     "default_tile",
     "fits",
+    "num_rows",
     "optional",
+    "power_of_two",
     "rows_of_tile",
     "tiles",
     "unsupported",
@@ -48,6 +50,9 @@ SCHEDULES = ((0, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2), (1, 3), (2, 3))
 
 #: Elements of a tile that a default configuration has at least, if there are enough rows.
 _SMALL_TILE = 4096
+
+#: The same of whole rows in passes that may have two blocks of columns. Rows up to _ONE_BLOCK features have one block.
+_SMALL_TILE_OF_BLOCKS, _ONE_BLOCK = 2048, 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +87,11 @@ class Config:
         if self.programs_per_sm < 0:
             raise ValueError(f"{self.label}: programs_per_sm must not be negative; got {self.programs_per_sm}.")
 
+    @property
+    def columns(self) -> int:
+        """Columns of a tile."""
+        return self.block_features
+
 
 @dataclasses.dataclass(frozen=True)
 class BlocksConfig(Config):
@@ -106,7 +116,6 @@ class BlocksConfig(Config):
 
     @property
     def columns(self) -> int:
-        """Columns of a tile."""
         return self.block_features + self.block_rest
 
 
@@ -157,14 +166,14 @@ class Problem:
     def of(cls, spec: NormSpec, config: Config) -> Problem:
         per_group = lambda parameter: parameter is not None and parameter.shape[0] > 1
         num_groups = spec.x.shape[0] if per_group(spec.scale) or per_group(spec.bias) else 1
-        num_rows = math.prod(spec.x.shape[:-1]) // num_groups
-        num_programs = num_tiles = -(-num_rows // config.block_rows)
+        rows = num_rows(spec) // num_groups
+        num_programs = num_tiles = -(-rows // config.block_rows)
         if config.programs_per_sm:
             for_each_group = -(-config.programs_per_sm * chips.num_sms(spec.target) // num_groups)
             num_programs = min(num_tiles, for_each_group)
         return cls(
             num_groups=num_groups,
-            num_rows=num_rows,
+            num_rows=rows,
             num_features=spec.num_features,
             block_rows=config.block_rows,
             block_features=config.block_features,
@@ -181,7 +190,7 @@ class Problem:
             bias_per_group=per_group(spec.bias),
             scale_gradient=spec.scale_gradient,
             bias_gradient=spec.bias_gradient,
-            block_rest=config.block_rest if isinstance(config, BlocksConfig) else 0,
+            block_rest=config.columns - config.block_features,
         )
 
     @property
@@ -217,9 +226,14 @@ def unsupported(spec: NormSpec) -> str | None:
         return "has no work in an empty array"
     if spec.x.shape[0] > _MOST_GROUPS and Problem.of(spec, Config(1, 1, 1)).num_groups > 1:
         return f"takes at most {_MOST_GROUPS} groups with a scale or bias of their own, got {spec.x.shape[0]}"
-    if math.prod(spec.x.shape[:-1]) >= 2**31:
-        return f"counts rows in 32 bits, x has {math.prod(spec.x.shape[:-1])}"
+    if num_rows(spec) >= 2**31:
+        return f"counts rows in 32 bits, x has {num_rows(spec)}"
     return calls.missing()
+
+
+def num_rows(spec: NormSpec) -> int:
+    """Rows of all groups."""
+    return math.prod(spec.x.shape[:-1])
 
 
 def tiles(spec: NormSpec, longest: int, chunks: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
@@ -229,11 +243,11 @@ def tiles(spec: NormSpec, longest: int, chunks: tuple[int, ...]) -> Iterator[tup
       longest: the longest rows that are held whole.
       chunks: block_features of longer rows.
     """
-    whole = _power_of_two(spec.num_features)
+    whole = power_of_two(spec.num_features)
     for block_features in (whole,) if whole <= longest else chunks:
         for block_rows in (1, 2, 4, 8, 16, 32, 64):
             elements = block_rows * block_features
-            if block_rows > 1 and (elements > longest or block_rows > 2 * math.prod(spec.x.shape[:-1])):
+            if block_rows > 1 and (elements > longest or block_rows > 2 * num_rows(spec)):
                 continue
             for num_warps in (1, 2, 4, 8, 16):
                 per_thread = elements / (32 * num_warps)
@@ -243,16 +257,20 @@ def tiles(spec: NormSpec, longest: int, chunks: tuple[int, ...]) -> Iterator[tup
 
 def fits(spec: NormSpec, config: Config) -> bool:
     """Whether the tiles in flight have room in shared memory: x and up to two arrays of its type."""
-    tile = config.block_rows * config.block_features * spec.x.dtype.itemsize
+    tile = config.block_rows * config.columns * spec.x.dtype.itemsize
     return config.num_stages == 1 or 3 * config.num_stages * tile <= chips.smem_bytes(spec.target)
 
 
 def configs[C: Config](
-    spec: NormSpec, config: type[C], sizes: Iterable[tuple[int, int, int]], schedules: Sequence[tuple[int, int]]
+    spec: NormSpec,
+    config: type[C],
+    sizes: Iterable[tuple[int, int, int]],
+    schedules: Sequence[tuple[int, int]],
+    **others: int,
 ) -> Iterator[C]:
-    """A design's configurations with these sizes (`tiles`) and schedules, as far as they fit."""
+    """A design's configurations with these sizes (`tiles`), schedules and other fields, as far as they fit."""
     for tile in sizes:
-        every = (config(*tile, *schedule) for schedule in schedules)
+        every = (config(*tile, *schedule, **others) for schedule in schedules)
         yield from (one for one in every if fits(spec, one))
 
 
@@ -276,27 +294,23 @@ def default_tile(spec: NormSpec, longest: int, chunks: tuple[int, ...], per_thre
     return min(found, key=ranks)
 
 
-def blocks(num_features: int, one_block: int) -> tuple[int, int]:
-    """Features of the first and the second block of columns: the next power of two and 0, or half of it and the rest.
-
-    Args:
-      one_block: features up to which rows have one block.
-    """
-    whole = _power_of_two(num_features)
-    rest = _power_of_two(max(1, num_features - whole // 2))
-    return (whole, 0) if num_features <= one_block or rest == whole // 2 else (whole // 2, rest)
+def blocks(num_features: int) -> tuple[int, int]:
+    """Features of both blocks of columns: the next power of two and 0, or half of it and the rest."""
+    whole = power_of_two(num_features)
+    rest = power_of_two(max(1, num_features - whole // 2))
+    return (whole, 0) if num_features <= _ONE_BLOCK or rest == whole // 2 else (whole // 2, rest)
 
 
-def rows_of_tile(spec: NormSpec, columns: int, enough: int) -> int:
-    """As few rows as make a tile of `enough` elements, if there are so many rows: a power of two, at most 64."""
-    num_rows = math.prod(spec.x.shape[:-1])
+def rows_of_tile(spec: NormSpec, first: int, rest: int) -> int:
+    """Rows of a default tile with these blocks: as few as make a tile large enough, or one with two blocks."""
     block_rows = 1
-    while block_rows * columns < enough and block_rows < min(64, num_rows):
+    while not rest and block_rows * first < _SMALL_TILE_OF_BLOCKS and block_rows < min(64, num_rows(spec)):
         block_rows *= 2
     return block_rows
 
 
-def _power_of_two(size: int) -> int:
+def power_of_two(size: int) -> int:
+    """The least one that is not below the size."""
     return 1 << (size - 1).bit_length()
 
 
