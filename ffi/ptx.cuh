@@ -30,21 +30,29 @@ __device__ __forceinline__ void named_barrier_arrive(u32 barrier) {
 
 // ---- Asynchronous copies by threads (section "cp.async") ---------------------------------------
 
-// Copies kBytes, 4 or 16, to shared memory; zeros if not `inside`: then nothing is read. Both
+// Copies kBytes, 4, 8 or 16, to shared memory; zeros if not `inside`: then nothing is read. Both
 // addresses are multiples of kBytes.
 template <int kBytes>
 __device__ __forceinline__ void cp_async(u32 to, const void* from, bool inside) {
-  static_assert(kBytes == 4 || kBytes == 16, "sizes of a copy");
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "sizes of a copy");
   const u32 bytes = inside ? kBytes : 0;
   if constexpr (kBytes == 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
                  "l"(__cvta_generic_to_global(from)), "r"(bytes)
                  : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to),
-                 "l"(__cvta_generic_to_global(from)), "r"(bytes)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to),
+                 "l"(__cvta_generic_to_global(from)), "r"(bytes), "n"(kBytes)
                  : "memory");
   }
+}
+
+// Arrives at an mbarrier of the block when all copies that the thread has issued have arrived. It
+// is one of the barrier's arrivals.
+__device__ __forceinline__ void cp_async_arrive(u64* barrier) {
+  asm volatile(
+      "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(tma::shared_address(barrier))
+      : "memory");
 }
 
 // Copies are waited for in groups, each by the thread that issued it.

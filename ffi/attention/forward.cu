@@ -64,6 +64,8 @@ struct Config {
   static constexpr bool kSoftCap = JK_SOFT_CAP;
   static constexpr bool kBias = JK_BIAS_STAGES > 0;
   static constexpr int kBiasStages = kBias ? JK_BIAS_STAGES : 1;
+  // Bytes that rows of the bias are a multiple of: 16, or 8 or 4, for which TMA has no copies.
+  static constexpr int kBiasUnit = JK_BIAS_UNIT;
 };
 
 // The sizes of a launch.
@@ -114,13 +116,16 @@ constexpr int kSteps = kBlockKv / kWgmmaK<Element>;  // Of P V.
 // The bias of a consumer's queries. A warp's rows of a box are laid out as in a staging buffer.
 using BiasTile = OperandTile<Element, kWgmmaM, kBlockKv, true>;
 constexpr int kBiasBytes = Config::kBias ? BiasTile::kBytes : 16;
+// Warps copy the bias, one for each consumer.
+constexpr bool kWarpsCopyBias = Config::kBias && Config::kBiasUnit < 16;
 
 using Buffer = StagingBuffer<Element, 128>;
 constexpr int kPieces = (Config::kValueDim + Buffer::kColumns - 1) / Buffer::kColumns;
 
 // Registers of a thread by role. Together they are those that the CTA has at launch.
-constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
-constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+constexpr int kCopierRegisters = !kWarpsCopyBias ? 0 : kConsumers == 3 ? 24 : 16;
+constexpr int kProducerRegisters = (kConsumers == 3 ? 32 : 24) + kCopierRegisters;
+constexpr int kConsumerRegisters = (kConsumers == 3 ? 160 : 240) - kCopierRegisters / kConsumers;
 
 static_assert(Config::kHeadDim % 16 == 0 && Config::kValueDim % 16 == 0, "whole steps of wgmma");
 static_assert(kBlockKv % 16 == 0 && kBlockKv <= 256, "one wgmma wide, whole steps of P V");
@@ -264,11 +269,11 @@ class Producer {
       load_keys(item, item.begin());
 #pragma unroll
       for (int c = 0; c < kConsumers; ++c) load_queries(item, c, parity);
-      if constexpr (Config::kBias) load_bias(item, item.begin());
+      if constexpr (Config::kBias && !kWarpsCopyBias) load_bias(item, item.begin());
       for (int block = item.begin(); block != item.last(); --block) {
         load_keys(item, block - 1);
         load_values(item, block);
-        if constexpr (Config::kBias) load_bias(item, block - 1);
+        if constexpr (Config::kBias && !kWarpsCopyBias) load_bias(item, block - 1);
       }
       load_values(item, item.last());
     }
@@ -313,6 +318,75 @@ class Producer {
   Place keys_, values_;
   BiasPlace biases_;
   int kv_head_ = 0, bias_batch_ = 0, bias_head_ = 0;
+};
+
+// ---- A bias that TMA cannot copy ---------------------------------------------------------------
+
+// A warp that copies the bias of a consumer's queries where the rows are no whole units of 16
+// bytes. It has copies of 4 or 8 bytes in flight (cp.async). Rows of all sizes begin at a multiple
+// of them.
+class BiasCopier {
+ public:
+  __device__ __forceinline__ BiasCopier(SharedStorage& shared, const Problem& problem,
+                                        const unsigned char* bias, int consumer)
+      : problem_(problem),
+        ring_(shared.bias_rings[consumer]),
+        tiles_(tma::shared_address(shared.biases[consumer])),
+        bias_(bias + lane_across()),
+        consumer_(consumer) {}
+
+  __device__ __forceinline__ void run(Schedule schedule) {
+    const long long row_bytes = problem_.num_keys * Config::Element::kBytes;
+    for (; schedule.has_item(); schedule.advance()) {
+      const Item item = schedule.item();
+      const int batch = problem_.bias_batches > 1 ? item.batch : 0;
+      const int head = problem_.bias_heads > 1 ? item.head : 0;
+      const int first = item.first_query + consumer_ * kWgmmaM;
+      const long long row =
+          static_cast<long long>(batch * problem_.bias_heads + head) * problem_.num_queries + first;
+      const unsigned char* rows = bias_ + (row + lane_row()) * row_bytes;
+      for (int block = item.begin(); block >= item.last(); --block) {
+        copy(rows, block, problem_.num_queries - first, row_bytes);
+      }
+    }
+    cp_async_commit_group();
+    cp_async_wait_group<0>();  // A thread leaves no copies behind.
+  }
+
+ private:
+  // A few lanes copy 32 bytes of a row.
+  static constexpr int kLanes = 32 / Config::kBiasUnit;
+  static constexpr int kRowsAtOnce = kWarp / kLanes;
+  static __device__ __forceinline__ int lane_across() {
+    return threadIdx.x % kLanes * Config::kBiasUnit;
+  }
+  static __device__ __forceinline__ int lane_row() { return threadIdx.x % kWarp / kLanes; }
+
+  __device__ __forceinline__ void copy(const unsigned char* rows, int block, int num_rows,
+                                       long long row_bytes) {
+    ring_.producer_wait(place_);
+    const u32 tile = tiles_ + place_.slot() * kBiasBytes;
+    const int first_byte = block * kBlockKv * Config::Element::kBytes;
+    const int num_bytes = static_cast<int>(row_bytes) - first_byte - lane_across();
+    const unsigned char* from = rows + first_byte;
+#pragma unroll 1
+    for (int row = lane_row(); row < kWgmmaM; row += kRowsAtOnce, from += kRowsAtOnce * row_bytes) {
+#pragma unroll
+      for (int i = 0; i < kBlockKv / 16; ++i) {
+        const u32 to = i / 4 * BiasTile::kBoxBytes + swizzled<128>(row, i % 4 * 32 + lane_across());
+        cp_async<Config::kBiasUnit>(tile + to, from + i * 32, row < num_rows && i * 32 < num_bytes);
+      }
+    }
+    cp_async_arrive(&ring_.full[place_.slot()]);
+    place_.next();
+  }
+
+  const Problem& problem_;
+  Ring<Config::kBiasStages>& ring_;
+  const u32 tiles_;
+  const unsigned char* bias_;
+  const int consumer_;
+  BiasPlace place_;
 };
 
 // ---- Softmax -----------------------------------------------------------------------------------
@@ -625,7 +699,7 @@ class Consumer {
         s_[8 * c + r] = fmaf(bias[r], problem_.bias_factor, s_[8 * c + r]);
       }
     }
-    fence_proxy_async();  // The copy engine overwrites the bias.
+    if constexpr (!kWarpsCopyBias) fence_proxy_async();  // The copy engine overwrites the bias.
     __syncwarp();
     ring.consumer_release(biases_.slot(), 0);
     biases_.next();
@@ -739,9 +813,10 @@ __global__ void __launch_bounds__(kThreads, 1)
                       const __grid_constant__ TensorMap keys,
                       const __grid_constant__ TensorMap values,
                       const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap bias,
-                      float* lse, const int* plan, const int* query_lengths, const int* key_lengths,
-                      const int* query_segments, const int* key_segments, const int* segment_blocks,
-                      const int* query_offset, const __grid_constant__ Problem problem) {
+                      const unsigned char* bias_rows, float* lse, const int* plan,
+                      const int* query_lengths, const int* key_lengths, const int* query_segments,
+                      const int* key_segments, const int* segment_blocks, const int* query_offset,
+                      const __grid_constant__ Problem problem) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(dynamic_smem);
   const Arrays arrays{lse,          plan,           query_lengths, key_lengths, query_segments,
@@ -753,11 +828,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     prefetch_tensormap(&keys);
     prefetch_tensormap(&values);
     prefetch_tensormap(&out);
-    if constexpr (Config::kBias) prefetch_tensormap(&bias);
+    if constexpr (Config::kBias && !kWarpsCopyBias) prefetch_tensormap(&bias);
     shared.key_ring.init(kConsumers * 4);
     shared.value_ring.init(kConsumers * 4);
     for (int c = 0; c < kConsumers; ++c) {
-      if constexpr (Config::kBias) shared.bias_rings[c].init(4);
+      if constexpr (Config::kBias) shared.bias_rings[c].init(4, kWarpsCopyBias ? kWarp : 1);
       mbarrier_init(&shared.queries_full[c], 1);
       mbarrier_init(&shared.queries_empty[c], 4);
     }
@@ -768,9 +843,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Schedule schedule(problem, arrays);
   if (warpgroup == 0) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (uniform(threadIdx.x / kWarp) == 0 && elect_one()) {
+    const int warp = uniform(threadIdx.x / kWarp);
+    if (warp == 0 && elect_one()) {
       const Loads loads{queries, keys, values, bias};
       Producer(shared, loads).run(schedule, problem);
+    }
+    if constexpr (kWarpsCopyBias) {
+      if (1 <= warp && warp <= kConsumers) {
+        BiasCopier(shared, problem, bias_rows, warp - 1).run(schedule);
+      }
     }
   } else {
     setmaxnreg_inc<kConsumerRegisters>();

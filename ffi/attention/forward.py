@@ -42,7 +42,7 @@ __all__ = [
     "unsupported",
 ]
 
-VERSION = 1
+VERSION = 2
 
 _LABEL = "attention_forward[cuda]"
 
@@ -195,11 +195,23 @@ def _bias_shape(spec: AttentionSpec) -> tuple[int, ...]:
     return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*shapes))
 
 
+def _bias_unit(spec: AttentionSpec) -> int:
+    """Bytes that rows of the kernel's bias are a multiple of. TMA copies units of 16. The kernel copies units of 8 or 4
+    itself. XLA makes a bias of whole units out of a dense mask, and of an odd number of 16-bit columns.
+    """
+    row_bytes = 2 * spec.k.shape[1]
+    if spec.mask is not None or row_bytes % 4:
+        return 16
+    return math.gcd(row_bytes, 16)
+
+
 def _bias_columns(spec: AttentionSpec) -> int:
-    """The columns that the kernel gets: whole units of 16 bytes. If XLA has to copy the bias, it leaves out the keys
-    that are behind the band of all queries.
+    """The columns that the kernel gets. If XLA has to copy the bias, it leaves out the keys that are behind the band of
+    all queries.
     """
     columns = spec.k.shape[1]
+    if _bias_unit(spec) < 16:
+        return columns
     return launching.whole_units_of(keys_in_reach(spec) if columns % 8 else columns)
 
 
@@ -367,7 +379,9 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
     ]
     extra_buffers = [arrays.add(x) for x in extras]
     bias = _bias(spec, named)
-    bias_map = custom_call.TensorMap(arrays.add(bias), box=(1, 1, _WGMMA_M, ATOM), swizzle="128B")
+    bias_buffer, bias_map = arrays.add(bias), launching.rows_of_a_head(0, q, _WGMMA_M)
+    if bias is not None and _bias_unit(spec) == 16:
+        bias_map = custom_call.TensorMap(bias_buffer, box=(1, 1, _WGMMA_M, ATOM), swizzle="128B")
     batch, num_queries, num_heads, _ = q.shape
     results = [
         jax.ShapeDtypeStruct((batch, num_queries, num_heads, v.shape[3]), v.dtype),
@@ -385,7 +399,8 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
             launching.rows_of_a_head(1, k, config.block_kv),
             launching.rows_of_a_head(2, v, config.block_kv),
             launching.rows_of_a_head(out_buffer, results[0], 16),
-            launching.rows_of_a_head(0, q, _WGMMA_M) if bias is None else bias_map,
+            bias_map,  # Without one that TMA copies it stands for none.
+            custom_call.Pointer(bias_buffer),
             custom_call.Pointer(lse_buffer),
             custom_call.Pointer(3),
             *map(custom_call.Pointer, extra_buffers),
@@ -441,6 +456,7 @@ def compile_forward(spec: AttentionSpec, config: Config) -> compiler.CompiledKer
         query_offset=spec.query_offset,
         soft_cap=spec.soft_cap is not None,
         bias_stages=_bias_stages(spec, config),
+        bias_unit=_bias_unit(spec) if _has_bias(spec) else 16,
         masked_logit=f"{MASKED_LOGIT!r}f",
         smem_bytes=smem_bytes(spec, config),
     )

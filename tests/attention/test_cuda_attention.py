@@ -39,6 +39,8 @@ TERMS: dict[str, dict[str, Any]] = {
 #: The forward pass takes all of these. The backward pass takes the mask of keys only.
 BIASES = {
     "bias": dict(bias=(1, 8, 4000, 4000)),
+    "bias-of-4-byte-rows": dict(bias=(1, 8, 4002, 4002), length=4002),
+    "bias-of-8-byte-rows": dict(bias=(1, 8, 4004, 4004), length=4004, causal=True),
     "mask": dict(mask=(2, 1, 4000, 4000), causal=True),
     "mask-of-keys": dict(mask=(2, 1, 1, 4000)),
     "bias-and-all": dict(

@@ -79,6 +79,17 @@ CASES = {
     "bias-of-one-head": (spec_of(batch=2, bias=(2, 1, 150, 200), causal=True), Config(128, 2, 2)),
     "bias-for-all": (spec_of(batch=2, bias=(1, 1, 150, 200), soft_cap=1.5, key_lengths=True), SMALL),
     "bias-of-odd-rows": (spec_of(bias=(1, 2, 150, 203), keys=203, segments=True), Config(80, 2, 2)),
+    "bias-of-4-byte-rows": (spec_of(batch=2, bias=(2, 1, 150, 202), keys=202, causal=True), Config(80, 2, 2)),
+    "bias-of-8-byte-rows": (spec_of(batch=2, bias=(1, 2, 150, 204), keys=204, key_lengths=True), SMALL),
+    "bias-of-4-byte-rows-three-consumers": (
+        spec_of(queries=300, bias=(1, 2, 300, 130), keys=130, soft_cap=1.5),
+        Config(64, 2, 3),
+    ),
+    "bias-of-8-byte-rows-one-query": (
+        spec_of(batch=3, queries=1, bias=(3, 2, 1, 20), keys=20),
+        Config(64, 2, 1, takes_turns=False),
+    ),
+    "bias-of-one-4-byte-row": (spec_of(queries=3, keys=2, bias=(1, 2, 3, 2), window=(0, 0)), Config(16, 2, 1)),
     "bias-behind-all-queries": (spec_of(bias=(1, 2, 70, 203), queries=70, keys=203, causal=True), SMALL),
     "bias-three-consumers": (spec_of(queries=300, bias=(1, 2, 300, 200)), Config(64, 2, 3)),
     "bias-one-query": (spec_of(batch=3, queries=1, bias=(3, 2, 1, 200)), Config(64, 2, 1, takes_turns=False)),
@@ -121,6 +132,7 @@ def test_in_any_order(seed: int, emulator: Emulator) -> None:
     check(spec_of(batch=2, key_lengths=True, causal=True), Config(64, 2, 2))
     check(spec_of(queries=300), Config(64, 2, 3))
     check(spec_of(batch=2, bias=(1, 2, 150, 200), causal=True), Config(64, 2, 2))
+    check(spec_of(batch=2, bias=(1, 2, 150, 202), keys=202, causal=True), Config(64, 2, 2))
 
 
 @pytest.mark.parametrize(("value_dim", "causal"), [(64, False), (40, True), (136, False)])

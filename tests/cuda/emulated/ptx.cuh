@@ -37,6 +37,22 @@ void cp_async(u32 to, const void* from, bool inside) {
     --*open;
   });
 }
+// When all copies that the thread has issued have arrived.
+inline void arrive_after(std::vector<std::shared_ptr<int>> copies, emulator::Mbarrier* barrier) {
+  emulator::later([=] {
+    for (const auto& open : copies) {
+      if (*open != 0) return arrive_after(copies, barrier);
+    }
+    --barrier->pending;
+    barrier->settle();
+  });
+}
+inline void cp_async_arrive(u64* barrier) {
+  const auto& groups = emulator::thread->copies;
+  std::vector<std::shared_ptr<int>> copies(groups.begin(), groups.end());
+  copies.push_back(emulator::thread->open_copies);
+  arrive_after(copies, &tma::mbarrier(barrier));
+}
 inline void cp_async_commit_group() {
   emulator::thread->copies.push_back(emulator::thread->open_copies);
   emulator::thread->open_copies = std::make_shared<int>(0);
