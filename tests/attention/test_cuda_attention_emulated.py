@@ -198,11 +198,16 @@ def test_numbers_that_are_none_stay_so(num_polynomials: int, emulator: Emulator)
         ("Config::kQueryLengths && factor == 0.0f ?", "false ?", "query-lengths"),
         ("tanh_by_exp2(s_[i] * problem_.factor)", "tanh_by_exp2(s_[i])", "soft-cap"),
         ("    ring.consumer_wait(biases_);\n", "", "bias"),
-        ("    fence_proxy_async();  // The copy engine overwrites the bias.\n", "", "bias"),
+        ("fence_proxy_async();  // The copy engine overwrites the bias.", ";", "bias"),
         ("fmaf(bias[r], problem_.bias_factor,", "fmaf(bias[r], 1.0f,", "bias"),
         ("problem.bias_batches > 1 ? item.batch : 0", "item.batch", "bias-for-all"),
         ("problem.bias_heads > 1 ? item.head : 0", "0", "bias"),
         ("rows + c / 4 * BiasTile::kBoxBytes", "rows", "bias-of-one-head"),
+        ("    ring_.producer_wait(place_);\n", "", "bias-of-4-byte-rows"),
+        ("cp_async_arrive(&ring_.full", "tma::mbarrier_arrive(&ring_.full", "bias-of-8-byte-rows"),
+        ("(row + lane_row()) * row_bytes", "row * row_bytes", "bias-of-8-byte-rows"),
+        ("i % 4 * 32 + lane_across()", "i % 4 * 32", "bias-of-4-byte-rows"),
+        ("problem_.bias_batches > 1 ? item.batch : 0", "0", "bias-of-4-byte-rows"),
     ],
 )  # fmt: skip
 def test_planted_mistake_is_noticed(right: str, wrong: str, name: str, emulator: Emulator) -> None:
