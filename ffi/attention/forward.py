@@ -42,7 +42,7 @@ __all__ = [
     "unsupported",
 ]
 
-VERSION = 2
+VERSION = 1
 
 _LABEL = "attention_forward[cuda]"
 

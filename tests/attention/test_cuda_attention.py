@@ -51,7 +51,10 @@ HEADS = [(32, 32), (64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128
 
 
 def spec_of(head_dim: int = 128, value_dim: int | None = None, length: int = 4000, **options: Any) -> AttentionSpec:
-    spec = make_spec(2, length, length, 8, 2, head_dim, value_dim, dtype="bfloat16", **options)
+    return with_bias_of_16_bits(make_spec(2, length, length, 8, 2, head_dim, value_dim, dtype="bfloat16", **options))
+
+
+def with_bias_of_16_bits(spec: AttentionSpec) -> AttentionSpec:
     return dataclasses.replace(spec, bias=spec.bias and dataclasses.replace(spec.bias, dtype=spec.q.dtype))
 
 
@@ -274,6 +277,18 @@ def test_configurations_agree_with_the_reference(head_dim, causal, index):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("length", [1000, 1001, 1002, 1004], ids=lambda length: f"rows of {2 * length} bytes")
+def test_biases_in_each_way_to_copy_them(length, batches, causal):
+    """By TMA, by TMA after XLA has padded the rows, and by warps. With one to three consumers."""
+    spec = spec_of(64, length=length, bias=(batches, 8, length, length), causal=causal)
+    configs = list(forward.search_space(spec))
+    for config in {config.num_consumers: config for config in configs}.values():
+        check_forward(spec, config)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "options",
     [dict(causal=True), {}, dict(window=(200, 0)), dict(segments=True, causal=True, key_lengths=True)],
@@ -295,17 +310,21 @@ def test_gradients_in_order_have_the_same_bits(head_dim, options):
 
 _SANITIZED = """
 import functools
-from test_cuda_attention import TERMS, design_of, draw, make_spec
+from test_cuda_attention import TERMS, design_of, draw, make_spec, with_bias_of_16_bits
 from jaxkernels.core import dispatch
 
-def run(kernel, head_dim, **options):
-    spec = make_spec(2, 200, 136, 4, 2, head_dim, dtype="bfloat16", **options)
+def run(kernel, head_dim, keys=136, **options):
+    spec = with_bias_of_16_bits(make_spec(2, 200, keys, 4, 2, head_dim, dtype="bfloat16", **options))
     config = dispatch.default_config(kernel, "cuda", spec)
     # One by one, the operations of XLA beside the kernel would be more modules to patch.
     compiled = jax.jit(functools.partial(design_of(kernel, spec).run, spec, config))
     return compiled(*spec.pack(kernel, draw(spec)))
 
 steps = {}
+for dim in (64, 128):
+    for keys in (136, 138, 140):
+        of_bias = dict(keys=keys, bias=(1, 4, 200, keys))
+        steps[f"attention_forward {dim} bias of {keys}"] = functools.partial(run, "attention_forward", dim, **of_bias)
 for dim in (64, 128, 256):
     for terms in ("causal", "all"):
         for kernel in ("attention_forward", "attention_backward"):
@@ -319,6 +338,7 @@ _STEPS = [
     for dim in (64, 128, 256)
     for terms in ("causal", "all")
 ]
+_STEPS += [f"attention_forward {dim} bias of {keys}" for dim in (64, 128) for keys in (136, 138, 140)]
 
 
 @pytest.mark.gpu
