@@ -112,7 +112,11 @@ OPERATIONS: dict[str, Operation] = {
                     _CUDA,
                 ),
                 "cuda": _compiled("jaxkernels.ffi.attention.backward", "jaxkernels.ffi.attention.backward_wide"),
-                "triton": _compiled("jaxkernels.triton.attention.backward", "jaxkernels.triton.attention.few_queries"),
+                "triton": _compiled(
+                    "jaxkernels.triton.attention.backward",
+                    "jaxkernels.triton.attention.few_queries",
+                    "jaxkernels.triton.attention.few_keys",
+                ),
                 "cudnn": Entry(("jaxkernels.cudnn.attention.backward",), _CUDA, is_exportable=False),
                 "xla": Entry(("jaxkernels.ops.attention.reference_backward",)),
             },

@@ -33,6 +33,8 @@ from jaxkernels.triton.attention import (
     backward,
     backward_kernel,
     costs,
+    few_keys,
+    few_keys_kernel,
     few_queries,
     few_queries_kernel,
     forward,
@@ -46,7 +48,9 @@ from jaxkernels.triton.attention import (
 pytestmark = pytest.mark.usefixtures("as_if_triton_was_installed")
 
 KERNELS = ("attention_forward", "attention_backward", "attention_tangent")
-MODULES = (functions, tile_kernel, forward_kernel, backward_kernel, few_queries_kernel, tangent_kernel)
+MODULES = (
+    functions, tile_kernel, forward_kernel, backward_kernel, few_queries_kernel, few_keys_kernel, tangent_kernel,
+)  # fmt: skip
 A100 = hardware.lookup("NVIDIA A100-SXM4-80GB")
 
 #: As users get it, before the fixture below.
@@ -171,14 +175,22 @@ def test_backward_of_few_queries(options):
     assert_right("attention_backward", make_spec(**options), few_queries.Config(128, 16, 4, 2))
 
 
-def test_few_queries_without_a_cotangent_of_the_logsumexp():
-    spec, config = make_spec(), few_queries.Config(128, 16, 4, 2)
+@pytest.mark.sampled(one_in=6)
+@cases()
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_backward_of_few_keys(num_splits, options):
+    assert_right("attention_backward", make_spec(**options), few_keys.Config(16, 64, 4, 2, num_splits))
+
+
+@pytest.mark.parametrize("config", [few_queries.Config(128, 16, 4, 2), few_keys.Config(16, 64, 4, 2)], ids=str)
+def test_few_queries_or_keys_without_a_cotangent_of_the_logsumexp(config):
+    spec = make_spec()
     values = draw(spec)
     gradients = {}
     for dlse in (jnp.nan, 0.0):
         operands = spec.pack("attention_backward", values | {"dlse": jnp.full_like(values["dlse"], dlse)})
         with tritons.interpreted(*MODULES):
-            gradients[dlse] = few_queries.run(spec, config, *operands)
+            gradients[dlse] = dispatch.load("attention_backward", "triton").run(spec, config, *operands)
     for x, y in zip(*gradients.values(), strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -195,6 +207,21 @@ def test_few_queries_without_a_cotangent_of_the_logsumexp():
     ],
 )  # fmt: skip
 def test_few_queries_in_other_tiles(options, config):
+    assert_right("attention_backward", make_spec(**options), config)
+
+
+@pytest.mark.parametrize(
+    ("options", "config"),
+    [
+        (dict(queries=100, keys=3, heads=10, query_lengths=True, batch=3), few_keys.Config(32, 16, 4, 2)),
+        (dict(queries=70, keys=1, heads=12, query_offset=True, causal=True), few_keys.Config(16, 16, 4, 2, 4)),
+        (dict(batch=4, query_lengths=True, key_lengths=True, value_dim=33), few_keys.Config(64, 64, 8, 2, 3)),
+        (dict(queries=5, keys=90, dtype="bfloat16", bias=(1, 4, 5, 90)), few_keys.Config(16, 128, 8, 3, 8)),
+        (dict(queries=100, keys=5, window=(3, 2), kv_heads=1), few_keys.Config(16, 16, 4, 2, 5)),
+        (dict(queries=60, keys=9, segments=True, soft_cap=2.0), few_keys.Config(64, 64, 4, 2, 2)),
+    ],
+)  # fmt: skip
+def test_few_keys_in_other_tiles(options, config):
     assert_right("attention_backward", make_spec(**options), config)
 
 
@@ -293,6 +320,7 @@ def test_random(seed):
     assert_right("attention_tangent", spec, TANGENT, seed)
     if few_queries.unsupported(spec) is None:
         assert_right("attention_backward", spec, few_queries.Config(128, 16, 4, 2, num_splits=1 + seed % 3), seed)
+    assert_right("attention_backward", spec, few_keys.Config(16, 64, 4, 2, num_splits=1 + seed % 4), seed)
     config = dataclasses.replace(BACKWARD, dq_splits=1 + seed % 4)
     assert_right("attention_backward", dataclasses.replace(spec, bias_gradient=spec.bias is not None), config, seed)
 
@@ -479,10 +507,32 @@ def test_gradients_of_few_queries_compile_without_spills(chip, queries, group, h
             assert one.spilled == 0, one
 
 
+@pytest.mark.sampled(one_in=12)
+@pytest.mark.parametrize("terms", ["plain", "causal", "lengths", "bias", "mask", "segments", "window", "soft_cap"])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("keys", [5, 31, 64, 101])
+def test_gradients_of_few_keys_compile_without_spills(keys, head_dim, value_dim, terms):
+    """Every tile that a comparison may measure."""
+    given: dict[str, Any] = {
+        "causal": dict(causal=True), "lengths": dict(query_lengths=True, key_lengths=True),
+        "segments": dict(segments=True), "bias": dict(bias=(2, 4, 500, keys)), "mask": dict(mask=(2, 1, 500, keys)),
+        "window": dict(window=(9, 30)), "soft_cap": dict(soft_cap=3.0),
+    }.get(terms, {})  # fmt: skip
+    spec = make_spec(2, 500, keys, 4, 2, head_dim, value_dim, dtype="bfloat16", target=H200, **given)
+    if few_keys.unsupported(spec) is not None:
+        pytest.skip("no tile fits")
+    types = spec.pack("attention_backward", {name: x.type for name, x in spec.arrays().items()})
+    for config in {dataclasses.replace(config, num_splits=1) for config in few_keys.search_space(spec)}:
+        for one in tritons.compiled(H200, functools.partial(few_keys.run, spec, config), *types):
+            assert one.shared <= H200.smem_bytes, one
+            assert one.spilled == 0, (config, one)
+
+
 @pytest.mark.parametrize(
-    ("queries", "keys", "design"), [(3, 3, few_queries), (1, 4096, few_queries), (900, 900, backward)]
+    ("queries", "keys", "design"),
+    [(3, 300, few_queries), (1, 4096, few_queries), (900, 900, backward), (4096, 64, few_keys), (14165, 2, few_keys)],
 )
-def test_design_for_few_queries(queries, keys, design):
+def test_design_for_few_queries_or_keys(queries, keys, design):
     spec = make_spec(16, queries, keys, 8, 2, 128, dtype="bfloat16")
     assert isinstance(dispatch.default_config("attention_backward", "triton", spec), design.Config)
 
@@ -628,6 +678,30 @@ def test_mistake_in_few_queries_is_noticed(right, wrong, options, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("right", "wrong", "options"),
+    [
+        ("-= tl.load(dlse", "+= tl.load(dlse", {}),
+        ("+ dmean[None, :]", "", CASES["window-behind-all-keys"]),
+        ("dmean += tl.sum", "dmean = tl.sum", CASES["window-behind-all-keys"]),
+        ("is_query & (logsumexp > BLIND)", "is_query", CASES["key-lengths"]),
+        ("kv_head * p.pack + rows % p.pack", "kv_head * p.pack + 0 * rows", {}),
+        ("part * SHARE, tl.min", "part * 0, tl.min", {}),
+        ("dk_acc * p.scale", "dk_acc", {}),
+        ("dq_tile * p.scale", "dq_tile", {}),
+        (", dk_acc, input_precision", ", 0 * dk_acc, input_precision", {}),
+        ("tl.where(is_key[:, None], dv_acc, 0.0)", "0 * dv_acc", {}),
+        ("query + at.offset < at.query_end", "query < p.num_queries", CASES["query-lengths"]),
+        ("(p.num_keys * p.num_kv_heads) + k_row", "(p.num_keys * p.num_kv_heads)", {}),
+    ],
+)  # fmt: skip
+def test_mistake_in_few_keys_is_noticed(right, wrong, options, tmp_path):
+    spec, config = make_spec(**options), few_keys.Config(16, 64, 4, 2, num_splits=2)
+    planted = tritons.planted(few_keys_kernel, "attention_few_keys", right, wrong, tmp_path)
+    with planted, pytest.raises(AssertionError):
+        assert_right("attention_backward", spec, config)
+
+
+@pytest.mark.parametrize(
     ("sizes", "options"),
     [((8192, 49, 49, 12, 12, 32), {}), ((70000, 1, 300, 8, 2, 64), dict(key_lengths=True)),
      ((8192, 80, 80, 10, 10, 64), dict(bias=(8192, 10, 80, 80)))],
@@ -682,7 +756,7 @@ class EveryOther(MaskTerm):
     ],
 )
 @pytest.mark.parametrize(
-    "design", [forward, backward, few_queries, tangent], ids=lambda design: dispatch.name_of(design)
+    "design", [forward, backward, few_queries, few_keys, tangent], ids=lambda design: dispatch.name_of(design)
 )
 def test_limits_are_stated(design, options, reason):
     assert reason in design.unsupported(make_spec(**options))
@@ -699,6 +773,11 @@ def test_limits_are_stated(design, options, reason):
         (lambda: forward.Config(num_splits=0), r"attention_forward\[triton\]: num_splits must be positive; got 0"),
         (lambda: backward.Config(dq_block_q=48), r"attention_backward\[triton\]: dq_block_q .* got 48"),
         (lambda: backward.Config(dq_splits=0), r"attention_backward\[triton\]: dq_splits must be positive; got 0"),
+        (lambda: few_keys.Config(num_splits=0), r"attention_backward\[triton\]: num_splits must be positive; got 0"),
+        (
+            lambda: few_keys.run(make_spec(), few_keys.Config(16, 16)),
+            r"attention_backward\[triton\]: block_kv must be at least the 40 keys; got 16",
+        ),
         (lambda: few_queries.Config(num_splits=0), r"attention_backward\[triton\]: num_splits must be positive; got 0"),
         (
             lambda: few_queries.run(make_spec(), few_queries.Config(16)),
@@ -742,6 +821,6 @@ def test_public_function_is_lowered_for_another_chip(mode, monkeypatch):
 
 def test_modules_without_triton_code_do_not_import_it():
     """What chooses a kernel works where Triton is not installed."""
-    for design in (forward, backward, few_queries, tangent):
+    for design in (forward, backward, few_queries, few_keys, tangent):
         assert isinstance(design, ModuleType)
         assert "triton" not in vars(design)

@@ -138,7 +138,7 @@ class Work:
 
 
 def work_of(kernel: str, spec: AttentionSpec) -> Work:
-    """The work of a kernel: "forward", "tangent", "dkv", "dq", "dbias" or "few_queries"."""
+    """The work of a kernel: "forward", "tangent", "dkv", "dq", "dbias", "few_queries" or "few_keys"."""
     h, d = padded(spec.q.shape[3]), padded(spec.v.shape[3])
     forward_h, forward_d = (sum(head_parts(size, spec.target)) for size in (spec.q.shape[3], spec.v.shape[3]))
     logits, logits_of_bias = (2.5, 3.5) if spec.target.is_hopper else (2.0, 10.0)
@@ -153,6 +153,16 @@ def work_of(kernel: str, spec: AttentionSpec) -> Work:
         "dq": Work(held=h, kept=h + d, streamed=h + d, products=2 * h + d, logits=logits),
         "few_queries": Work(
             held=h, kept=h + d, streamed=h + d, products=3 * h + 2 * d, logits=logits, exchanged=2, made=h + d
+        ),
+        "few_keys": Work(
+            held=h + d,
+            kept=h + d,
+            streamed=h + 2 * d,
+            products=3 * h + 2 * d,
+            rows="kv",
+            logits=logits,
+            exchanged=1,
+            made=h,
         ),
         "dbias": Work(held=0, kept=h + d, streamed=h + d, products=h + d, logits=logits_of_bias),
     }[kernel]
@@ -209,6 +219,8 @@ def fits(spec: AttentionSpec, kernel: str, tile: Tile) -> bool:
     rows, step = (tile.block_q, tile.block_kv) if work.rows == "q" else (tile.block_kv, tile.block_q)
     if 16 < rows < 16 * min(tile.num_warps, 4):
         return False
+    if kernel == "few_keys":
+        return shared_bytes(spec, work, tile) <= chips.smem_bytes(spec.target)
     if kernel == "few_queries" and rows >= 64 and max(work.held, work.made // 2) > 128:
         return False  # ptxas spills.
     if kernel == "few_queries" and rows > 64 and step > 16 and not spec.target.is_hopper:
