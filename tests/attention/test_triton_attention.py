@@ -604,7 +604,7 @@ def test_measured_tiles_are_in_the_search_space():
          "heads-in-two-blocks"),
         (forward_kernel, "mean_of_values", "p.value_dim + first", "p.value_dim", "forward",
          "heads-in-two-blocks-blind"),
-        (backward_kernel, "add_queries", "dweights - shift[None, :]", "dweights", "backward", "plain"),
+        (tile_kernel, "add_tile_of_queries", "dweights - shift[None, :]", "dweights", "backward", "plain"),
         (backward_kernel, "attention_keys_and_values", "kv_head * p.group +", "kv_head +", "backward", "plain"),
         (backward_kernel, "attention_keys_and_values", "+ kv_head) * D", ") * D", "backward", "key-lengths"),
         (backward_kernel, "add_keys", "head // p.group", "head % p.num_kv_heads", "backward", "plain"),
@@ -657,48 +657,63 @@ def test_mistake_in_parts_of_the_keys_is_noticed(module, name, right, wrong, tmp
         assert_right("attention_forward", spec, config)
 
 
+_FEW_QUERIES = few_queries.Config(64, 16, 4, 2, num_splits=2)
+_FEW_KEYS = few_keys.Config(16, 64, 4, 2, num_splits=2)
+
+
 @pytest.mark.parametrize(
     ("right", "wrong", "options"),
     [
         ("-= tl.load(dlse", "+= tl.load(dlse", {}),
-        ("+ dmean[None, :]", "", dict(keys=12, window=(3, 0))),
-        ("tl.broadcast_to(dmean", "0 * tl.broadcast_to(dmean", CASES["key-lengths"]),
-        ("+ at.offset + p.right", "+ p.right", dict(causal=True, query_offset=True)),
-        ("is_query & (logsumexp > BLIND)", "is_query", CASES["key-lengths"]),
+        ("is_query & (logsumexp > BLIND_BELOW)", "is_query", CASES["key-lengths"]),
         ("rows % p.pack", "rows // p.num_queries", {}),
-        ("(split + 1) * SHARE", "(split + 2) * SHARE", {}),
-        ("dk_tile * p.scale", "dk_tile", {}),
+        ("kv_head * p.pack + rows % p.pack", "kv_head * p.pack + 0 * rows", {}),
+        ("query + at.offset < at.query_end", "query < p.num_queries", CASES["query-lengths"]),
     ],
 )  # fmt: skip
-def test_mistake_in_few_queries_is_noticed(right, wrong, options, tmp_path):
-    spec, config = make_spec(**options), few_queries.Config(64, 16, 4, 2, num_splits=2)
-    planted = tritons.planted(few_queries_kernel, "attention_few_queries", right, wrong, tmp_path)
+@pytest.mark.parametrize("config", [_FEW_QUERIES, _FEW_KEYS], ids=["few_queries", "few_keys"])
+def test_mistake_in_rows_of_gradients_is_noticed(config, right, wrong, options, tmp_path):
+    planted = tritons.planted(tile_kernel, "load_gradient_rows", right, wrong, tmp_path)
     with planted, pytest.raises(AssertionError):
-        assert_right("attention_backward", spec, config)
+        assert_right("attention_backward", make_spec(**options), config)
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong", "options"),
+    ("module", "name", "right", "wrong", "config", "options"),
     [
-        ("-= tl.load(dlse", "+= tl.load(dlse", {}),
-        ("+ dmean[None, :]", "", CASES["window-behind-all-keys"]),
-        ("dmean += tl.sum", "dmean = tl.sum", CASES["window-behind-all-keys"]),
-        ("is_query & (logsumexp > BLIND)", "is_query", CASES["key-lengths"]),
-        ("kv_head * p.pack + rows % p.pack", "kv_head * p.pack + 0 * rows", {}),
-        ("part * SHARE, tl.min", "part * 0, tl.min", {}),
-        ("dk_acc * p.scale", "dk_acc", {}),
-        ("dq_tile * p.scale", "dq_tile", {}),
-        (", dk_acc, input_precision", ", 0 * dk_acc, input_precision", {}),
-        ("tl.where(is_key[:, None], dv_acc, 0.0)", "0 * dv_acc", {}),
-        ("query + at.offset < at.query_end", "query < p.num_queries", CASES["query-lengths"]),
-        ("(p.num_keys * p.num_kv_heads) + k_row", "(p.num_keys * p.num_kv_heads)", {}),
+        (few_queries_kernel, "attention_few_queries", *mistake, _FEW_QUERIES, options)
+        for *mistake, options in [
+            ("+ dmean[None, :]", "", dict(keys=12, window=(3, 0))),
+            ("tl.broadcast_to(dmean", "0 * tl.broadcast_to(dmean", CASES["key-lengths"]),
+            ("+ at.offset + p.right", "+ p.right", dict(causal=True, query_offset=True)),
+            ("(split + 1) * SHARE", "(split + 2) * SHARE", {}),
+            ("dk_tile * p.scale", "dk_tile", {}),
+        ]
+    ]
+    + [
+        (few_keys_kernel, "attention_few_keys", *mistake, _FEW_KEYS, options)
+        for *mistake, options in [
+            ("+ dmean[None, :]", "", CASES["window-behind-all-keys"]),
+            ("dmean += gradient_of_mean", "dmean = gradient_of_mean", CASES["window-behind-all-keys"]),
+            ("part * SHARE, tl.min", "part * 0, tl.min", {}),
+            ("dk_acc * p.scale", "dk_acc", {}),
+            ("dq_tile * p.scale", "dq_tile", {}),
+            ("tl.where(is_key[:, None], dv_acc, 0.0)", "0 * dv_acc", {}),
+            ("(p.num_keys * p.num_kv_heads) + k_row", "(p.num_keys * p.num_kv_heads)", {}),
+        ]
+    ]
+    + [
+        (tile_kernel, "add_tile_of_queries", *mistake, _FEW_KEYS, {})
+        for mistake in [
+            (", dk_acc, input_precision", ", 0 * dk_acc, input_precision"),
+            ("dweights - shift[None, :]", "dweights"),
+        ]
     ],
 )  # fmt: skip
-def test_mistake_in_few_keys_is_noticed(right, wrong, options, tmp_path):
-    spec, config = make_spec(**options), few_keys.Config(16, 64, 4, 2, num_splits=2)
-    planted = tritons.planted(few_keys_kernel, "attention_few_keys", right, wrong, tmp_path)
+def test_mistake_in_gradients_of_one_kernel_is_noticed(module, name, right, wrong, config, options, tmp_path):
+    planted = tritons.planted(module, name, right, wrong, tmp_path)
     with planted, pytest.raises(AssertionError):
-        assert_right("attention_backward", spec, config)
+        assert_right("attention_backward", make_spec(**options), config)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jaxkernels.triton.attention.problem import LOG2E as _LOG2E
 from jaxkernels.triton.attention.tile_kernel import (
+    LOG2E,
     Extras,
+    add_tile_of_queries,
     block_and_rest,
     change,
     load_operand,
@@ -27,8 +28,6 @@ from jaxkernels.triton.attention.tile_kernel import (
     visible,
     visited,
 )
-
-LOG2E = tl.constexpr(_LOG2E)
 
 
 @triton.jit
@@ -124,10 +123,7 @@ def add_queries(
         weights = tl.exp2(s * p.unit - (top * LOG2E)[None, :])
         if at_edge or p.mask_shape is not None:
             weights = tl.where(visible(x, at, head, query[None, :], key[:, None], p, at_edge), weights, 0.0)
-        dv_acc = tl.dot(operand(weights, dout_tile, p), dout_tile, dv_acc, input_precision=p.precision)
-        dweights = tl.dot(v_tile, tl.trans(dout_tile), input_precision=p.precision)
-        dlogits = slope(weights * (dweights - shift[None, :]), s, p)
-        dk_acc = tl.dot(operand(dlogits, q_tile, p), q_tile, dk_acc, input_precision=p.precision)
+        dk_acc, dv_acc, _ = add_tile_of_queries(dk_acc, dv_acc, weights, s, q_tile, dout_tile, v_tile, shift, p)
     return dk_acc, dv_acc
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "packed_heads",
     "resident",
     "seconds",
+    "shared_bytes",
     "splits",
     "sum_seconds",
     "work_of",
@@ -219,8 +220,6 @@ def fits(spec: AttentionSpec, kernel: str, tile: Tile) -> bool:
     rows, step = (tile.block_q, tile.block_kv) if work.rows == "q" else (tile.block_kv, tile.block_q)
     if 16 < rows < 16 * min(tile.num_warps, 4):
         return False
-    if kernel == "few_keys":
-        return shared_bytes(spec, work, tile) <= chips.smem_bytes(spec.target)
     if kernel == "few_queries" and rows >= 64 and max(work.held, work.made // 2) > 128:
         return False  # ptxas spills.
     if kernel == "few_queries" and rows > 64 and step > 16 and not spec.target.is_hopper:

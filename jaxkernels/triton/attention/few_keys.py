@@ -20,12 +20,11 @@ import jax
 import numpy as np
 
 from jaxkernels.core import hardware
-from jaxkernels.core.arguments import check_fields
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.triton import calls, chips
 from jaxkernels.triton.attention import costs, problem
-from jaxkernels.triton.attention.problem import Problem, check_counts, check_tiles, optional
+from jaxkernels.triton.attention.problem import GradientConfig, Problem, gradient_operands
 
 __all__ = ["NUM_COMPARED", "VERSION", "Config", "estimate", "run", "search_space", "unsupported"]
 
@@ -36,7 +35,7 @@ _LABEL = "attention_backward[triton]"
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(GradientConfig):
     """Tile and schedule.
 
     Attributes:
@@ -46,18 +45,6 @@ class Config:
       num_stages: tiles of queries, outputs and their gradients in flight.
       num_splits: parts of the queries.
     """
-
-    block_q: int = 64
-    block_kv: int = 64
-    num_warps: int = 4
-    num_stages: int = 2
-    num_splits: int = 1
-
-    def __post_init__(self) -> None:
-        check_fields(_LABEL, self)
-        check_tiles(_LABEL, block_q=self.block_q, block_kv=self.block_kv)
-        calls.check_schedule(_LABEL, self.num_warps, self.num_stages)
-        check_counts(_LABEL, num_splits=self.num_splits)
 
 
 #: Keys of a tile, warps -> the padded head dimension up to which it is -> the most rows. With more, ptxas spills.
@@ -105,7 +92,8 @@ def unsupported(spec: AttentionSpec) -> str | None:
 def _fitting(spec: AttentionSpec) -> list[Config]:
     """Tiles that fit: of those that have room for all keys, the ones with the fewest."""
     found = [tile for tile in _tiles(spec) if costs.is_filled(_rows(spec), tile.block_q)]
-    found = [tile for tile in found if costs.fits(spec, "few_keys", tile)]
+    work, most_bytes = costs.work_of("few_keys", spec), chips.smem_bytes(spec.target)
+    found = [tile for tile in found if costs.shared_bytes(spec, work, tile) <= most_bytes]
     fewest = min((tile.block_kv for tile in found), default=0)
     return [tile for tile in found if tile.block_kv == fewest]
 
@@ -174,13 +162,7 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
     apart = lambda x: x if parts == 1 else ArrayType((parts, *x.shape), np.dtype(np.float32))
     dq, dk, dv = calls.call_kernel(
         few_keys_kernel.attention_few_keys,
-        [
-            *(named[name] for name in ("q", "k", "v")),
-            *optional(spec, named),
-            *(named[name] for name in ("out", "dout", "lse")),
-            # Without a cotangent `dlse` is zero, and not read: XLA would launch a kernel to fill it with zeros.
-            named["dlse"] if spec.lse_gradient else named["lse"],
-        ],
+        gradient_operands(spec, named),
         [spec.q, apart(spec.k), apart(spec.v)],
         target=spec.target,
         grid=(spec.k.shape[0] * spec.k.shape[2], parts),

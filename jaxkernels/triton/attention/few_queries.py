@@ -17,12 +17,11 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from jaxkernels.core.arguments import check_fields
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.triton import calls, chips
 from jaxkernels.triton.attention import costs, problem
-from jaxkernels.triton.attention.problem import Problem, check_counts, check_tiles, optional
+from jaxkernels.triton.attention.problem import GradientConfig, Problem, gradient_operands
 
 __all__ = ["NUM_COMPARED", "VERSION", "Config", "estimate", "run", "search_space", "unsupported"]
 
@@ -35,7 +34,7 @@ _ROWS = (16, 64, 128)
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(GradientConfig):
     """Tile and schedule.
 
     Attributes:
@@ -45,18 +44,6 @@ class Config:
       num_stages: blocks of keys and values in flight.
       num_splits: parts of the keys.
     """
-
-    block_q: int = 64
-    block_kv: int = 64
-    num_warps: int = 4
-    num_stages: int = 2
-    num_splits: int = 1
-
-    def __post_init__(self) -> None:
-        check_fields(_LABEL, self)
-        check_tiles(_LABEL, block_q=self.block_q, block_kv=self.block_kv)
-        calls.check_schedule(_LABEL, self.num_warps, self.num_stages)
-        check_counts(_LABEL, num_splits=self.num_splits)
 
 
 #: (block_kv, num_warps, num_stages). Of equals, the first is taken.
@@ -154,13 +141,7 @@ def run(spec: AttentionSpec, config: Config, *operands: jax.Array) -> list[jax.A
         dq = ArrayType((config.num_splits, *dq.shape), np.dtype(np.float32))
     dq, dk, dv = calls.call_kernel(
         few_queries_kernel.attention_few_queries,
-        [
-            *(named[name] for name in ("q", "k", "v")),
-            *optional(spec, named),
-            *(named[name] for name in ("out", "dout", "lse")),
-            # Without a cotangent `dlse` is zero, and not read: XLA would launch a kernel to fill it with zeros.
-            named["dlse"] if spec.lse_gradient else named["lse"],
-        ],
+        gradient_operands(spec, named),
         [dq, spec.k, spec.v],
         target=spec.target,
         grid=(spec.k.shape[0] * spec.k.shape[2], config.num_splits),

@@ -8,23 +8,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jaxkernels.ops.attention.spec import MASKED_LOGIT
-from jaxkernels.triton.attention.problem import LOG2E as _LOG2E
 from jaxkernels.triton.attention.tile_kernel import (
     Extras,
     change,
+    gradient_of_mean,
+    load_gradient_rows,
     load_operand,
-    load_rows,
     operand,
     place_of,
     slope,
     store_rows,
     visible,
 )
-
-LOG2E = tl.constexpr(_LOG2E)
-#: A query that sees no key has a logsumexp below.
-BLIND = tl.constexpr(MASKED_LOGIT / 2)
 
 
 @triton.jit
@@ -47,30 +42,9 @@ def attention_few_queries(
     batch = tl.program_id(0) // p.num_kv_heads
     kv_head = tl.program_id(0) % p.num_kv_heads
     at = place_of(batch, x, p)
-    rows = tl.arange(0, p.block_q)
-    query = rows // p.pack
-    head = kv_head * p.pack + rows % p.pack
-    is_inside = query < p.num_queries
-    is_query = is_inside & (query + at.offset < at.query_end)
-
-    # Rows of q, out, dout and dq: row (query, head) lies at query * num_heads + head.
-    array_rows = query * p.num_heads + head
+    rows = load_gradient_rows(tl.arange(0, p.block_q), q, out, dout, lse, dlse, at, kv_head, p)
     first_row = batch.to(tl.int64) * (p.num_queries * p.num_heads)
-    q_tile = load_operand(q + first_row * H, array_rows, H, H, BH, is_query, True, p)
-    gradients = load_rows(dout + first_row * D, array_rows, D, D, BD, is_query, True)
-    outputs = load_rows(out + first_row * D, array_rows, D, D, BD, is_query, True)
-    sums = first_row + head * p.num_queries + query
-    logsumexp = tl.load(lse + sums, mask=is_query, other=0.0)
-    saw = is_query & (logsumexp > BLIND)
-    top = tl.where(saw, logsumexp, float("inf")) * LOG2E
-    products_of_rows = tl.sum(outputs.to(tl.float32) * gradients.to(tl.float32), axis=1)
-    if p.has_dlse:
-        products_of_rows -= tl.load(dlse + sums, mask=is_query, other=0.0)
-    shift = tl.where(saw, products_of_rows, 0.0)
-    # The output of a query that sees no key is the mean of all values.
-    blind = tl.where((is_query & ~saw)[:, None], gradients.to(tl.float32), 0.0)
-    dmean = tl.sum(blind, axis=0) / p.num_keys
-    dout_tile = operand(gradients, gradients, p)
+    dmean = gradient_of_mean(rows, p)
 
     k_row = batch.to(tl.int64) * p.num_keys * p.num_kv_heads + kv_head
     dq_acc = tl.full((p.block_q, BH), 0.0, tl.float32)
@@ -87,14 +61,14 @@ def attention_few_queries(
             is_seen = is_seen & (key >= at.offset - p.left)
         k_tile = load_operand(k + k_row * H, key, K_STRIDE, H, BH, is_seen, True, p)
         v_tile = load_operand(v + k_row * D, key, V_STRIDE, D, BD, is_seen, True, p)
-        products = tl.dot(q_tile, tl.trans(k_tile), input_precision=p.precision)
-        s = change(products, x, at, head[:, None], query[:, None], key[None, :], p)
-        weights = tl.exp2(s * p.unit - top[:, None])
-        weights = tl.where(visible(x, at, head[:, None], query[:, None], key[None, :], p, True), weights, 0.0)
-        dweights = tl.dot(dout_tile, tl.trans(v_tile), input_precision=p.precision)
-        dlogits = operand(slope(weights * (dweights - shift[:, None]), s, p), q_tile, p)
-        dv_tile = tl.dot(tl.trans(operand(weights, dout_tile, p)), dout_tile, input_precision=p.precision)
-        dk_tile = tl.dot(tl.trans(dlogits), q_tile, input_precision=p.precision)
+        products = tl.dot(rows.q, tl.trans(k_tile), input_precision=p.precision)
+        s = change(products, x, at, rows.head[:, None], rows.query[:, None], key[None, :], p)
+        weights = tl.exp2(s * p.unit - rows.top[:, None])
+        weights = tl.where(visible(x, at, rows.head[:, None], rows.query[:, None], key[None, :], p, True), weights, 0.0)
+        dweights = tl.dot(rows.dout, tl.trans(v_tile), input_precision=p.precision)
+        dlogits = operand(slope(weights * (dweights - rows.shift[:, None]), s, p), rows.q, p)
+        dv_tile = tl.dot(tl.trans(operand(weights, rows.dout, p)), rows.dout, input_precision=p.precision)
+        dk_tile = tl.dot(tl.trans(dlogits), rows.q, input_precision=p.precision)
         dq_acc = tl.dot(dlogits, k_tile, dq_acc, input_precision=p.precision)
         dk_tile = tl.where(is_seen[:, None], dk_tile * p.scale, 0.0)
         dv_tile = tl.where(is_seen[:, None], dv_tile, 0.0) + dmean[None, :]
@@ -107,4 +81,4 @@ def attention_few_queries(
         store_rows(dk + k_row * H, key, dk_tile, K_STRIDE, H, BH, key < p.num_keys, True)
         store_rows(dv + k_row * D, key, dv_tile, V_STRIDE, D, BD, key < p.num_keys, True)
     part = split.to(tl.int64) * (tl.num_programs(0) // p.num_kv_heads) * (p.num_queries * p.num_heads) + first_row
-    store_rows(dq + part * H, array_rows, dq_acc * p.scale, H, H, BH, is_inside, True)
+    store_rows(dq + part * H, rows.places, dq_acc * p.scale, H, H, BH, rows.is_inside, True)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from jaxkernels.core.arguments import check_fields
 from jaxkernels.core.hardware import Chip
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.attention.spec import AttentionSpec
@@ -30,10 +31,12 @@ from jaxkernels.triton import calls
 
 __all__ = [
     "LOG2E",
+    "GradientConfig",
     "Problem",
     "aligned_shape",
     "check_counts",
     "check_tiles",
+    "gradient_operands",
     "head_parts",
     "key_ranges",
     "optional",
@@ -69,6 +72,32 @@ _MOST_ELEMENTS = 2**31
 _OPTIONAL = (
     "bias", "mask", "query_lengths", "key_lengths", "query_segments", "key_segments", "query_offset",
 )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientConfig:
+    """Tile and schedule of a kernel that computes all gradients.
+
+    Attributes:
+      block_q: queries of all heads of a key head in a tile.
+      block_kv: keys in a tile.
+      num_warps: warps of a program.
+      num_stages: tiles in flight of those that pass through a program.
+      num_splits: parts of what passes through.
+    """
+
+    block_q: int = 64
+    block_kv: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+    num_splits: int = 1
+
+    def __post_init__(self) -> None:
+        label = "attention_backward[triton]"
+        check_fields(label, self)
+        check_tiles(label, block_q=self.block_q, block_kv=self.block_kv)
+        calls.check_schedule(label, self.num_warps, self.num_stages)
+        check_counts(label, num_splits=self.num_splits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,6 +295,17 @@ def optional(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> list[jax.Ar
     """The optional operands as kernels take them. For those not given stands q, which is not read as such."""
     given = {name: with_aligned_rows(x, spec) if name in ("bias", "mask") else x for name, x in named.items()}
     return [given.get(name, named["q"]) for name in _OPTIONAL]
+
+
+def gradient_operands(spec: AttentionSpec, named: Mapping[str, jax.Array]) -> list[jax.Array]:
+    """The operands of a kernel that computes all gradients."""
+    return [
+        *(named[name] for name in ("q", "k", "v")),
+        *optional(spec, named),
+        *(named[name] for name in ("out", "dout", "lse")),
+        # Without a cotangent `dlse` is zero, and not read: XLA would launch a kernel to fill it with zeros.
+        named["dlse"] if spec.lse_gradient else named["lse"],
+    ]
 
 
 def with_aligned_rows(x: jax.Array, spec: AttentionSpec) -> jax.Array:

@@ -16,7 +16,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from jaxkernels.ops.attention.spec import MASKED_LOGIT
+from jaxkernels.triton.attention.problem import LOG2E as _LOG2E
 from jaxkernels.triton.functions import tanh
+
+LOG2E = tl.constexpr(_LOG2E)
+#: A query that sees no key has a logsumexp below.
+BLIND_BELOW = tl.constexpr(MASKED_LOGIT / 2)
 
 
 class Extras(NamedTuple):
@@ -52,6 +58,31 @@ class Parts(NamedTuple):
 
     main: Any
     rest: Any
+
+
+class GradientRows(NamedTuple):
+    """A tile of queries of all heads of a key head in the backward pass: row r is query r // p.pack of head r % p.pack.
+
+    Attributes:
+      query, head: their indices.
+      is_inside: which rows have a query. That of others is past the end.
+      places: of rows in q, out, dout and dq of the batch element.
+      q, dout: operands of products; `gradients`: dout before.
+      is_blind: which rows have a query that sees no key.
+      top: the logsumexp in base 2, infinite for rows that have no part in the gradients of pairs.
+      shift: delta, zero for those rows.
+    """
+
+    query: Any
+    head: Any
+    is_inside: Any
+    places: Any
+    q: Any
+    gradients: Any
+    dout: Any
+    is_blind: Any
+    top: Any
+    shift: Any
 
 
 @triton.jit
@@ -213,6 +244,40 @@ def products_of(rows, columns, rest: tl.constexpr, p: tl.constexpr):
 
 
 @triton.jit
+def load_gradient_rows(rows, q, out, dout, lse, dlse, at, kv_head, p: tl.constexpr):
+    """Loads a tile of queries of all heads of a key head, with what the backward pass needs of each."""
+    H: tl.constexpr = p.head_dim
+    D: tl.constexpr = p.value_dim
+    query = rows // p.pack
+    head = kv_head * p.pack + rows % p.pack
+    is_inside = query < p.num_queries
+    is_query = is_inside & (query + at.offset < at.query_end)
+    # Rows of q, out, dout and dq: row (query, head) lies at query * num_heads + head.
+    places = query * p.num_heads + head
+    first_row = at.batch.to(tl.int64) * (p.num_queries * p.num_heads)
+    q_tile = load_operand(q + first_row * H, places, H, H, p.block_h, is_query, True, p)
+    gradients = load_rows(dout + first_row * D, places, D, D, p.block_d, is_query, True)
+    outputs = load_rows(out + first_row * D, places, D, D, p.block_d, is_query, True)
+    sums = first_row + head * p.num_queries + query
+    logsumexp = tl.load(lse + sums, mask=is_query, other=0.0)
+    saw = is_query & (logsumexp > BLIND_BELOW)
+    top = tl.where(saw, logsumexp, float("inf")) * LOG2E
+    shift = tl.sum(outputs.to(tl.float32) * gradients.to(tl.float32), axis=1)
+    if p.has_dlse:
+        shift -= tl.load(dlse + sums, mask=is_query, other=0.0)
+    shift = tl.where(saw, shift, 0.0)
+    dout_tile = operand(gradients, gradients, p)
+    return GradientRows(query, head, is_inside, places, q_tile, gradients, dout_tile, is_query & ~saw, top, shift)
+
+
+@triton.jit
+def gradient_of_mean(rows, p: tl.constexpr):
+    """What the queries of a tile that see no key add to the gradient of each value: their output is the mean of all."""
+    blind = tl.where(rows.is_blind[:, None], rows.gradients.to(tl.float32), 0.0)
+    return tl.sum(blind, axis=0) / p.num_keys
+
+
+@triton.jit
 def store_rows(
     base, rows, values, stride: tl.constexpr, size: tl.constexpr, block: tl.constexpr, is_inside, checks: tl.constexpr
 ):  # fmt: skip
@@ -323,3 +388,20 @@ def visible(x, at, head, query, key, p: tl.constexpr, at_edge: tl.constexpr):
             keys = tl.load(x.key_segments + at.batch * p.num_keys + key, mask=key < p.num_keys, other=0)
             seen = seen & (queries == keys)
     return seen
+
+
+@triton.jit
+def add_tile_of_queries(dk_acc, dv_acc, weights, s, q_tile, dout_tile, v_tile, shift, p: tl.constexpr):
+    """Adds a tile of queries to dk / scale and dv. Tiles of logits have keys in rows.
+
+    Args:
+      s: what `change` returned.
+
+    Returns:
+      Both sums, and the gradient of the logits as an operand of products.
+    """
+    dv_acc = tl.dot(operand(weights, dout_tile, p), dout_tile, dv_acc, input_precision=p.precision)
+    dweights = tl.dot(v_tile, tl.trans(dout_tile), input_precision=p.precision)
+    dlogits = operand(slope(weights * (dweights - shift[None, :]), s, p), q_tile, p)
+    dk_acc = tl.dot(dlogits, q_tile, dk_acc, input_precision=p.precision)
+    return dk_acc, dv_acc, dlogits
