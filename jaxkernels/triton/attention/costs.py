@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from jaxkernels.core import hardware
 from jaxkernels.core.hardware import Chip
 from jaxkernels.ops.attention.spec import AttentionSpec
+from jaxkernels.ops.attention.visibility import keys_in_reach
 from jaxkernels.triton import chips
 from jaxkernels.triton.attention.problem import aligned_shape, head_parts, padded
 
@@ -23,6 +24,7 @@ __all__ = [
     "Tile",
     "alignment_seconds",
     "bytes_of",
+    "bytes_of_keys",
     "combine_seconds",
     "fits",
     "is_filled",
@@ -397,6 +399,11 @@ def resident(spec: AttentionSpec, work: Work, tile: Tile) -> int:
     threads = 32 * tile.num_warps
     count = min(255.0, registers(spec, work, tile) + 56)
     return max(1, min(by_smem, int(_REGISTERS_OF_SM // (count * threads)), 8))
+
+
+def bytes_of_keys(spec: AttentionSpec) -> float:
+    """Bytes of the keys and values that some query may see."""
+    return bytes_of(spec.k, spec.v) * keys_in_reach(spec) / spec.k.shape[1]
 
 
 def bytes_of(*arrays: Any) -> int:

@@ -177,7 +177,7 @@ def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTAN
         programs=_programs(spec, config),
         visits=forward_steps(spec, max(1, config.block_q // config.pack), config.block_kv),
         parts=config.num_splits,
-        num_bytes=costs.bytes_of(spec.q, spec.k, spec.v, *spec.results("attention_forward")),
+        num_bytes=costs.bytes_of(spec.q, *spec.results("attention_forward")) + costs.bytes_of_keys(spec),
     )
     return kernel + costs.combine_seconds(spec, config.num_splits) + costs.alignment_seconds(spec)
 

@@ -318,17 +318,18 @@ def with_aligned_rows(x: jax.Array, spec: AttentionSpec) -> jax.Array:
 
 def aligned_shape(x: jax.Array | ArrayType, spec: AttentionSpec) -> tuple[int, int, int, int]:
     """The shape with whole 16 bytes in each row. From other rows Triton loads value by value, with an address each:
-    ptxas then spills 500 bytes of registers, and the forward pass took ten times as long. A few keys stay as they are:
-    padding is a launch of XLA's, and their tiles are small. Of rows that are copied, the copy leaves out the keys that
-    are behind the causal mask or the window of all queries.
+    ptxas then spills 500 bytes of registers, and the forward pass took ten times as long. If few keys are seen, rows
+    stay as they are: padding is a launch of XLA's, and the tiles are small. Of rows that are copied, the copy leaves
+    out the keys that are behind the causal mask or the window of all queries.
     """
     batch, heads, queries, keys = x.shape
-    widest = max(spec.q.shape[3], spec.v.shape[3])
+    seen, widest = min(keys, keys_in_reach(spec)), max(spec.q.shape[3], spec.v.shape[3])
+    limit, few = next((limit, few) for limit, few in _FEW_KEYS.items() if widest <= limit)
     unit = _ALIGNED_BYTES // x.dtype.itemsize
-    if keys % unit == 0 or keys <= next(few for limit, few in _FEW_KEYS.items() if widest <= limit):
+    # With more dimensions ptxas spills 8 to 12 bytes where keys behind these few are in the tile.
+    if keys % unit == 0 or (seen if limit <= _WIDEST_OF_TWO else keys) <= few:
         return batch, heads, queries, keys
-    keys = keys_in_reach(spec)
-    return batch, heads, queries, keys + -keys % unit
+    return batch, heads, queries, seen + -seen % unit
 
 
 # Which blocks a kernel visits.
