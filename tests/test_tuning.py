@@ -1102,13 +1102,13 @@ def test_a_program_that_does_not_compile_ahead_is_compiled_again(lab, estimates,
 
 
 def test_a_comparison_runs_its_kernels_in_a_turn(lab, estimates, monkeypatch):
-    """It compiles before."""
+    """It compiles before. Others may draw their operands at the same time."""
     events, program = [], tuner._program
     monkeypatch.setattr(tuner, "_turn", tuner._turn)
 
     @contextlib.contextmanager
-    def turn() -> Iterator[None]:
-        events.append("begins")
+    def turn(work: str) -> Iterator[None]:
+        events.append(work)
         yield
         events.append("ends")
 
@@ -1125,9 +1125,9 @@ def test_a_comparison_runs_its_kernels_in_a_turn(lab, estimates, monkeypatch):
     monkeypatch.setattr(tuner, "_program", compiled)
     monkeypatch.setattr(tuner, "compare", functools.partial(tuner.compare.func, measure=measure))
     assert dispatch.choose("matmul", make_spec(), None).source == "compared"
-    assert events[:2] == ["begins", "ends"]  # It draws operands.
+    assert events[:2] == ["drawing", "ends"]
     del events[:2]
-    first, measured = events.index("begins"), events.index("measured")
+    first, measured = events.index("timing"), events.index("measured")
     assert events[:first] == ["compiled"] * 2
     assert events[first + 1 : measured] == ["launched"] * 2
     assert set(events[measured:-1]) == {"measured", "launched"}

@@ -1,8 +1,9 @@
 """Measures problems in several processes that share GPUs: they compile beside each other, and time alone on a GPU.
 
 Most of the time of drawn problems is spent by compilers on the host. Timings need the GPU for themselves. XLA's
-autotuning uses the GPU, too. So the processes of a GPU take turns (`Turns`): several autotune beside each other, but a
-process compares backends alone, and times its problems alone. What XLA does not autotune is compiled at any time.
+autotuning uses the GPU, too. So the processes of a GPU take turns (`Turns`): several autotune, and draw what they will
+compare, beside each other, but a process compares backends alone, and times its problems alone. What XLA does not
+autotune is compiled at any time.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ def _measure(found: Any, folder: pathlib.Path, work: list[tuple[str, Any]], fiel
     try:
         turns = Turns(folder)
         device = jax.devices()[0]
-        tuner.compare_in(lambda: turns.turn("timing"))
+        tuner.compare_in(lambda work: turns.turn("timing" if work == "timing" else "autotuning"))
         settings = Settings(device, Telemetry(device.local_hardware_id or 0), turn=turns.turn, chunk=_CHUNK, **fields)
         with settings.telemetry:
             for row in runner.run(work, settings, lambda text: found.put((me, "status", text))):

@@ -45,8 +45,9 @@ _INSIDE = dispatch.Policy(use_winners=False)
 
 #: One measurement at a time: two would slow each other down.
 _measuring = threading.Lock()
-#: A context for what a comparison runs on the device, where other processes share it.
-_turn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+#: What a comparison does on the device -> a context for it, where other processes share the device: "drawing" operands,
+#: while others may draw and autotune, or "timing", alone.
+_turn: Callable[[str], contextlib.AbstractContextManager[None]] = lambda work: contextlib.nullcontext()
 
 
 #: (operation, spec, backend, configuration) -> a program that was compiled before the comparison that takes it.
@@ -261,8 +262,8 @@ def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | N
     dispatch.store_compared(op, taken, spec, backends, seconds[taken], config)
 
 
-def compare_in(turn: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """Sets the context in which comparisons use the device."""
+def compare_in(turn: Callable[[str], contextlib.AbstractContextManager[None]]) -> None:
+    """Sets the contexts in which comparisons use the device: of "drawing" operands, and of "timing"."""
     global _turn
     _turn = turn
 
@@ -377,8 +378,7 @@ class _Trial:
         self._device = device
         self._tried: dict[tuple[str, Any], Candidate] = {}
         self._new: list[Candidate] = []
-        # Other processes may be measuring.
-        with _turn(), jax.default_device(device), usual_promotion():
+        with _turn("drawing"), jax.default_device(device), usual_promotion():
             self._operands = _operands(op, spec, device)
             run, config = dispatch.load(op, "xla").run, dispatch.default_config(op, "xla", spec)
             self._types = jax.eval_shape(lambda *xs: jax.tree.leaves(run(spec, config, *xs)), *self._operands)
@@ -405,7 +405,7 @@ class _Trial:
         """Compiles, checks and times the queued configurations."""
         new, self._new = self._new, []
         compiling = self._compile(new)
-        with _turn():
+        with _turn("timing"):
             self._time(compiling)
 
     def _time(self, compiling: _Compiling) -> None:
