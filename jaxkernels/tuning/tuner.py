@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import threading
 import time
@@ -58,6 +59,11 @@ _BRIEF_SECONDS, _BRIEF_ROUNDS = 0.3, 15
 
 #: Of more candidates, a comparison first makes one round. Those within this factor of the fastest share the rest.
 _FEW, _HEAT = 4, 1.3
+
+#: On a GPU, a comparison of kernels that are estimated to take at most so many seconds times programs of so many calls.
+#: A launch by JAX takes longer than its kernels: 3 us for most backends, 6 to 8 us with cuDNN. Kernels of one program
+#: follow each other within about 1 us. The results of all calls together have at most so many bytes.
+_SHORT_SECONDS, _CALLS, _RESULT_BYTES = 1e-4, 8, 2**28
 
 #: Of kernels that take at least so many seconds, those within this factor of the fastest count as equal, and the first
 #: preferred one is taken: in training they run at the power limit, and in short turns all share one clock.
@@ -293,18 +299,59 @@ def compile_to_compare(
     """
     device = device_for(spec.target)
     if (op, spec, backend, config) not in _ready:
-        _ready[op, spec, backend, config] = _program(op, spec, backend, config, device, operands, results)
+        num_calls = _num_calls(op, spec, results)
+        program = _program(op, spec, backend, config, device, operands, results, num_calls)
+        _ready[op, spec, backend, config] = program
+
+
+def _num_calls(op: str, spec: Any, results: Iterable[Any]) -> int:
+    """How many calls a program has that a comparison times."""
+    if spec.target.platform not in hardware.GPU_PLATFORMS:
+        return 1
+    names = dispatch.usable_backends(op, spec)
+    estimates = [_estimate(op, name, spec, dispatch.default_config(op, name, spec)) for name in names]
+    if not min(filter(None, estimates), default=math.inf) <= _SHORT_SECONDS:
+        return 1
+    num_bytes = sum(ArrayType.of(x).num_bytes for x in results)
+    return min(_CALLS, max(1, _RESULT_BYTES // max(num_bytes, 1)))
+
+
+def _num_sets(num_calls: int, operands: Iterable[Any]) -> int:
+    """How many sets of operands the calls of a program take in turn."""
+    return min(num_calls, num_rotations(sum(ArrayType.of(x).num_bytes for x in operands))[0])
 
 
 def _program(
-    op: str, spec: Any, backend: str, config: Any, device: Any, operands: Iterable[Any], results: Iterable[Any]
+    op: str,
+    spec: Any,
+    backend: str,
+    config: Any,
+    device: Any,
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    num_calls: int = 1,
 ) -> Callable[..., Any]:
-    """A compiled kernel. A thread does not have the policy of the thread that started it."""
+    """A compiled kernel: a function of its operands. With several calls, a function of sets of operands, which waits
+    for each call before the next. A thread does not have the policy of the thread that started it.
+    """
     sharding = jax.sharding.SingleDeviceSharding(device)
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in operands]
     run = functools.partial(dispatch.load(op, backend).run, spec, config)
     with dispatch.policy(_INSIDE), tracing([*structs, *results]):
-        return jax.jit(run).lower(*structs).compile()
+        if num_calls == 1:
+            return jax.jit(run).lower(*structs).compile()
+        sets = [structs] * _num_sets(num_calls, structs)
+        return jax.jit(functools.partial(_calls_in_turn, jax.jit(run), num_calls)).lower(*sets).compile()
+
+
+def _calls_in_turn(run: Callable[..., Any], num_calls: int, *sets: Sequence[Any]) -> list[Any]:
+    found: list[Any] = []
+    for i in range(num_calls):
+        operands = sets[i % len(sets)]
+        if found:  # XLA shall not fuse the calls, nor compute equal ones once.
+            operands, _ = jax.lax.optimization_barrier((operands, found[-1]))
+        found.append(run(*operands))
+    return found
 
 
 def _queue_clock(device: Any) -> QueueClock:
@@ -390,8 +437,15 @@ class _Trial:
                 self._errors = jax.jit(lambda xs, ys: [_errors(x, y) for x, y in zip(cut_results(xs), ys, strict=True)])
             num_bytes = sum(x.nbytes for x in self._operands)
             copy = lambda: tuple(jnp.copy(x) for x in self._operands)
-            self._rotated = [self._operands, *(copy() for _ in range(num_rotations(num_bytes)[0] - 1))]
-            jax.block_until_ready(self._rotated)
+            rotated = [self._operands, *(copy() for _ in range(num_rotations(num_bytes)[0] - 1))]
+            jax.block_until_ready(rotated)
+            self._num_calls = _num_calls(op, spec, self._types) if is_brief else 1
+            #: What a launch takes, and the next ones.
+            self._arguments: list[tuple[Any, ...]] = rotated
+            if self._num_calls > 1:
+                of_one = _num_sets(self._num_calls, self._operands)
+                starts = range(0, len(rotated) - of_one + 1, of_one)
+                self._arguments = [tuple(map(list, rotated[start : start + of_one])) for start in starts]
 
     def add(self, backend: str, configs: Sequence[Any], limit: int | None = None) -> None:
         """Queues configurations that were not tried yet."""
@@ -410,7 +464,7 @@ class _Trial:
 
     def _time(self, compiling: _Compiling) -> None:
         fits = self._fitting(compiling)
-        calls = {_name(c): Call(compiled, self._rotated) for c, compiled in fits.items()}
+        calls = {_name(c): Call(compiled, self._arguments) for c, compiled in fits.items()}
         if not calls:
             return
         left = self._budget_s if self._is_brief else max(self._end - time.monotonic(), 0.0)
@@ -421,7 +475,7 @@ class _Trial:
                 self._settle(candidate, reason=f"not measured: {e}")
             return
         for candidate in fits:
-            self._settle(candidate, seconds=samples[_name(candidate)].median)
+            self._settle(candidate, seconds=samples[_name(candidate)].median / self._num_calls)
 
     def _samples(self, calls: Mapping[str, Call], budget_s: float) -> Mapping[str, Samples]:
         if not self._is_brief or len(calls) <= _FEW:
@@ -459,7 +513,7 @@ class _Trial:
                 raise TimeoutError("out of time")
             kernel = (self._op, self._spec, candidate.backend, candidate.config)
             ready = _ready.pop(kernel, None) if self._is_brief else None
-            return ready or _program(*kernel, self._device, self._operands, self._types)
+            return ready or _program(*kernel, self._device, self._operands, self._types, self._num_calls)
 
         with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, len(candidates) or 1)) as pool:
             return [(candidate, pool.submit(compile_one, candidate)) for candidate in candidates]
@@ -470,7 +524,7 @@ class _Trial:
         for candidate, future in compiling:
             try:
                 compiled = future.result()
-                results = jax.block_until_ready(jax.tree.leaves(compiled(*self._operands)))
+                results = jax.block_until_ready(jax.tree.leaves(compiled(*self._arguments[0])))
                 wrong = None if self._is_brief else self._compare(results)
             except Exception as e:  # A candidate that fails must not stop the others.
                 self._settle(candidate, reason=f"dropped: {_first_line(e)}")

@@ -123,9 +123,10 @@ _TILES = (
     (16, 16, 4, 1),
 )
 
-#: Up to so many rows, or with a program or more for each SM, one warp computes a tile in less time than four: it waits
-#: for no other. (With more rows and fewer programs, it took up to 1.5 times as long.)
-_ROWS_OF_ONE_WARP = 8
+#: One warp waits for no other. It may compute a tile of up to so many rows, or one of many tiles.
+_ROWS_OF_ONE_WARP = 16
+#: With more rows and fewer programs than SMs, one warp takes 0.74 to 1.5 times as long as four. Four are the default.
+_ROWS_OF_ONE_BY_DEFAULT, _ONE_WARP_SECONDS = 8, 3e-8
 
 
 def search_space(spec: AttentionSpec) -> Iterator[Config]:
@@ -141,9 +142,9 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
                     yield dataclasses.replace(packed, num_splits=num_splits)
 
 
-def _shares_warps(spec: AttentionSpec, config: Config) -> bool:
-    """Whether a tile is not left to one warp where four are faster."""
-    is_small = spec.q.shape[1] * config.pack <= _ROWS_OF_ONE_WARP
+def _shares_warps(spec: AttentionSpec, config: Config, most: int = _ROWS_OF_ONE_WARP) -> bool:
+    """Whether a tile of more than `most` rows is not left to one warp, unless there are many."""
+    is_small = spec.q.shape[1] * config.pack <= most
     return config.num_warps > 1 or is_small or _programs(spec, config) >= chips.num_sms(spec.target)
 
 
@@ -179,6 +180,8 @@ def estimate(spec: AttentionSpec, config: Config, constants: Constants = CONSTAN
         parts=config.num_splits,
         num_bytes=costs.bytes_of(spec.q, *spec.results("attention_forward")) + costs.bytes_of_keys(spec),
     )
+    if not _shares_warps(spec, config, _ROWS_OF_ONE_BY_DEFAULT):
+        kernel += _ONE_WARP_SECONDS
     return kernel + costs.combine_seconds(spec, config.num_splits) + costs.alignment_seconds(spec)
 
 

@@ -56,6 +56,10 @@ _ALIGNED_BYTES = 16
 _FEW_KEYS = {128: 64, 256: 32}
 #: Keys and values that a program loads at once, without a loop: through the registers of four warps.
 _ONE_BLOCK_BYTES = 2**15
+#: Tiles with one block of keys and at most so many rows have one block of columns, whatever the head dimension. On an
+#: H200, 14 queries and keys with 72 dimensions take 1.92 us instead of 1.95, nine keys with 160 take 3.17 instead of
+#: 3.55; with 32 rows, 2.43 instead of 2.30.
+_ROWS_OF_WHOLE_HEADS = 16
 
 #: Float32 is multiplied in TF32, as XLA does by default. Exactly, if there are at most so many pairs of a query and a
 #: key: there XLA, too, is exact.
@@ -188,7 +192,12 @@ class Problem:
         before, behind, is_last_ragged = (
             (band.right, band.left, bool(num_queries % block_q)) if over_queries else (band.left, band.right, is_ragged)
         )
-        (main_h, rest_h), (main_d, rest_d) = (head_parts(size, spec.target) for size in (head_dim, value_dim))
+        has_one_block = num_splits == 1 and num_keys <= block_kv and _bytes_of_block(spec, block_kv) <= _ONE_BLOCK_BYTES
+        # A second block of columns is a chain of loads and products more, which costs more than it saves in small tiles.
+        is_small = has_one_block and block_q <= _ROWS_OF_WHOLE_HEADS
+        (main_h, rest_h), (main_d, rest_d) = (
+            (padded(size), 0) if is_small else head_parts(size, spec.target) for size in (head_dim, value_dim)
+        )
         return cls(
             num_queries=num_queries,
             num_keys=num_keys,
@@ -218,9 +227,7 @@ class Problem:
             segments=spec.segments,
             query_offset=spec.query_offset,
             is_ragged=is_ragged,
-            has_one_block=num_splits == 1
-            and num_keys <= block_kv
-            and _bytes_of_block(spec, block_kv) <= _ONE_BLOCK_BYTES,
+            has_one_block=has_one_block,
             has_left_edge=before is not None or spec.segments,
             has_right_edge=behind is not None or is_last_ragged or at_run_time,
             may_be_blind=bool(band.left is not None or at_run_time or spec.bias or spec.mask or num_splits > 1),
