@@ -329,7 +329,7 @@ def test_doctor_finds_the_kernels_available_on_a_hopper_gpu(monkeypatch):
 
 @pytest.fixture
 def with_triton(registry, monkeypatch) -> types.ModuleType:
-    """A backend triton of one kernel, with jax-triton and Triton in versions that fit."""
+    """A backend triton of one kernel, with Triton installed."""
     for op, backend in [*registry]:
         if backend == "triton":
             del registry[op, backend]
@@ -338,7 +338,7 @@ def with_triton(registry, monkeypatch) -> types.ModuleType:
     monkeypatch.setitem(sys.modules, design.__name__, design)
     registry["matmul", "triton"] = dispatch.Entry((design.__name__,), ("cuda",))
     monkeypatch.setattr(calls, "missing", lambda: None)
-    monkeypatch.setattr(calls, "versions", lambda: {"jax-triton": "0.4.1", "triton": "3.9.0"})
+    monkeypatch.setattr(calls, "version", lambda: "3.9.0")
     return design
 
 
@@ -347,7 +347,7 @@ A10 = hardware.lookup("NVIDIA A10")
 
 def test_doctor_says_that_configurations_for_triton_were_not_measured(with_triton, monkeypatch):
     found = of_chip(monkeypatch, A10)["triton"]
-    versions = "jax-triton 0.4.1, triton 3.9.0"
+    versions = "triton 3.9.0"
     unmeasured = "no configuration was measured on NVIDIA A10: a cost model chooses, `jaxkernels tune` measures"
     assert (found.reasons, found.note) == ((), f"{versions}, {unmeasured}")
     assert f"  triton  available ({versions}, {unmeasured})\n" in doctor.as_text(doctor.examine())
@@ -363,19 +363,19 @@ def test_doctor_reads_measurements_from_the_packages_table(with_triton, monkeypa
     entry = {"key": winners.Key(A10, "matmul", spec, "triton", 1).describe(), "winner": {}, "seconds": 1e-6}
     (tmp_path / "nvidia_a10.json").write_text(json.dumps([entry]))
     monkeypatch.setattr(winners, "_TABLES", tmp_path)
-    assert of_chip(monkeypatch, A10)["triton"].note == "jax-triton 0.4.1, triton 3.9.0"
+    assert of_chip(monkeypatch, A10)["triton"].note == "triton 3.9.0"
 
 
 def test_doctor_says_why_triton_is_not_available(with_triton, monkeypatch):
     found = of_chip(monkeypatch, hardware.host("cpu"))["triton"]
     on_cpu = "needs a CUDA GPU of compute capability 8.0 or newer, the target is cpu"
-    assert (found.reasons, found.note) == ((on_cpu,), "jax-triton 0.4.1, triton 3.9.0")
-    unfit = "jax-triton 0.4.1 does not fit triton 3.6.0: pip install 'jax-triton==0.3.*'"
+    assert (found.reasons, found.note) == ((on_cpu,), "triton 3.9.0")
+    unfit = "needs triton 3.6 or newer, found 3.5.1: pip install -U 'jaxkernels[triton]'"
     monkeypatch.setattr(calls, "missing", lambda: unfit)
-    monkeypatch.setattr(calls, "versions", lambda: {"jax-triton": "0.4.1", "triton": None})
+    monkeypatch.setattr(calls, "version", lambda: "3.5.1")
     found = of_chip(monkeypatch, A10)["triton"]
     assert found.reasons == (unfit,)
-    assert found.note.startswith("jax-triton 0.4.1, no configuration")
+    assert found.note.startswith("triton 3.5.1, no configuration")
     # The kernels have the same reason: it is given once.
     with_triton.unsupported = lambda spec: unfit
     assert of_chip(monkeypatch, A10)["triton"].reasons == (unfit,)

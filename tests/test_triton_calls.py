@@ -1,29 +1,25 @@
-"""How Triton kernels are called: which versions fit, what jax-triton is given, and the tools that test kernels."""
+"""How Triton kernels are called: what is needed, what is launched, and the tools that test kernels."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import os
 import re
-import subprocess
 import sys
 import types
-import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax._src.interpreters import partial_eval
 
 import jaxkernels.triton
-from jaxkernels.core import _jax, hardware
+from jaxkernels import ffi
+from jaxkernels.core import hardware
 from jaxkernels.core.types import ArrayType
+from jaxkernels.ffi import handler
 from jaxkernels.triton import calls
 
 A100 = hardware.lookup("NVIDIA A100-SXM4-80GB")
@@ -37,162 +33,65 @@ class Config:
     scale: float = 0.5
 
 
-# Versions.
+# What is needed.
 
 
 @pytest.fixture
-def installed(monkeypatch) -> Iterator[Callable[..., types.ModuleType]]:
-    """Pretends that these versions are installed, with a jax-triton that records how it is called."""
+def installed(monkeypatch) -> Iterator[Callable[[str | None], None]]:
+    """Pretends that this version of Triton is installed; None: that none is."""
     right = importlib.metadata.version
 
-    def forget() -> None:
-        calls.missing.cache_clear()
-        calls._jax_triton.cache_clear()
-
-    def install(jax_triton: str | None, triton: str | None, *, has_plugin: bool = True) -> types.ModuleType:
-        found = {"jax-triton": jax_triton, "triton": triton}
-
+    def install(triton: str | None) -> None:
         def version(name: str) -> str:
-            if name not in found:
+            if name != "triton":
                 return right(name)
-            if found[name] is None:
+            if triton is None:
                 raise importlib.metadata.PackageNotFoundError(name)
-            return found[name]
+            return triton
 
-        module: Any = types.ModuleType("jax_triton")
-        module.calls = []
-        module.triton_lib = types.SimpleNamespace(triton_kernel_call_p=object())
-        module.triton_call = lambda *xs, **options: module.calls.append((xs, options)) or ["a result"]
-        monkeypatch.setitem(sys.modules, "jax_triton", module)
         monkeypatch.setattr(importlib.metadata, "version", version)
-        monkeypatch.setattr(_jax, "has_triton_calls", lambda: has_plugin)
-        forget()
-        return module
+        calls.missing.cache_clear()
 
-    forget()
     yield install
-    forget()
+    calls.missing.cache_clear()
 
 
 UPGRADE = "pip install -U 'jaxkernels[triton]'"
 
 
 @pytest.mark.parametrize(
-    ("jax_triton", "triton", "reason"),
+    ("triton", "reason"),
     [
-        (None, None, "needs jax-triton and triton: pip install 'jaxkernels[triton]'"),
-        (None, "3.6.0", "needs jax-triton: pip install 'jaxkernels[triton]'"),
-        ("0.3.1", None, "needs triton: pip install 'jaxkernels[triton]'"),
-        ("0.3.1", "3.5.1", f"needs triton 3.6 or newer, found 3.5.1: {UPGRADE}"),
-        ("0.4.1", "2.3.1", f"needs triton 3.6 or newer, found 2.3.1: {UPGRADE}"),
-        ("0.2.0", "3.6.0", f"needs jax-triton 0.3 or newer, found 0.2.0: {UPGRADE}"),
-        ("0.3.1", "3.7.0", "jax-triton 0.3.1 does not fit triton 3.7.0: pip install 'jax-triton>=0.4'"),
-        ("0.3.1", "3.9.0", "jax-triton 0.3.1 does not fit triton 3.9.0: pip install 'jax-triton>=0.4'"),
-        ("0.4.1", "3.6.0", "jax-triton 0.4.1 does not fit triton 3.6.0: pip install 'jax-triton==0.3.*'"),
-        ("0.3.0", "3.6.1", None),
-        ("0.3.1", "3.6.0+git1234567", None),
-        ("0.4.0", "3.7.1", None),
-        ("0.4.1", "3.9.0", None),
-        ("0.10.0", "3.10.0", None),
-        ("1.0.0", "4.0.0", None),
+        (None, "needs triton: pip install 'jaxkernels[triton]'"),
+        ("3.5.1", f"needs triton 3.6 or newer, found 3.5.1: {UPGRADE}"),
+        ("2.3.1", f"needs triton 3.6 or newer, found 2.3.1: {UPGRADE}"),
+        ("3.6.0", None),
+        ("3.6.0+git1234567", None),
+        ("3.10.0", None),
+        ("4.0.0", None),
     ],
 )
-def test_versions_that_do_not_fit_are_named_with_the_way_out(installed, jax_triton, triton, reason):
-    installed(jax_triton, triton)
-    assert calls.versions() == {"jax-triton": jax_triton, "triton": triton}
+def test_versions_that_do_not_fit_are_named_with_the_way_out(installed, monkeypatch, triton, reason):
+    installed(triton)
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
+    monkeypatch.setattr(handler, "missing_launcher", lambda: None)
+    assert calls.version() == triton
     assert calls.missing() == reason
 
 
-def test_cuda_plugin_is_needed(installed):
-    installed("0.4.1", "3.9.0", has_plugin=False)
-    assert calls.missing() == "needs JAX's CUDA plugin: pip install 'jaxkernels[cuda13]' (or cuda12)"
+def test_launcher_is_needed(installed, monkeypatch):
+    installed("3.9.0")
+    monkeypatch.setattr(handler, "missing_launcher", lambda: "needs the launcher of the CUDA kernels: not built")
+    assert calls.missing() == "needs the launcher of the CUDA kernels: not built"
 
 
-def test_jax_triton_that_cannot_be_imported_is_a_reason(installed, monkeypatch, tmp_path):
-    installed("0.4.1", "3.9.0")
-    monkeypatch.delitem(sys.modules, "jax_triton")
-    (tmp_path / "jax_triton.py").write_text("raise RuntimeError('built for another JAX')\n")
+def test_triton_that_cannot_be_imported_is_a_reason(installed, monkeypatch, tmp_path):
+    installed("3.9.0")
+    monkeypatch.setattr(handler, "missing_launcher", lambda: None)
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    (tmp_path / "triton.py").write_text("raise RuntimeError('built for another Python')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert calls.missing() == "jax-triton 0.4.1 cannot be imported: RuntimeError: built for another JAX"
-
-
-def test_plugin_is_told_from_its_absence(monkeypatch):
-    """jaxlib has the module `gpu_triton` always, and its names only if a plugin is installed."""
-    from jax._src.lib import gpu_triton
-
-    monkeypatch.setattr(gpu_triton, "TritonKernelCall", object, raising=False)
-    assert _jax.has_triton_calls()
-    monkeypatch.delattr(gpu_triton, "TritonKernelCall")
-    assert not _jax.has_triton_calls()
-
-
-@pytest.mark.parametrize("before", [None, "/a/folder"])
-def test_import_leaves_tritons_cache_where_it_was(before):
-    pytest.importorskip("triton", reason="Triton is not installed")
-    if calls.versions()["jax-triton"] is None:
-        pytest.skip("jax-triton is not installed")
-    script = (
-        "import contextlib, os\n"
-        "from jaxkernels.triton import calls\n"
-        "with contextlib.suppress(ImportError):\n"  # Version 0.3 wants a plugin, which it asks for at the end.
-        "    calls._jax_triton()\n"
-        "print(os.environ.get('TRITON_CACHE_DIR'))"
-    )
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_CACHE_DIR"}
-    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    env |= {} if before is None else {"TRITON_CACHE_DIR": before}
-    outcome = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
-    assert outcome.stdout == f"{before}\n", outcome.stderr
-
-
-# Calls.
-
-
-@pytest.mark.parametrize(
-    ("jax_triton", "triton", "keyword", "options"),
-    [
-        ("0.3.1", "3.6.0", "out_shape", dict(enable_fp_fusion=True)),
-        ("0.4.1", "3.9.0", "out_type", dict(backend_options=dict(enable_fp_fusion=True))),
-    ],
-)
-def test_each_version_gets_its_own_arguments(installed, jax_triton, triton, keyword, options):
-    module = installed(jax_triton, triton)
-    x, kernel, out = jnp.ones(3), object(), ArrayType((2, 3), np.dtype("float32"))
-    results = calls.call_kernel(
-        kernel, [x, x], [out], target=H200, grid=(7, 2), num_warps=8, num_stages=3, constants=dict(p=Config())
-    )
-    assert results == ["a result"]
-    (((first, second), given),) = module.calls
-    assert first is second is x
-    assert given.pop("kernel") is kernel
-    common = dict(grid=(7, 2), num_warps=8, num_stages=3, compute_capability=90, p=Config())
-    assert given == common | options | {keyword: [jax.ShapeDtypeStruct((2, 3), jnp.float32)]}
-
-
-def test_rule_for_dead_code_written_for_jax_0_11_is_called_as_it_expects():
-    """As that of jax-triton 0.4.1. A rule that fits stays what it is."""
-    primitive = jax.extend.core.Primitive("jk_test_dead_code")
-    primitive.def_abstract_eval(lambda x: x)
-    asked = []
-
-    def rule(used: list[bool], equation: Any) -> tuple[list[bool], Any]:
-        asked.append((used, equation.primitive))
-        return [False], None
-
-    jaxpr = jax.make_jaxpr(lambda x: (primitive.bind(x), x))(1.0).jaxpr
-    partial_eval.dce_rules[primitive] = rule
-    try:
-        _jax.adapt_dead_code_rule(primitive)
-        left, _ = partial_eval.dce_jaxpr(jaxpr, [False, True])
-        adapted = partial_eval.dce_rules[primitive]
-        _jax.adapt_dead_code_rule(primitive)
-        assert partial_eval.dce_rules[primitive] is adapted
-    finally:
-        del partial_eval.dce_rules[primitive]
-    assert asked == [([False], primitive)]
-    assert not left.eqns
-    _jax.adapt_dead_code_rule(primitive)
-    assert primitive not in partial_eval.dce_rules
+    assert calls.missing() == "triton 3.9.0 cannot be imported: RuntimeError: built for another Python"
 
 
 # A small kernel, for real.
@@ -252,38 +151,93 @@ def test_kernel_is_compiled_for_chips_that_are_not_here(tritons):
         assert "mma" in made.ptx
 
 
-def call_in(text: str) -> bytes:
-    """The one call of a Triton kernel in a lowered program, decompressed."""
+def code_in(text: str) -> bytes:
+    """The cubin of the one call of a Triton kernel in a lowered program."""
     (line,) = (line for line in text.splitlines() if "custom_call @" in line)
     assert re.search(r"custom_call @(\w+)", line)[1] in calls.TARGETS
-    (quoted,) = re.findall(r'(?:opaque|backend_config) = "([^"]+)"', line)
-    # MLIR prints bytes that are not printable as two hexadecimal digits after a backslash.
-    data = re.sub(
-        rb"\\([0-9A-F]{2}|.)", lambda m: bytes.fromhex(m[1].decode()) if m[1] != b"\\" else b"\\", quoted.encode()
-    )
-    return zlib.decompress(data)
+    return bytes.fromhex(re.findall(r'cubin = dense<"0x([0-9A-F]+)">', line)[0])
 
 
-needs_all_parts = pytest.mark.skipif("calls.missing() is not None", reason="jax-triton cannot lower programs here")
+needs_all_parts = pytest.mark.skipif("calls.missing() is not None", reason="Triton cannot compile kernels here")
 
 
 @needs_all_parts
-@pytest.mark.parametrize("chip", [A100, H200], ids=lambda chip: chip.name)
-def test_program_is_lowered_for_a_chip_that_is_not_here(chip):
-    """By the jax-triton that is installed, through JAX's removal of dead code."""
+@pytest.mark.parametrize(("chip", "architecture"), [(A100, b"sm_80"), (H200, b"sm_90a")], ids=["A100", "H200"])
+def test_program_is_lowered_for_a_chip_that_is_not_here(chip, architecture):
     xs = matrices("bfloat16")
     for function in (multiply(chip), lambda *xs: multiply(chip)(*xs)[0]):
-        lowered = jax.jit(function).trace(*xs).lower(lowering_platforms=("cuda",))
-        major, minor = chip.compute_capability
-        assert re.search(rb"\.target sm_%d" % (10 * major + minor), call_in(lowered.as_text()))
+        lowered = jax.jit(function).trace(*xs).lower(lowering_platforms=("cuda",)).as_text()
+        assert {*re.findall(rb"sm_\d+a?", code_in(lowered))} == {architecture}
+        for attribute in ("grid = dense<1> : tensor<3xi64>", "block = dense<[128, 1, 1]> : tensor<3xi64>"):
+            assert attribute in lowered
+        # Two operands, two results, and two pointers to memory that the kernel does not use.
+        assert "num_parameters = 6 : i64" in lowered
+
+
+@needs_all_parts
+def test_last_result_may_take_the_place_of_the_first_operand():
+    import triton_product_kernel
+
+    def function(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        results = ArrayType((SIZE,), np.dtype("float32")), ArrayType((SIZE, SIZE), lhs.dtype)
+        return calls.call_kernel(
+            triton_product_kernel.product, [lhs, rhs], results, target=H200, grid=(1,), num_warps=4, num_stages=2,
+            constants=dict(p=Config()), in_place=True,
+        )[1]  # fmt: skip
+
+    text = jax.jit(function).trace(*matrices("bfloat16")).lower(lowering_platforms=("cuda",)).as_text()
+    assert "output_tuple_indices = [1], operand_index = 0" in text
+
+
+@needs_all_parts
+def test_kernel_is_compiled_once(monkeypatch):
+    import triton.compiler
+
+    compiled, right = [], triton.compile
+    monkeypatch.setattr(triton, "compile", lambda *xs, **options: compiled.append(xs) or right(*xs, **options))
+    calls._compile.cache_clear()
+    assert triton.compiler
+    for _ in range(2):
+        jax.jit(lambda *xs: multiply(H200)(*xs)).trace(*matrices("float16")).lower(lowering_platforms=("cuda",))
+    assert len(compiled) == 1
+
+
+@needs_all_parts
+def test_scratch_memory_is_refused(monkeypatch):
+    import triton
+
+    made = types.SimpleNamespace(metadata=types.SimpleNamespace(global_scratch_size=128))
+    monkeypatch.setattr(triton, "compile", lambda *xs, **options: made)
+    calls._compile.cache_clear()
+    message = r"product\[triton\]: needs scratch memory, which is not allocated here\."
+    with pytest.raises(NotImplementedError, match=message):
+        multiply(H200)(*matrices("float16"))
 
 
 @needs_all_parts
 def test_program_is_exported_if_the_check_of_its_call_is_disabled():
     xs = matrices("bfloat16")
-    with pytest.raises(ValueError, match="triton_kernel_call"):
+    with pytest.raises(ValueError, match=handler.TARGET):
         export.export(jax.jit(multiply(A100)), platforms=("cuda",))(*xs)
     allowed = [export.DisabledSafetyCheck.custom_call(name) for name in jaxkernels.triton.TARGETS]
     program = export.export(jax.jit(multiply(A100)), platforms=("cuda",), disabled_checks=allowed)(*xs)
     restored = export.deserialize(program.serialize())
-    assert b".target sm_80" in call_in(restored.mlir_module())
+    assert b"sm_80" in code_in(restored.mlir_module())
+
+
+@pytest.mark.gpu
+def test_calls_are_replayed_from_a_command_buffer():
+    """As the results of CUDA kernels: XLA captures them, and then launches a graph."""
+    multiplied = multiply(hardware.chip_of(jax.devices()[0]))
+    lhs, rhs = matrices("bfloat16")
+
+    @jax.jit
+    def power(x: jax.Array) -> jax.Array:
+        for _ in range(8):
+            x = multiplied(x, rhs)[0]
+        return x
+
+    expected, before = np.asarray(power(lhs)), ffi.launch_count()
+    for _ in range(20):
+        np.testing.assert_array_equal(power(lhs), expected)
+    assert 0 < ffi.launch_count() - before < 160, "the launches were not replayed from a command buffer"

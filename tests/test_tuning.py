@@ -44,6 +44,7 @@ A = np.ones((5, 7), np.float32)
 B = np.ones((7, 3), np.float32)
 Q = np.ones((2, 5, 4, 8), np.float32)
 BLOCKS = (64, 128, 192, 256)
+H200 = hardware.lookup("NVIDIA H200")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1132,6 +1133,63 @@ def test_a_comparison_runs_its_kernels_in_a_turn(lab, estimates, monkeypatch):
     assert events[first + 1 : measured] == ["launched"] * 2
     assert set(events[measured:-1]) == {"measured", "launched"}
     assert events[-1] == "ends"
+
+
+@pytest.mark.parametrize("is_compiled_ahead", [False, True])
+def test_short_kernels_are_compared_in_programs_of_several_calls(is_compiled_ahead, lab, estimates, monkeypatch):
+    monkeypatch.setattr(tuner, "_num_calls", lambda op, spec, results: 4)
+    looks, stored = {}, []
+
+    def measure(calls: Mapping[str, Call], **options: Any) -> dict[str, Any]:
+        for name, call in calls.items():
+            results = call.function(*call.operands[0])
+            looks[name] = len(call.operands), len(call.operands[0]), len(results)
+            a, b = call.operands[0][0]
+            for result in jax.tree.leaves(results):
+                np.testing.assert_allclose(result, a @ b, rtol=1e-5)
+        return lab.measure(calls, **options)
+
+    monkeypatch.setattr(tuner, "compare", functools.partial(tuner.compare.func, measure=measure))
+    monkeypatch.setattr(tuner, "num_rotations", lambda num_bytes: (11, True))
+    monkeypatch.setattr(dispatch, "store_compared", lambda *args: stored.append(args))
+    if is_compiled_ahead:
+        ahead.compile_kernels(jax.jit(jk.matmul).trace(A, B).jaxpr, CPU)
+    dispatch.choose("matmul", make_spec(), None)
+    # Eleven sets of operands: two launches of four, and three that are left over.
+    assert looks == {"fake Config(block=64, depth=1)": (2, 4, 4), "xla Config()": (2, 4, 4)}
+    ((_, backend, _, _, seconds, _),) = stored
+    assert (backend, seconds) == ("fake", 1e-6 / 4)
+
+
+def test_calls_of_a_program_that_is_compared_are_not_merged(lab):
+    """Not even with equal operands."""
+    spec, types_of = make_spec(), lambda *arrays: [ArrayType.of(x) for x in arrays]
+    compile_calls = functools.partial(
+        tuner._program, "matmul", spec, "xla", dispatch.default_config("matmul", "xla", spec), jax.devices()[0],
+        types_of(A, B), spec.results("matmul"),
+    )  # fmt: skip
+    one, many = compile_calls(), compile_calls(3)
+    assert len(many.input_shardings[0]) == 1  # So small operands stay in the cache: there is one set of them.
+    count = lambda program: len(re.findall(r" (?:dot|custom-call)\(", program.as_text()))
+    assert count(many) == 3 * count(one) > 0
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "chip", "calls", "sets"),
+    [
+        (64, 64, 64, H200, 8, 1),
+        (64, 4096, 4096, H200, 8, 3),
+        (1024, 1024, 1024, H200, 8, 8),
+        (16384, 8192, 64, H200, 1, 1),  # Eight results are 2 GiB.
+        (8192, 8192, 8192, H200, 1, 1),  # It is long.
+        (64, 64, 64, CPU, 1, 1),
+    ],
+)
+def test_how_many_calls_a_program_has_that_is_compared(m, n, k, chip, calls, sets):
+    array = lambda *shape: ArrayType(shape, jnp.dtype(jnp.bfloat16))
+    spec = MatmulSpec(array(m, k), array(k, n), (((1,), (0,)), ((), ())), jnp.dtype(jnp.bfloat16), chip)
+    found = tuner._num_calls("matmul", spec, spec.results("matmul"))
+    assert (found, tuner._num_sets(found, [spec.lhs, spec.rhs])) == (calls, sets)
 
 
 def test_a_comparison_works_under_a_transfer_guard(lab, estimates, monkeypatch):

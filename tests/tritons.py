@@ -207,13 +207,8 @@ def compiled(chip: Chip, function: Callable[..., Any], *types: ArrayType) -> lis
 
     def call_kernel(
         kernel: Any, operands: Sequence[Any], results: Sequence[ArrayType], *, grid: tuple[int, ...], num_warps: int,
-        num_stages: int, constants: Mapping[str, Any], target: Any, in_place: Any = None,
+        num_stages: int, constants: Mapping[str, Any], target: Any, in_place: bool = False,
     ) -> list[jax.Array]:  # fmt: skip
-        if in_place is not None:  # As jax-triton 0.4 would call it, too.
-            call_kernel(
-                in_place, operands, results[:-1], grid=grid, num_warps=num_warps, num_stages=num_stages,
-                constants=constants, target=target,
-            )  # fmt: skip
         arrays = [*operands, *results]
         names = kernel.arg_names
         signature = {name: "*" + _TYPES[x.dtype.name] for name, x in zip(names, arrays)}

@@ -21,7 +21,7 @@ __all__ = ["Availability", "Report", "as_json", "as_text", "examine"]
 
 _PACKAGES = (
     "jaxkernels", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "orbax-checkpoint",
-    "numpy", "tokenizers", "jax-triton", "triton", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12",
+    "numpy", "tokenizers", "triton", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12",
     "nvidia-cudnn-cu13", "nvidia-cudnn-cu12",
 )  # fmt: skip
 
@@ -185,10 +185,11 @@ def _cuda(chip: hardware.Chip) -> Availability:
 
 
 def _triton(chip: hardware.Chip) -> Availability:
-    """Whether the Triton backend runs: jax-triton, Triton, chip, and the limits of its kernels."""
+    """Whether the Triton backend runs: Triton, the launcher, the chip, and the limits of its kernels."""
     reasons = [] if (missing := triton_calls.missing()) is None else [missing]
     reasons += [reason for reason in _kernel_reasons("triton", chip) if reason not in reasons]
-    notes = [f"{name} {version}" for name, version in triton_calls.versions().items() if version is not None]
+    version = triton_calls.version()
+    notes = [] if version is None else [f"triton {version}"]
     measured = winners.measured_backends(chip) | times.measured_backends(chip)
     if chip.platform == "cuda" and "triton" not in measured:
         notes.append(f"no configuration was measured on {chip.name}: a cost model chooses, `jaxkernels tune` measures")

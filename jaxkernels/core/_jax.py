@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +31,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 __all__ = [
     "abstract_output",
-    "adapt_dead_code_rule",
     "canonical_precision",
     "concrete_mesh_of",
     "convert",
@@ -42,7 +40,6 @@ __all__ = [
     "evaluate_eagerly",
     "explicit_axes_of",
     "has_plugin",
-    "has_triton_calls",
     "ignore_x64",
     "is_auto_partitioned",
     "is_exported",
@@ -285,15 +282,6 @@ def register_recomputation(primitive: Any, again: Any) -> None:
 _WIDE_DTYPES = ("int64", "uint64", "float64", "complex128")
 
 
-def has_triton_calls() -> bool:
-    """Whether JAX's CUDA plugin, which holds the calls of Triton kernels, is installed."""
-    try:
-        from jax._src.lib import gpu_triton
-    except ImportError:
-        return False
-    return hasattr(gpu_triton, "TritonKernelCall")
-
-
 def cudnn_version() -> int | None:
     """The version of cuDNN as a number, 90800 for 9.8.0; None if JAX finds no cuDNN (`lib.cuda_versions`)."""
     try:
@@ -302,17 +290,6 @@ def cudnn_version() -> int | None:
         return None if cuda_versions is None else int(cuda_versions.cudnn_get_version())
     except (ImportError, RuntimeError):  # No CUDA plugin, or no library beside it.
         return None
-
-
-def adapt_dead_code_rule(primitive: Any) -> None:
-    """Lets this JAX call a primitive's rule for dead code (`partial_eval.dce_rules`) that was written for JAX 0.11.
-
-    Since JAX 0.12 such a rule gets (used results, live operands, equation). Before, it got no live operands.
-    """
-    rule: Any = _pe.dce_rules.get(primitive)
-    number = lambda function: len(inspect.signature(function).parameters)
-    if rule is not None and number(rule) < number(_pe._default_dce_rule):
-        _pe.dce_rules[primitive] = lambda used, live, equation: rule(used, equation)
 
 
 def ignore_x64(types: Iterable[Any]) -> contextlib.AbstractContextManager[None]:

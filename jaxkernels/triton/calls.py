@@ -1,42 +1,44 @@
-"""Calls of Triton kernels through jax-triton: the one place that knows its versions.
+"""Calls of Triton kernels: compiled by Triton, launched by the package's own engine (`jaxkernels.ffi.launch`).
 
-jax-triton 0.3 fits Triton 3.6, and jax-triton 0.4 fits Triton 3.7 and newer. They differ in the names of two arguments.
-jax-triton compiles for the chip that a call names, so no GPU is needed to lower a program. Its own primitive has no
-derivative, no rule for vmap and none for meshes: ours has them, and reaches a kernel only when it is lowered.
+A call is the same custom call as that of a CUDA C++ kernel. So XLA captures it in CUDA graphs, and lets it read and
+write slices of larger arrays. Triton compiles for the chip that a call names: no GPU is needed to lower a program.
 """
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import functools
 import importlib
 import importlib.metadata
-import os
 import re
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from jaxkernels.core import _jax
 from jaxkernels.core.hardware import Chip, needs_capability
 from jaxkernels.core.types import ArrayType
+from jaxkernels.ffi import handler
+from jaxkernels.ffi.cubin import parameter_bytes
+from jaxkernels.ffi.custom_call import Pointer, launch
 
-__all__ = ["OLDEST_CAPABILITY", "TARGETS", "call_kernel", "check_schedule", "missing", "unsupported_chip", "versions"]
+__all__ = ["OLDEST_CAPABILITY", "TARGETS", "call_kernel", "check_schedule", "missing", "unsupported_chip", "version"]
 
 #: Compute capability from which on Triton compiles 16-bit products for tensor cores with asynchronous copies.
 OLDEST_CAPABILITY = (8, 0)
 
-#: Names of the custom call of jax-triton 0.3 and 0.4. `jax.export` takes it only with its check disabled.
-TARGETS = ("triton_kernel_call", "triton_kernel_call_ffi")
+#: Names of the custom calls. `jax.export` takes them only with its check disabled.
+TARGETS = (handler.TARGET,)
 
-#: jax-triton from here on takes the results as `out_type` and needs Triton 3.7; before, `out_shape` and Triton 3.6.
-_OUT_TYPE_SINCE = (0, 4)
-_TRITON_OF_OUT_TYPE = (3, 7)
-_OLDEST_TRITON = (3, 6)
-_OLDEST_JAX_TRITON = (0, 3)
+_OLDEST = (3, 6)
+_THREADS_OF_WARP = 32
+
+#: What Triton calls the types of arrays.
+_TYPES = {
+    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "int8": "i8", "int16": "i16",
+    "int32": "i32", "int64": "i64", "uint8": "u8", "uint16": "u16", "uint32": "u32", "uint64": "u64", "bool": "i1",
+}  # fmt: skip
 
 
 def unsupported_chip(chip: Chip) -> str | None:
@@ -60,59 +62,25 @@ def check_schedule(label: str, num_warps: int, num_stages: int) -> None:
 @functools.cache
 def missing() -> str | None:
     """Why no Triton kernel can be launched from this Python, or None. The reason ends with the way out."""
-    found = versions()
-    if absent := [name for name, version in found.items() if version is None]:
-        return f"needs {' and '.join(absent)}: pip install 'jaxkernels[triton]'"
-    jax_triton, triton = (_number(version or "") for version in found.values())
-    if triton < _OLDEST_TRITON:
-        return f"needs triton 3.6 or newer, found {found['triton']}: pip install -U 'jaxkernels[triton]'"
-    if jax_triton < _OLDEST_JAX_TRITON:
-        return f"needs jax-triton 0.3 or newer, found {found['jax-triton']}: pip install -U 'jaxkernels[triton]'"
-    if (jax_triton >= _OUT_TYPE_SINCE) != (triton >= _TRITON_OF_OUT_TYPE):
-        fitting = "'jax-triton>=0.4'" if triton >= _TRITON_OF_OUT_TYPE else "'jax-triton==0.3.*'"
-        return f"jax-triton {found['jax-triton']} does not fit triton {found['triton']}: pip install {fitting}"
-    if not _jax.has_triton_calls():
-        return "needs JAX's CUDA plugin: pip install 'jaxkernels[cuda13]' (or cuda12)"
+    if (found := version()) is None:
+        return "needs triton: pip install 'jaxkernels[triton]'"
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < _OLDEST:
+        return f"needs triton 3.6 or newer, found {found}: pip install -U 'jaxkernels[triton]'"
+    if (reason := handler.missing_launcher()) is not None:
+        return reason
     try:
-        _jax_triton()
+        importlib.import_module("triton")
     except Exception as e:
-        return f"jax-triton {found['jax-triton']} cannot be imported: {type(e).__name__}: {e}"
+        return f"triton {found} cannot be imported: {type(e).__name__}: {e}"
     return None
 
 
-def versions() -> dict[str, str | None]:
-    """Installed versions of jax-triton and triton; None for what is not installed."""
-    found: dict[str, str | None] = {}
-    for name in ("jax-triton", "triton"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
-
-
-def _number(version: str) -> tuple[int, ...]:
-    """Major and minor version."""
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-
-
-@functools.cache
-def _jax_triton() -> ModuleType:
-    """Imports jax-triton, and takes back or mends what the import does to others.
-
-    - jax-triton removes or clears the variable TRITON_CACHE_DIR: it stays what it was.
-    - jax-triton 0.4.1 has a rule for dead code that JAX 0.12 cannot call.
-    """
-    name = "TRITON_CACHE_DIR"
-    before = os.environ.get(name)
+def version() -> str | None:
+    """The version of Triton; None if it is not installed."""
     try:
-        module = importlib.import_module("jax_triton")
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
-    _jax.adapt_dead_code_rule(module.triton_lib.triton_kernel_call_p)
-    return module
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def call_kernel(
@@ -125,7 +93,7 @@ def call_kernel(
     num_warps: int,
     num_stages: int,
     constants: Mapping[str, Any],
-    in_place: Any = None,
+    in_place: bool = False,
 ) -> list[jax.Array]:
     """Launches a Triton kernel.
 
@@ -139,37 +107,71 @@ def call_kernel(
       num_warps: warps of a program.
       num_stages: the depth of the pipelines that Triton makes of loops.
       constants: values known at compile time, by name; they must be hashable.
-      in_place: if given, the last result takes the place of the first operand in memory. It is the same kernel without
-        a pointer to that result, as jax-triton 0.4 calls it. jax-triton 0.3 passes the pointer.
+      in_place: whether the last result takes the place of the first operand in memory, where XLA can.
     """
-    major, minor = target.compute_capability or (0, 0)
-    shapes = [jax.ShapeDtypeStruct(result.shape, result.dtype) for result in results]
+    types = (*map(ArrayType.of, operands), *results)
+    binary = _compile(kernel, types, tuple(constants.items()), target.compute_capability, num_warps, num_stages)
+    pointers = [Pointer(i) for i in range(len(types))]
+    return launch(
+        binary.cubin,
+        binary.name,
+        operands,
+        [jax.ShapeDtypeStruct(result.shape, result.dtype) for result in results],
+        parameters=[*pointers, *[np.uint64(0)] * binary.num_hidden],
+        grid=grid,
+        block=(_THREADS_OF_WARP * num_warps,),
+        smem_bytes=binary.smem_bytes,
+        input_output_aliases={0: len(results) - 1} if in_place else None,
+        target=target,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Binary:
+    """A compiled kernel.
+
+    Attributes:
+      cubin, name: the code, and the kernel's symbol in it.
+      smem_bytes: dynamic shared memory of a program.
+      num_hidden: parameters after those of the source: pointers to memory that Triton's launcher would allocate. Our
+        kernels need none.
+    """
+
+    cubin: bytes
+    name: str
+    smem_bytes: int
+    num_hidden: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _compile(
+    kernel: Any,
+    types: tuple[ArrayType, ...],
+    constants: tuple[tuple[str, Any], ...],
+    capability: tuple[int, int] | None,
+    num_warps: int,
+    num_stages: int,
+) -> _Binary:
+    from triton import compile as compile_source
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = dict(constants)
+    signature = {name: f"*{_TYPES[x.dtype.name]}" for name, x in zip((p.name for p in kernel.params), types)}
+    source = ASTSource(
+        fn=kernel,
+        signature=signature | dict.fromkeys(names, "constexpr"),
+        constexprs=names,
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(len(types))},
+    )
+    major, minor = capability or (0, 0)
     # Fused multiply-add is on by default up to Triton 3.9, and off from 3.10 on.
-    options: dict[str, Any] = dict(enable_fp_fusion=True)
-    has_out_type = _number(versions()["jax-triton"] or "") >= _OUT_TYPE_SINCE
-    options = dict(out_type=shapes, backend_options=options) if has_out_type else dict(out_shape=shapes, **options)
-    if in_place is not None:
-        options |= dict(input_output_aliases={0: len(results) - 1})
-        kernel = in_place if has_out_type else kernel
-    # jax-triton 0.4 would have mutable arrays here, which our primitives do not take.
-    with contextlib.nullcontext() if in_place is None else _without_warning("input_output_aliases"):
-        return list(
-            _jax_triton().triton_call(
-                *operands,
-                kernel=kernel,
-                grid=grid,
-                num_warps=num_warps,
-                num_stages=num_stages,
-                compute_capability=10 * major + minor,
-                **options,
-                **constants,
-            )
-        )
-
-
-@contextlib.contextmanager
-def _without_warning(name: str) -> Iterator[None]:
-    """Without the warning that an argument is deprecated. It changes the warnings of all threads meanwhile."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", name, DeprecationWarning)
-        yield
+    options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
+    made: Any = compile_source(source, target=GPUTarget("cuda", 10 * major + minor, _THREADS_OF_WARP), options=options)
+    if made.metadata.global_scratch_size:
+        raise NotImplementedError(f"{kernel.__name__}[triton]: needs scratch memory, which is not allocated here.")
+    cubin, name = made.asm["cubin"], made.metadata.name
+    taken = parameter_bytes(cubin, name)
+    # Triton 3.6 and newer: a pointer to scratch memory, and one to memory of its profiler.
+    num_hidden = 2 if taken is None else len(taken) - len(types)
+    return _Binary(cubin, name, made.metadata.shared, num_hidden)

@@ -832,7 +832,7 @@ def test_errors_name_the_argument(make, message):
 # Through the public function.
 
 
-@pytest.mark.skipif("calls.missing() is not None", reason="jax-triton cannot lower programs here")
+@pytest.mark.skipif("calls.missing() is not None", reason="Triton cannot compile kernels here")
 @pytest.mark.parametrize("mode", ["vjp", "jvp", "vmap"])
 def test_public_function_is_lowered_for_another_chip(mode, monkeypatch):
     monkeypatch.setenv("JAXKERNELS_TARGET", A100.name)

@@ -301,7 +301,7 @@ def test_errors_name_the_argument(options, message):
         Config(**options)
 
 
-@pytest.mark.skipif("calls.missing() is not None", reason="jax-triton cannot lower programs here")
+@pytest.mark.skipif("calls.missing() is not None", reason="Triton cannot compile kernels here")
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_step_is_lowered_with_g_in_place_of_the_logits(reduction, monkeypatch):
     """In a loop over two chunks, and with one."""

@@ -302,7 +302,7 @@ def test_without_nvrtc_products_run_on_pallas(monkeypatch: pytest.MonkeyPatch) -
     spec = make_spec(512, 512, 512)
     assert dispatch.choose("matmul", spec, None).backend == "cuda"
     monkeypatch.setattr(compiler, "nvrtc_version", missing)
-    monkeypatch.setattr(calls, "missing", lambda: "needs jax-triton")
+    monkeypatch.setattr(calls, "missing", lambda: "needs triton")
     handler.missing.cache_clear()
     try:
         choice = dispatch.choose("matmul", spec, None)

@@ -332,7 +332,7 @@ def test_hopper_leaves_products_to_cublas_unless_asked(monkeypatch):
     assert dispatch.choose("matmul", make_spec(**product, target=A100), None).backend == "triton"
 
 
-@pytest.mark.skipif("calls.missing() is not None", reason="jax-triton cannot lower programs here")
+@pytest.mark.skipif("calls.missing() is not None", reason="Triton cannot compile kernels here")
 def test_public_function_and_its_gradient_are_lowered_for_another_chip(monkeypatch):
     monkeypatch.setenv("JAXKERNELS_TARGET", A100.name)
     x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)

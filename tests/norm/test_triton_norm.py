@@ -436,7 +436,7 @@ def test_errors_name_the_argument(make, message):
         make()
 
 
-@pytest.mark.skipif("calls.missing() is not None", reason="jax-triton cannot lower programs here")
+@pytest.mark.skipif("calls.missing() is not None", reason="Triton cannot compile kernels here")
 @pytest.mark.parametrize(
     ("kernel", "chip", "options", "reason"),
     [
@@ -463,7 +463,7 @@ def test_none_takes_what_was_measured_faster(kernel, chip, options, reason):
 # Through the public functions.
 
 
-@pytest.mark.skipif("calls.missing() is not None", reason="jax-triton cannot lower programs here")
+@pytest.mark.skipif("calls.missing() is not None", reason="Triton cannot compile kernels here")
 @pytest.mark.parametrize(("mode", "num_calls"), [("value", 1), ("vjp", 3), ("jvp", 2), ("vmap", 1)])
 def test_public_function_is_lowered_for_another_chip(mode, num_calls, monkeypatch):
     monkeypatch.setenv("JAXKERNELS_TARGET", A100.name)

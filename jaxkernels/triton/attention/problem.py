@@ -193,7 +193,7 @@ class Problem:
             (band.right, band.left, bool(num_queries % block_q)) if over_queries else (band.left, band.right, is_ragged)
         )
         has_one_block = num_splits == 1 and num_keys <= block_kv and _bytes_of_block(spec, block_kv) <= _ONE_BLOCK_BYTES
-        # A second block of columns is a chain of loads and products more, which costs more than it saves in small tiles.
+        # In a small tile, the loads and products of a second block of columns cost more than they save.
         is_small = has_one_block and block_q <= _ROWS_OF_WHOLE_HEADS
         (main_h, rest_h), (main_d, rest_d) = (
             (padded(size), 0) if is_small else head_parts(size, spec.target) for size in (head_dim, value_dim)

@@ -43,11 +43,6 @@ def logits_fused(logits, bias, labels, weights, lse, label_logit, logit_sum, g, 
 
 
 @triton.jit
-def logits_fused_in_place(logits, bias, labels, weights, lse, label_logit, logit_sum, p: tl.constexpr):
-    logits_fused(logits, bias, labels, weights, lse, label_logit, logit_sum, logits, p)
-
-
-@triton.jit
 def logits_backward(logits, bias, labels, lse, d_lse, d_label_logit, d_logit_sum, g, p: tl.constexpr):
     """The cotangent of the logits for those of the statistics. g may lie in the logits."""
     row = tl.program_id(0)
@@ -56,11 +51,6 @@ def logits_backward(logits, bias, labels, lse, d_lse, d_label_logit, d_logit_sum
         d_sum = tl.load(d_logit_sum + row)
     total, of_lse, of_label = tl.load(lse + row), tl.load(d_lse + row), tl.load(d_label_logit + row)
     cotangent(logits, bias, labels, g, row, total, of_lse, of_label, d_sum, p)
-
-
-@triton.jit
-def logits_backward_in_place(logits, bias, labels, lse, d_lse, d_label_logit, d_logit_sum, p: tl.constexpr):
-    logits_backward(logits, bias, labels, lse, d_lse, d_label_logit, d_logit_sum, logits, p)
 
 
 @triton.jit

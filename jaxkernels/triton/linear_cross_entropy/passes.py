@@ -119,7 +119,6 @@ def _call(
         types["absent"] = _ABSENT
     if "g" in results:
         types["g"] = ArrayType(logits.shape, spec.x.dtype)
-    is_in_place = "g" in results and logits.dtype == spec.x.dtype
     found = calls.call_kernel(
         getattr(logits_kernel, name),
         operands,
@@ -129,7 +128,7 @@ def _call(
         num_warps=config.num_warps,
         num_stages=1,
         constants=dict(p=Problem.of(spec, config)),
-        in_place=getattr(logits_kernel, f"{name}_in_place") if is_in_place else None,
+        in_place="g" in results and logits.dtype == spec.x.dtype,
     )
     by_name = dict(zip(types, found, strict=True))
     return {name: by_name[name] for name in results}
