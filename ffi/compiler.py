@@ -28,7 +28,10 @@ import numpy as np
 from jaxkernels.core.folders import cache_root, read_entry, write_entry
 from jaxkernels.ffi import wgmma
 
-__all__ = ["CompileError", "CompiledKernel", "Report", "compile_kernel", "literal", "nvrtc_version"]
+__all__ = [
+    "CompileError", "CompiledKernel", "Report", "compile_kernel", "literal", "nvrtc_version", "read_cached",
+    "write_cached",
+]  # fmt: skip
 
 #: Cycles after which a wait for a barrier traps (tma.cuh), in kernels compiled while it is set: a kernel that waits for
 #: ever then fails. Watching the clock takes registers, so `strict` is not held to.
@@ -154,11 +157,11 @@ def compile_kernel(
     request = _Request(source, kernel, filename, tuple(sorted(headers.items())), options)
     path = cache_root() / "cubins" / f"{request.key()}.zip" if request.tells_all() else None
     with contextlib.nullcontext() if path is None else _compiling.setdefault(path, threading.Lock()):
-        compiled = None if path is None else _read(path)
+        compiled = None if path is None else read_cached(path)
         if compiled is None:
             compiled = request.compile()
             if path is not None:
-                _write(path, compiled)
+                write_cached(path, compiled)
     if strict:
         _refuse_slow(filename, compiled)
     return compiled
@@ -441,7 +444,7 @@ def _digest(path: pathlib.Path, cubin: bytes, account: bytes) -> bytes:
     return hashlib.sha256(json.dumps([path.stem, len(cubin)]).encode() + cubin + account).hexdigest().encode()
 
 
-def _read(path: pathlib.Path) -> CompiledKernel | None:
+def read_cached(path: pathlib.Path) -> CompiledKernel | None:
     """Returns the cached kernel, or None if there is none, it is damaged, or another user may have written it."""
     try:
         content = read_entry(path)
@@ -467,7 +470,7 @@ def _read(path: pathlib.Path) -> CompiledKernel | None:
         return None
 
 
-def _write(path: pathlib.Path, compiled: CompiledKernel) -> None:
+def write_cached(path: pathlib.Path, compiled: CompiledKernel) -> None:
     """Puts the kernel into the cache."""
     report = None if compiled.report is None else dataclasses.asdict(compiled.report)
     account = json.dumps({"name": compiled.name, "report": report, "log": compiled.log}).encode()

@@ -339,7 +339,7 @@ def test_damaged_entries_are_compiled_again(cache, forbid_compiling):
 def test_entry_under_another_name_or_with_another_account_is_compiled_again(cache):
     """An entry's digest covers its name, its code and what is said of it."""
     spills, staged = (ffi.compile_kernel(TWO_KERNELS, kernel) for kernel in ("sum<200>", "staged"))
-    paths = {path: compiler._read(path) for path in cache.iterdir()}
+    paths = {path: compiler.read_cached(path) for path in cache.iterdir()}
     of_spills, of_staged = sorted(paths, key=lambda path: paths[path] != spills)
     of_staged.write_bytes(of_spills.read_bytes())
     assert ffi.compile_kernel(TWO_KERNELS, "staged").cubin == staged.cubin
@@ -350,7 +350,7 @@ def test_entry_under_another_name_or_with_another_account_is_compiled_again(cach
             for other, text in content.items():
                 changed.writestr(other, text.replace(b"staged", b"dagest") if other == name else text)
             changed.comment = comment
-        assert compiler._read(of_staged) is None
+        assert compiler.read_cached(of_staged) is None
 
 
 @pytest.mark.timeout(60)

@@ -19,7 +19,7 @@ import jaxkernels.triton
 from jaxkernels import ffi
 from jaxkernels.core import hardware
 from jaxkernels.core.types import ArrayType
-from jaxkernels.ffi import handler
+from jaxkernels.ffi import assembler, handler
 from jaxkernels.triton import calls
 
 A100 = hardware.lookup("NVIDIA A100-SXM4-80GB")
@@ -75,12 +75,17 @@ def test_versions_that_do_not_fit_are_named_with_the_way_out(installed, monkeypa
     installed(triton)
     monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
     monkeypatch.setattr(handler, "missing_launcher", lambda: None)
+    monkeypatch.setattr(assembler, "missing", lambda: None)
     assert calls.version() == triton
     assert calls.missing() == reason
 
 
-def test_launcher_is_needed(installed, monkeypatch):
+def test_launcher_and_assembler_are_needed(installed, monkeypatch):
     installed("3.9.0")
+    monkeypatch.setattr(assembler, "missing", lambda: "needs nvJitLink")
+    monkeypatch.setattr(handler, "missing_launcher", lambda: None)
+    assert calls.missing() == "needs nvJitLink"
+    calls.missing.cache_clear()
     monkeypatch.setattr(handler, "missing_launcher", lambda: "needs the launcher of the CUDA kernels: not built")
     assert calls.missing() == "needs the launcher of the CUDA kernels: not built"
 
@@ -88,6 +93,7 @@ def test_launcher_is_needed(installed, monkeypatch):
 def test_triton_that_cannot_be_imported_is_a_reason(installed, monkeypatch, tmp_path):
     installed("3.9.0")
     monkeypatch.setattr(handler, "missing_launcher", lambda: None)
+    monkeypatch.setattr(assembler, "missing", lambda: None)
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     (tmp_path / "triton.py").write_text("raise RuntimeError('built for another Python')\n")
     monkeypatch.syspath_prepend(tmp_path)

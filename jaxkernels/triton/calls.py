@@ -1,4 +1,4 @@
-"""Calls of Triton kernels: compiled by Triton, launched by the package's own engine (`jaxkernels.ffi.launch`).
+"""Calls of Triton kernels: compiled to PTX by Triton, assembled and launched by the package's own engine.
 
 A call is the same custom call as that of a CUDA C++ kernel. So XLA captures it in CUDA graphs, and lets it read and
 write slices of larger arrays. Triton compiles for the chip that a call names: no GPU is needed to lower a program.
@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxkernels.core.hardware import Chip, needs_capability
 from jaxkernels.core.types import ArrayType
-from jaxkernels.ffi import handler
+from jaxkernels.ffi import assembler, handler
 from jaxkernels.ffi.cubin import parameter_bytes
 from jaxkernels.ffi.custom_call import Pointer, launch
 
@@ -66,7 +66,7 @@ def missing() -> str | None:
         return "needs triton: pip install 'jaxkernels[triton]'"
     if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < _OLDEST:
         return f"needs triton 3.6 or newer, found {found}: pip install -U 'jaxkernels[triton]'"
-    if (reason := handler.missing_launcher()) is not None:
+    if (reason := handler.missing_launcher() or assembler.missing()) is not None:
         return reason
     try:
         importlib.import_module("triton")
@@ -170,7 +170,9 @@ def _compile(
     made: Any = compile_source(source, target=GPUTarget("cuda", 10 * major + minor, _THREADS_OF_WARP), options=options)
     if made.metadata.global_scratch_size:
         raise NotImplementedError(f"{kernel.__name__}[triton]: needs scratch memory, which is not allocated here.")
-    cubin, name = made.asm["cubin"], made.metadata.name
+    name = made.metadata.name
+    # Not by Triton's own assembler: that of Triton 3.6 is of CUDA 12.8.
+    cubin = assembler.assemble(made.asm["ptx"], name, f"sm_{major}{minor}{'a' if major >= 9 else ''}")
     taken = parameter_bytes(cubin, name)
     # Triton 3.6 and newer: a pointer to scratch memory, and one to memory of its profiler.
     num_hidden = 2 if taken is None else len(taken) - len(types)
