@@ -18,6 +18,9 @@ import jaxkernels
 ROOT = pathlib.Path(jaxkernels.__file__).parent
 BACKENDS = ("pallas", "ffi", "triton", "cudnn")
 
+#: The engine that assembles and launches kernels. It is in the folder of the CUDA kernels, and launches Triton's, too.
+ENGINE = {f"jaxkernels.ffi.{name}" for name in ("assembler", "cubin", "custom_call", "handler")}
+
 #: Folders of the package from the top; "" is the public face, the modules in the package's own folder.
 LAYERS = (("cli", "__main__"), ("bench",), ("models",), ("",), ("tuning",), ("ops",), BACKENDS, ("core",))
 
@@ -92,6 +95,13 @@ def reached_from(name: str) -> frozenset[str]:
     return frozenset(found)
 
 
+def test_engine_needs_no_kernel():
+    for name in ENGINE:
+        assert not {
+            imported for imported in reached_from(name) if imported.count(".") > 2 and folder_of(imported) == "ffi"
+        }
+
+
 def test_all_modules_are_found():
     names = "jaxkernels", "jaxkernels.ops.matmul.api", "jaxkernels.pallas", "jaxkernels.ffi"
     assert {*names} <= {*MODULES}
@@ -103,7 +113,7 @@ def test_imports_point_down(name):
         if folder_of(name) in BACKENDS and folder_of(imported) == "ops":
             continue  # test_backends_import_descriptions_only
         assert layer_of(name) <= layer_of(imported), f"{name} imports {imported}, which stands above it"
-        if folder_of(name) in BACKENDS and folder_of(imported) in BACKENDS:
+        if folder_of(name) in BACKENDS and folder_of(imported) in BACKENDS and imported not in ENGINE:
             assert folder_of(name) == folder_of(imported), f"{name} imports {imported}, another backend"
 
 

@@ -300,9 +300,9 @@ def test_without_nvrtc_products_run_on_pallas(monkeypatch: pytest.MonkeyPatch) -
         raise ImportError("compile[nvrtc]: the library cannot be loaded")
 
     spec = make_spec(512, 512, 512)
+    monkeypatch.setattr(calls, "missing", lambda: "needs triton")
     assert dispatch.choose("matmul", spec, None).backend == "cuda"
     monkeypatch.setattr(compiler, "nvrtc_version", missing)
-    monkeypatch.setattr(calls, "missing", lambda: "needs triton")
     handler.missing.cache_clear()
     try:
         choice = dispatch.choose("matmul", spec, None)
