@@ -77,17 +77,13 @@ def _log(linker: ModuleType, handle: Any) -> str:
     return log.rstrip(b"\0").decode(errors="replace")
 
 
+@functools.cache
 def version() -> tuple[int, int]:
     """Version of nvJitLink (major, minor).
 
     Raises:
       ImportError: it is not installed; the message says how to install it.
     """
-    return _version()
-
-
-@functools.cache
-def _version() -> tuple[int, int]:
     try:
         linker = _linker()
     except ImportError as e:

@@ -82,11 +82,11 @@ def test_error_names_kernel_architecture_and_line(cache):
 @pytest.fixture
 def linker(monkeypatch):
     """A stand-in for the library."""
-    assembler._version.cache_clear()
+    assembler.version.cache_clear()
     module = types.SimpleNamespace(version=lambda: (13, 0))
     monkeypatch.setattr(assembler, "_linker", lambda: module)
     yield module
-    assembler._version.cache_clear()
+    assembler.version.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ class Config:
     scale: float = 0.5
 
 
-# What is needed.
+# Requirements.
 
 
 @pytest.fixture

@@ -1137,7 +1137,7 @@ def test_a_comparison_runs_its_kernels_in_a_turn(lab, estimates, monkeypatch):
 
 @pytest.mark.parametrize("is_compiled_ahead", [False, True])
 def test_short_kernels_are_compared_in_programs_of_several_calls(is_compiled_ahead, lab, estimates, monkeypatch):
-    monkeypatch.setattr(tuner, "_num_calls", lambda op, spec, results: 4)
+    monkeypatch.setattr(tuner, "_num_calls", lambda op, spec: 4)
     looks, stored = {}, []
 
     def measure(calls: Mapping[str, Call], **options: Any) -> dict[str, Any]:
@@ -1188,7 +1188,7 @@ def test_calls_of_a_program_that_is_compared_are_not_merged(lab):
 def test_how_many_calls_a_program_has_that_is_compared(m, n, k, chip, calls, sets):
     array = lambda *shape: ArrayType(shape, jnp.dtype(jnp.bfloat16))
     spec = MatmulSpec(array(m, k), array(k, n), (((1,), (0,)), ((), ())), jnp.dtype(jnp.bfloat16), chip)
-    found = tuner._num_calls("matmul", spec, spec.results("matmul"))
+    found = tuner._num_calls("matmul", spec)
     assert (found, tuner._num_sets(found, [spec.lhs, spec.rhs])) == (calls, sets)
 
 

@@ -20,11 +20,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
@@ -43,11 +40,6 @@ CHIPS = tuple(
         "NVIDIA GeForce RTX 5090",
     )
 )  # fmt: skip
-
-_TYPES = {
-    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "int32": "i32", "int8": "i8",
-    "uint8": "u8", "bool": "i1",
-}  # fmt: skip
 
 
 class _Buffer:
@@ -80,7 +72,7 @@ class _Buffer:
 
 
 def _pointer(buffer: _Buffer) -> tl.tensor:
-    name = "*" + _TYPES[buffer.array.dtype.name]
+    name = "*" + calls.TYPES[buffer.array.dtype.name]
     dtype = tl.str_to_ty(name, None)
     return tl.tensor(interpreter.TensorHandle(np.array([buffer.data_ptr()], np.uint64), dtype), dtype)
 
@@ -209,21 +201,11 @@ def compiled(chip: Chip, function: Callable[..., Any], *types: ArrayType) -> lis
         kernel: Any, operands: Sequence[Any], results: Sequence[ArrayType], *, grid: tuple[int, ...], num_warps: int,
         num_stages: int, constants: Mapping[str, Any], target: Any, in_place: bool = False,
     ) -> list[jax.Array]:  # fmt: skip
-        arrays = [*operands, *results]
-        names = kernel.arg_names
-        signature = {name: "*" + _TYPES[x.dtype.name] for name, x in zip(names, arrays)}
-        source = ASTSource(
-            fn=kernel,
-            signature=signature | dict.fromkeys(constants, "constexpr"),
-            constexprs=dict(constants),
-            attrs={(i,): [["tt.divisibility", 16]] for i in range(len(arrays))},
-        )
-        assert chip.compute_capability is not None
-        major, minor = chip.compute_capability
-        gpu = GPUTarget("cuda", 10 * major + minor, 32)
-        options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
-        made = triton.compile(source, target=gpu, options=options)
-        found.append(_assembled(made.metadata.name, made.asm["ptx"], made.metadata.shared, gpu.arch))
+        types = [*map(ArrayType.of, operands), *results]
+        capability = chip.compute_capability
+        assert capability is not None
+        made = calls.compile_to_ptx(kernel, types, [*constants.items()], capability, num_warps, num_stages)
+        found.append(_assembled(made.metadata.name, made.asm["ptx"], made.metadata.shared, capability))
         return [jnp.zeros(x.shape, x.dtype) for x in results]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -232,15 +214,15 @@ def compiled(chip: Chip, function: Callable[..., Any], *types: ArrayType) -> lis
     return found
 
 
-def _assembled(name: str, ptx: str, shared: int, arch: int) -> Compiled:
+def _assembled(name: str, ptx: str, shared: int, capability: tuple[int, int]) -> Compiled:
     """What ptxas says of a kernel."""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
         command = [
-            get_ptxas(arch).path,
+            get_ptxas(10 * capability[0] + capability[1]).path,
             "-v",
-            f"--gpu-name=sm_{arch}{'a' * (arch >= 90)}",
+            f"--gpu-name={calls.architecture(capability)}",
             file.name,
             "-o",
             "/dev/null",

@@ -23,7 +23,10 @@ from jaxkernels.ffi import assembler, handler
 from jaxkernels.ffi.cubin import parameter_bytes
 from jaxkernels.ffi.custom_call import Pointer, launch
 
-__all__ = ["OLDEST_CAPABILITY", "TARGETS", "call_kernel", "check_schedule", "missing", "unsupported_chip", "version"]
+__all__ = [
+    "OLDEST_CAPABILITY", "TARGETS", "TYPES", "architecture", "call_kernel", "check_schedule", "compile_to_ptx",
+    "missing", "unsupported_chip", "version",
+]  # fmt: skip
 
 #: Compute capability from which on Triton compiles 16-bit products for tensor cores with asynchronous copies.
 OLDEST_CAPABILITY = (8, 0)
@@ -35,7 +38,7 @@ _OLDEST = (3, 6)
 _THREADS_OF_WARP = 32
 
 #: What Triton calls the types of arrays.
-_TYPES = {
+TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "int8": "i8", "int16": "i16",
     "int32": "i32", "int64": "i64", "uint8": "u8", "uint16": "u16", "uint32": "u32", "uint64": "u64", "bool": "i1",
 }  # fmt: skip
@@ -152,12 +155,33 @@ def _compile(
     num_warps: int,
     num_stages: int,
 ) -> _Binary:
+    made = compile_to_ptx(kernel, types, constants, capability, num_warps, num_stages)
+    if made.metadata.global_scratch_size:
+        raise NotImplementedError(f"{kernel.__name__}[triton]: needs scratch memory, which is not allocated here.")
+    name = made.metadata.name
+    # Not by Triton's own assembler: that of Triton 3.6 is of CUDA 12.8.
+    cubin = assembler.assemble(made.asm["ptx"], name, architecture(capability))
+    taken = parameter_bytes(cubin, name)
+    # Triton 3.6 and newer: a pointer to scratch memory, and one to memory of its profiler.
+    num_hidden = 2 if taken is None else len(taken) - len(types)
+    return _Binary(cubin, name, made.metadata.shared, num_hidden)
+
+
+def compile_to_ptx(
+    kernel: Any,
+    types: Sequence[ArrayType],
+    constants: Sequence[tuple[str, Any]],
+    capability: tuple[int, int] | None,
+    num_warps: int,
+    num_stages: int,
+) -> Any:
+    """What Triton makes of a kernel: `asm["ptx"]` and `metadata`. `types` are those of operands and results."""
     from triton import compile as compile_source
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     names = dict(constants)
-    signature = {name: f"*{_TYPES[x.dtype.name]}" for name, x in zip((p.name for p in kernel.params), types)}
+    signature = {name: f"*{TYPES[x.dtype.name]}" for name, x in zip((p.name for p in kernel.params), types)}
     source = ASTSource(
         fn=kernel,
         signature=signature | dict.fromkeys(names, "constexpr"),
@@ -167,13 +191,10 @@ def _compile(
     major, minor = capability or (0, 0)
     # Fused multiply-add is on by default up to Triton 3.9, and off from 3.10 on.
     options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
-    made: Any = compile_source(source, target=GPUTarget("cuda", 10 * major + minor, _THREADS_OF_WARP), options=options)
-    if made.metadata.global_scratch_size:
-        raise NotImplementedError(f"{kernel.__name__}[triton]: needs scratch memory, which is not allocated here.")
-    name = made.metadata.name
-    # Not by Triton's own assembler: that of Triton 3.6 is of CUDA 12.8.
-    cubin = assembler.assemble(made.asm["ptx"], name, f"sm_{major}{minor}{'a' if major >= 9 else ''}")
-    taken = parameter_bytes(cubin, name)
-    # Triton 3.6 and newer: a pointer to scratch memory, and one to memory of its profiler.
-    num_hidden = 2 if taken is None else len(taken) - len(types)
-    return _Binary(cubin, name, made.metadata.shared, num_hidden)
+    return compile_source(source, target=GPUTarget("cuda", 10 * major + minor, _THREADS_OF_WARP), options=options)
+
+
+def architecture(capability: tuple[int, int] | None) -> str:
+    """The architecture of the code for a compute capability, as assemblers name it."""
+    major, minor = capability or (0, 0)
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"

@@ -298,12 +298,11 @@ def compile_to_compare(
     """
     device = device_for(spec.target)
     if (op, spec, backend, config) not in _ready:
-        num_calls = _num_calls(op, spec, results)
-        program = _program(op, spec, backend, config, device, operands, results, num_calls)
+        program = _program(op, spec, backend, config, device, operands, results, _num_calls(op, spec))
         _ready[op, spec, backend, config] = program
 
 
-def _num_calls(op: str, spec: Any, results: Iterable[Any]) -> int:
+def _num_calls(op: str, spec: Any) -> int:
     """How many calls a program has that a comparison times."""
     if spec.target.platform not in hardware.GPU_PLATFORMS:
         return 1
@@ -311,7 +310,7 @@ def _num_calls(op: str, spec: Any, results: Iterable[Any]) -> int:
     estimates = [_estimate(op, name, spec, dispatch.default_config(op, name, spec)) for name in names]
     if not min(filter(None, estimates), default=math.inf) <= _SHORT_SECONDS:
         return 1
-    num_bytes = sum(ArrayType.of(x).num_bytes for x in results)
+    num_bytes = sum(x.num_bytes for x in spec.results(op))
     return min(_CALLS, max(1, _RESULT_BYTES // max(num_bytes, 1)))
 
 
@@ -438,7 +437,7 @@ class _Trial:
             copy = lambda: tuple(jnp.copy(x) for x in self._operands)
             rotated = [self._operands, *(copy() for _ in range(num_rotations(num_bytes)[0] - 1))]
             jax.block_until_ready(rotated)
-            self._num_calls = _num_calls(op, spec, self._types) if is_brief else 1
+            self._num_calls = _num_calls(op, spec) if is_brief else 1
             #: What a launch takes, and the next ones.
             self._arguments: list[tuple[Any, ...]] = rotated
             if self._num_calls > 1:

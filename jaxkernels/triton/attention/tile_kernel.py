@@ -65,7 +65,7 @@ class GradientRows(NamedTuple):
 
     Attributes:
       query, head: their indices.
-      is_inside: which rows have a query. That of others is past the end.
+      is_inside: whether a row has a query. The last rows of the last tile may have none.
       places: of rows in q, out, dout and dq of the batch element.
       q, dout: operands of products; `gradients`: dout before.
       is_blind: which rows have a query that sees no key.
