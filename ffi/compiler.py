@@ -240,7 +240,8 @@ def _nvrtc_version() -> tuple[int, int]:
     try:
         status, major, minor = nvrtc.nvrtcVersion()
     except RuntimeError as e:  # What cuda-pathfinder raises for a library it cannot find.
-        raise ImportError(f"compile[nvrtc]: the library cannot be loaded; got {str(e).strip()}. {way_out}") from e
+        reason = str(e).strip().splitlines()[0]
+        raise ImportError(f"compile[nvrtc]: the library cannot be loaded; got {reason}. {way_out}") from e
     _check(nvrtc, status, "nvrtcVersion")
     return major, minor
 

@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 from jaxkernels import cli
 from jaxkernels.cli import doctor
 from jaxkernels.core import dispatch, hardware, winners
+from jaxkernels.ffi import assembler
 from jaxkernels.models.config import PRESETS
 from jaxkernels.ops.matmul import tuning as matmul_tuning
 from jaxkernels.triton import calls
@@ -339,20 +340,21 @@ def with_triton(registry, monkeypatch) -> types.ModuleType:
     registry["matmul", "triton"] = dispatch.Entry((design.__name__,), ("cuda",))
     monkeypatch.setattr(calls, "missing", lambda: None)
     monkeypatch.setattr(calls, "version", lambda: "3.9.0")
+    monkeypatch.setattr(assembler, "version", lambda: (13, 0))
     return design
 
 
 A10 = hardware.lookup("NVIDIA A10")
+VERSIONS = "triton 3.9.0, nvJitLink 13.0"
 
 
 def test_doctor_says_that_configurations_for_triton_were_not_measured(with_triton, monkeypatch):
     found = of_chip(monkeypatch, A10)["triton"]
-    versions = "triton 3.9.0"
     unmeasured = "no configuration was measured on NVIDIA A10: a cost model chooses, `jaxkernels tune` measures"
-    assert (found.reasons, found.note) == ((), f"{versions}, {unmeasured}")
-    assert f"  triton  available ({versions}, {unmeasured})\n" in doctor.as_text(doctor.examine())
+    assert (found.reasons, found.note) == ((), f"{VERSIONS}, {unmeasured}")
+    assert f"  triton    available ({VERSIONS}, {unmeasured})\n" in doctor.as_text(doctor.examine())
     # A measurement of another backend says nothing of this one's.
-    for backend, note in (("pallas", f"{versions}, {unmeasured}"), ("triton", versions)):
+    for backend, note in (("pallas", f"{VERSIONS}, {unmeasured}"), ("triton", VERSIONS)):
         spec = matmul_tuning.probe(A10)
         winners.store(winners.Key(A10, "matmul", spec, backend, 1), None, {}, 1e-6)
         assert of_chip(monkeypatch, A10)["triton"].note == note
@@ -363,16 +365,21 @@ def test_doctor_reads_measurements_from_the_packages_table(with_triton, monkeypa
     entry = {"key": winners.Key(A10, "matmul", spec, "triton", 1).describe(), "winner": {}, "seconds": 1e-6}
     (tmp_path / "nvidia_a10.json").write_text(json.dumps([entry]))
     monkeypatch.setattr(winners, "_TABLES", tmp_path)
-    assert of_chip(monkeypatch, A10)["triton"].note == "triton 3.9.0"
+    assert of_chip(monkeypatch, A10)["triton"].note == VERSIONS
+
+
+def _no_assembler() -> tuple[int, int]:
+    raise ImportError("nvJitLink: the library cannot be loaded")
 
 
 def test_doctor_says_why_triton_is_not_available(with_triton, monkeypatch):
     found = of_chip(monkeypatch, hardware.host("cpu"))["triton"]
     on_cpu = "needs a CUDA GPU of compute capability 8.0 or newer, the target is cpu"
-    assert (found.reasons, found.note) == ((on_cpu,), "triton 3.9.0")
+    assert (found.reasons, found.note) == ((on_cpu,), VERSIONS)
     unfit = "needs triton 3.6 or newer, found 3.5.1: pip install -U 'jaxkernels[triton]'"
     monkeypatch.setattr(calls, "missing", lambda: unfit)
     monkeypatch.setattr(calls, "version", lambda: "3.5.1")
+    monkeypatch.setattr(assembler, "version", _no_assembler)
     found = of_chip(monkeypatch, A10)["triton"]
     assert found.reasons == (unfit,)
     assert found.note.startswith("triton 3.5.1, no configuration")

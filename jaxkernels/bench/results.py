@@ -31,7 +31,8 @@ SCHEMA = 1
 
 _PACKAGES = (
     "jaxkernels", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12",
-    "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cuda-nvrtc", "triton", "tokamax", "flax", "numpy",
+    "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cuda-nvrtc", "nvidia-nvjitlink", "triton", "tokamax", "flax",
+    "numpy",
 )  # fmt: skip
 
 #: If the clock rates of two sides differ by more than this, their row gets a flag.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -15,6 +16,7 @@ from jaxkernels.core import dispatch, hardware, registry, times, winners
 from jaxkernels.core.folders import cache_root
 from jaxkernels.core.versions import installed_version
 from jaxkernels.cudnn import calls as cudnn_calls
+from jaxkernels.ffi import assembler
 from jaxkernels.triton import calls as triton_calls
 
 __all__ = ["Availability", "Report", "as_json", "as_text", "examine"]
@@ -22,7 +24,7 @@ __all__ = ["Availability", "Report", "as_json", "as_text", "examine"]
 _PACKAGES = (
     "jaxkernels", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "orbax-checkpoint",
     "numpy", "tokenizers", "triton", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12",
-    "nvidia-cudnn-cu13", "nvidia-cudnn-cu12",
+    "nvidia-nvjitlink", "nvidia-nvjitlink-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12",
 )  # fmt: skip
 
 
@@ -95,7 +97,7 @@ def as_text(report: Report) -> str:
     backends = []
     for backend in report.backends:
         state = "available" if backend.available else "not here: " + "; ".join(backend.reasons)
-        backends.append(f"{backend.name:8}{state}" + (f" ({backend.note})" if backend.note else ""))
+        backends.append(f"{backend.name:10}{state}" + (f" ({backend.note})" if backend.note else ""))
     sections = {
         "versions": [report.system, *installed],
         "devices": report.devices,
@@ -185,11 +187,13 @@ def _cuda(chip: hardware.Chip) -> Availability:
 
 
 def _triton(chip: hardware.Chip) -> Availability:
-    """Whether the Triton backend runs: Triton, the launcher, the chip, and the limits of its kernels."""
+    """Whether the Triton backend runs: Triton, nvJitLink, the launcher, the chip, and the limits of its kernels."""
     reasons = [] if (missing := triton_calls.missing()) is None else [missing]
     reasons += [reason for reason in _kernel_reasons("triton", chip) if reason not in reasons]
     version = triton_calls.version()
     notes = [] if version is None else [f"triton {version}"]
+    with contextlib.suppress(ImportError):  # Then it is the reason above.
+        notes.append("nvJitLink {}.{}".format(*assembler.version()))
     measured = winners.measured_backends(chip) | times.measured_backends(chip)
     if chip.platform == "cuda" and "triton" not in measured:
         notes.append(f"no configuration was measured on {chip.name}: a cost model chooses, `jaxkernels tune` measures")
