@@ -289,8 +289,8 @@ def test_what_xla_may_autotune_is_compiled_in_a_turn(direction, num_programs, mo
     assert len(programs) == num_programs
     of_matmul = [name for program in programs for name in re.findall("jk_[a-z_]+", program)]
     assert len(of_matmul) == (3 if direction == "backward" else 1)
-    # The baseline takes one turn, the comparison one for each program, and auto one: here it takes XLA.
-    assert begun == ["autotuning"] * (2 + num_programs) + ["timing"]
+    # The baseline takes one turn, the comparison one for each program, auto one (here it takes XLA), and the check one.
+    assert begun == ["autotuning"] * (3 + num_programs) + ["timing"]
     assert with_turn == {"xla"}
 
 
@@ -304,7 +304,7 @@ def test_programs_without_products_are_compiled_at_any_time():
 
     (row,) = rows(problem, turn=turn)
     assert row.sides
-    assert kinds == ["timing"]
+    assert kinds == ["autotuning", "timing"]  # The first one is that of the check.
 
 
 @pytest.mark.parametrize("auto", [False, True])

@@ -1103,7 +1103,7 @@ def test_a_program_that_does_not_compile_ahead_is_compiled_again(lab, estimates,
 
 
 def test_a_comparison_runs_its_kernels_in_a_turn(lab, estimates, monkeypatch):
-    """It compiles before. Others may draw their operands at the same time."""
+    """It compiles before. Others may draw their operands, and launch for the first time, beside it."""
     events, program = [], tuner._program
     monkeypatch.setattr(tuner, "_turn", tuner._turn)
 
@@ -1126,12 +1126,11 @@ def test_a_comparison_runs_its_kernels_in_a_turn(lab, estimates, monkeypatch):
     monkeypatch.setattr(tuner, "_program", compiled)
     monkeypatch.setattr(tuner, "compare", functools.partial(tuner.compare.func, measure=measure))
     assert dispatch.choose("matmul", make_spec(), None).source == "compared"
-    assert events[:2] == ["drawing", "ends"]
-    del events[:2]
-    first, measured = events.index("timing"), events.index("measured")
-    assert events[:first] == ["compiled"] * 2
-    assert events[first + 1 : measured] == ["launched"] * 2
-    assert set(events[measured:-1]) == {"measured", "launched"}
+    measured = events.index("measured")
+    assert events[:measured] == [
+        "drawing", "ends", "compiled", "compiled", "drawing", "launched", "launched", "ends", "timing",
+    ]  # fmt: skip
+    assert set(events[measured:-1]) <= {"measured", "launched"}
     assert events[-1] == "ends"
 
 

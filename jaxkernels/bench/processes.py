@@ -1,8 +1,8 @@
 """Measures problems in several processes that share GPUs: they compile beside each other, and time alone on a GPU.
 
 Most of the time of drawn problems is spent by compilers on the host. Timings need the GPU for themselves. XLA's
-autotuning uses the GPU, too. So the processes of a GPU take turns (`Turns`): several autotune, and draw what they will
-compare, beside each other, but a process compares backends alone, and times its problems alone. What XLA does not
+autotuning uses the GPU, too. So the processes of a GPU take turns (`Turns`): several autotune, draw operands, and check
+results beside each other, but a process compares backends alone, and times its problems alone. What XLA does not
 autotune is compiled at any time.
 """
 

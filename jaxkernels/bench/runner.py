@@ -145,6 +145,22 @@ def run(
                 shared.clear()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Checked:
+    """What is timed.
+
+    Attributes:
+      part: the part of a result that was compared with the reference.
+      errors, calls: the correct sides.
+      is_warm: whether the operands stay in the L2 cache.
+    """
+
+    part: str
+    errors: dict[str, float]
+    calls: dict[str, Call]
+    is_warm: bool
+
+
 class _Plan:
     """One problem: its programs while they are compiled, then the compiled programs, then its rows."""
 
@@ -286,8 +302,7 @@ class _Plan:
 
         If auto loses or fails, our other backends are timed afterwards, as often as the sides before.
         """
-        with self._settings.turn("timing"):
-            rows = list(self._rows())
+        rows = self._checked_rows()
         if _others_follow(self._settings) and any(map(_is_lost, rows)):
             rows = self._with_others(rows)
         yield from rows
@@ -301,8 +316,7 @@ class _Plan:
             self.wait()
         self._contestants = {key: x for key, x in self._contestants.items() if key not in known}
         counts = {row.regime: len(side.samples.round_medians) for row in rows for side in row.sides if side.samples}
-        with self._settings.turn("timing"):
-            found = {row.regime: row for row in self._rows(counts)} if self._contestants else {}
+        found = {row.regime: row for row in self._checked_rows(counts)} if self._contestants else {}
         of_others = {key: reason for key, reason in self._refused.items() if refused_before.get(key) != reason}
         order = lambda side: (not side.is_ours, side.name != AUTO)
         joined = []
@@ -315,43 +329,46 @@ class _Plan:
             joined.append(dataclasses.replace(row, sides=sides, refused=refused, seconds=dict(seconds)))
         return joined
 
-    def _rows(self, counts: Mapping[str, int] | None = None) -> Iterator[Row]:
-        """`counts`: how many rounds to time in each regime."""
+    def _checked_rows(self, counts: Mapping[str, int] | None = None) -> list[Row]:
+        """Checks beside other processes, then times alone. `counts`: how many rounds to time in each regime."""
         with jax.default_device(self._settings.device):
             try:
-                with self._counted("check"):
-                    checked, errors, calls, is_warm = self._check()
+                with self._settings.turn("autotuning"), self._counted("check"):
+                    checked = self._check()
             except Exception as e:  # Most likely out of memory: the next problem may fit.
                 self._refused["reference"] = _reason(e)
-                yield self._row(self._settings.regimes[0], (), "nothing", is_warm=False)
-                return
-            with self._counted("look"):
-                seconds = self._first_looks(calls)
-            timed = self._contenders_within(_OUTPACED, seconds)
-            for regime in self._settings.regimes:
-                if regime == "sustained" and seconds and min(seconds.values()) < _LAUNCH_SECONDS:
-                    continue
-                self._settings.telemetry.take()
-                with self._counted("time"):
-                    known = {key: dataclasses.replace(calls[key], seconds=seconds[key]) for key in timed}
-                    samples = self._time(known, regime, (counts or {}).get(regime))
-                sides = [
-                    Side(
-                        name=self._contestants[key].contender.name,
-                        is_ours=self._contestants[key].is_ours,
-                        seconds=samples[key].median if key in samples else look,
-                        samples=samples.get(key),
-                        error_ratio=errors[key],
-                        kernels=self._contestants[key].kernels,
-                        timed=self._contestants[key].timed,
-                    )
-                    for key, look in seconds.items()
-                    if key in samples or key not in timed
-                ]
-                yield self._row(regime, tuple(sides), checked, is_warm=is_warm)
-                if samples and regime == "burst":
-                    seconds |= {key: of_side.median for key, of_side in samples.items()}
-                    timed = self._contenders_within(_OUTPACED_IN_BURSTS, seconds)
+                return [self._row(self._settings.regimes[0], (), "nothing", is_warm=False)]
+            with self._settings.turn("timing"):
+                return list(self._rows(checked, counts or {}))
+
+    def _rows(self, checked: _Checked, counts: Mapping[str, int]) -> Iterator[Row]:
+        with self._counted("look"):
+            seconds = self._first_looks(checked.calls)
+        timed = self._contenders_within(_OUTPACED, seconds)
+        for regime in self._settings.regimes:
+            if regime == "sustained" and seconds and min(seconds.values()) < _LAUNCH_SECONDS:
+                continue
+            self._settings.telemetry.take()
+            with self._counted("time"):
+                known = {key: dataclasses.replace(checked.calls[key], seconds=seconds[key]) for key in timed}
+                samples = self._time(known, regime, counts.get(regime))
+            sides = [
+                Side(
+                    name=self._contestants[key].contender.name,
+                    is_ours=self._contestants[key].is_ours,
+                    seconds=samples[key].median if key in samples else look,
+                    samples=samples.get(key),
+                    error_ratio=checked.errors[key],
+                    kernels=self._contestants[key].kernels,
+                    timed=self._contestants[key].timed,
+                )
+                for key, look in seconds.items()
+                if key in samples or key not in timed
+            ]
+            yield self._row(regime, tuple(sides), checked.part, is_warm=checked.is_warm)
+            if samples and regime == "burst":
+                seconds |= {key: of_side.median for key, of_side in samples.items()}
+                timed = self._contenders_within(_OUTPACED_IN_BURSTS, seconds)
 
     def _contenders_within(self, factor: float, seconds: dict[str, float]) -> list[str]:
         """All our sides, and the baselines that take at most `factor` times as long as the fastest baseline.
@@ -378,8 +395,7 @@ class _Plan:
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
 
-    def _check(self) -> tuple[str, dict[str, float], dict[str, Call], bool]:
-        """Returns the checked part, the error ratios and calls of the correct sides, and `is_warm`."""
+    def _check(self) -> _Checked:
         judge = self._judge
         operands, cotangent = judge.draw(0)
         verdict = judge.verdict(operands, cotangent)
@@ -396,7 +412,8 @@ class _Plan:
                 calls[key] = Call(contestant.program, [arguments, *rest])
             except Exception as e:
                 self._refused[key] = _reason(e)
-        return judge.description, errors, calls, not is_cold
+        jax.block_until_ready([call.operands for call in calls.values()])
+        return _Checked(judge.description, errors, calls, is_warm=not is_cold)
 
     def _first_looks(self, calls: dict[str, Call]) -> dict[str, float]:
         """The median of one round of bursts for each side. Sides run alone: a failure does not stop the others."""
@@ -545,8 +562,10 @@ def _chosen(contestant: _Contestant) -> list[str]:
 def _compile(contender: Contender, is_ours: bool, lower: Callable[[], Lowered], turn: _Turns) -> _Contestant:
     begin = time.perf_counter()
     lowered = lower()
-    # XLA autotunes its products. Other kernels are custom calls to it.
-    may_autotune = any(x is not None and "dot_general" in x.as_text() for x in (lowered.forward, lowered.program))
+    # XLA autotunes its products. Other kernels are custom calls to it: only the names of their parts may have the word.
+    may_autotune = any(
+        x is not None and "stablehlo.dot_general" in x.as_text() for x in (lowered.forward, lowered.program)
+    )
     with turn("autotuning") if may_autotune else contextlib.nullcontext():
         compiling = time.perf_counter()
         forward = None if lowered.forward is None else lowered.forward.compile()

@@ -46,8 +46,8 @@ _INSIDE = dispatch.Policy(use_winners=False)
 
 #: One measurement at a time: two would slow each other down.
 _measuring = threading.Lock()
-#: What a comparison does on the device -> a context for it, where other processes share the device: "drawing" operands,
-#: while others may draw and autotune, or "timing", alone.
+#: What a comparison does on the device -> a context for it, where other processes share the device: "drawing" operands
+#: and first launches, while others may draw and autotune, or "timing", alone.
 _turn: Callable[[str], contextlib.AbstractContextManager[None]] = lambda work: contextlib.nullcontext()
 
 
@@ -268,7 +268,7 @@ def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | N
 
 
 def compare_in(turn: Callable[[str], contextlib.AbstractContextManager[None]]) -> None:
-    """Sets the contexts in which comparisons use the device: of "drawing" operands, and of "timing"."""
+    """Sets the contexts of comparisons' work on the device: "drawing" for operands and first launches, and "timing"."""
     global _turn
     _turn = turn
 
@@ -457,11 +457,12 @@ class _Trial:
         """Compiles, checks and times the queued configurations."""
         new, self._new = self._new, []
         compiling = self._compile(new)
+        with _turn("drawing"):
+            fits = self._fitting(compiling)
         with _turn("timing"):
-            self._time(compiling)
+            self._time(fits)
 
-    def _time(self, compiling: _Compiling) -> None:
-        fits = self._fitting(compiling)
+    def _time(self, fits: Mapping[Candidate, Callable[..., Any]]) -> None:
         calls = {_name(c): Call(compiled, self._arguments) for c, compiled in fits.items()}
         if not calls:
             return
