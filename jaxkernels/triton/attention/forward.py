@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 
 import jax
@@ -30,7 +31,9 @@ from jaxkernels.triton.attention.problem import (
     Problem,
     check_counts,
     check_tiles,
+    is_loaded_at_once,
     optional,
+    padded,
     ranges_of_keys,
     unsupported,
 )
@@ -113,6 +116,8 @@ _TILES = (
     (64, 32, 8, 2),
     (32, 64, 4, 2),
     (32, 32, 4, 2),
+    (16, 512, 4, 1),
+    (16, 256, 4, 1),
     (16, 128, 4, 3),
     (16, 64, 4, 3),
     (16, 32, 4, 2),
@@ -123,6 +128,10 @@ _TILES = (
     (16, 16, 4, 1),
 )
 
+#: Columns of keys and values up to which ptxas does not spill if a program loads all keys at once. With more columns,
+#: how many elements of keys and values: without and with a bias, a mask or a soft cap.
+_NARROW, _ELEMENTS_OF_WIDE = 128, (57344, 40960)
+
 #: One warp waits for no other. It may compute a tile of up to so many rows, or one of many tiles.
 _ROWS_OF_ONE_WARP = 16
 #: With more rows and fewer programs than SMs, one warp takes 0.74 to 1.5 times as long as four. Four are the default.
@@ -132,7 +141,7 @@ _ROWS_OF_ONE_BY_DEFAULT, _ONE_WARP_SECONDS = 8, 3e-8
 def search_space(spec: AttentionSpec) -> Iterator[Config]:
     """Tiles that fit shared memory and registers; parts of the keys where there are few programs."""
     for tile in itertools.starmap(Config, _TILES):
-        if not costs.fits(spec, "forward", tile):
+        if not costs.fits(spec, "forward", tile) or (costs.loads_at_once(tile) and not _is_one_block(spec, tile)):
             continue
         packs = {1, costs.packed_heads(spec, tile)}
         for pack in sorted(packs, reverse=spec.q.shape[1] < 2 * tile.block_q):
@@ -140,6 +149,15 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
             if costs.is_filled(spec.q.shape[1] * pack, tile.block_q) and _shares_warps(spec, packed):
                 for num_splits in _splits(spec, packed):
                     yield dataclasses.replace(packed, num_splits=num_splits)
+
+
+def _is_one_block(spec: AttentionSpec, tile: Config) -> bool:
+    """Whether all keys are one block, which a smaller tile does not hold, and which ptxas loads without spills."""
+    num_keys, columns = spec.k.shape[1], padded(spec.q.shape[3]) + padded(spec.v.shape[3])
+    has_terms = spec.bias is not None or spec.mask is not None or spec.soft_cap is not None
+    most = math.inf if columns <= _NARROW else _ELEMENTS_OF_WIDE[has_terms]
+    is_filled = tile.block_kv < 2 * num_keys <= 2 * tile.block_kv
+    return is_filled and num_keys * columns <= most and is_loaded_at_once(spec, tile.block_q, tile.block_kv)
 
 
 def _shares_warps(spec: AttentionSpec, config: Config, most: int = _ROWS_OF_ONE_WARP) -> bool:

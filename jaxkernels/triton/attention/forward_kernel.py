@@ -105,10 +105,11 @@ def attention_forward(
         else:
             logsumexp = tl.where(saw, logsumexp, BLIND)
             if tl.max((is_live & ~saw).to(tl.int32), axis=0) > 0:
-                mean = mean_of_values(v, at, kv_head, p, p.block_kv, 0, MD)
+                BK: tl.constexpr = min(p.block_kv, 64)  # A larger block spills registers.
+                mean = mean_of_values(v, at, kv_head, p, BK, 0, MD)
                 acc = tl.where(saw[:, None], acc, mean[None, :])
                 if RD > 0:
-                    mean = mean_of_values(v, at, kv_head, p, p.block_kv, MD, RD)
+                    mean = mean_of_values(v, at, kv_head, p, BK, MD, RD)
                     rest = tl.where(saw[:, None], rest, mean[None, :])
     if not ALL_LIVE:
         acc = tl.where(is_live[:, None], acc, 0.0)

@@ -38,6 +38,7 @@ __all__ = [
     "check_tiles",
     "gradient_operands",
     "head_parts",
+    "is_loaded_at_once",
     "key_ranges",
     "optional",
     "padded",
@@ -54,8 +55,10 @@ LOG2E = math.log2(math.e)
 _ALIGNED_BYTES = 16
 #: Head dimension -> keys of a small tile: with more, ptxas spills.
 _FEW_KEYS = {128: 64, 256: 32}
-#: Keys and values that a program loads at once, without a loop: through the registers of four warps.
+#: Keys and values that a program loads at once, without a loop, through the registers of four warps.
 _ONE_BLOCK_BYTES = 2**15
+#: The same of 16-bit tiles of up to 16 rows. Of the most, ptxas loads the last ones when registers are free again.
+_ONE_BLOCK_BYTES_OF_SHORT = 2**17
 #: Tiles with one block of keys and at most so many rows have one block of columns, whatever the head dimension. On an
 #: H200, 14 queries and keys with 72 dimensions take 1.92 us instead of 1.95, nine keys with 160 take 3.17 instead of
 #: 3.55; with 32 rows, 2.43 instead of 2.30.
@@ -192,7 +195,7 @@ class Problem:
         before, behind, is_last_ragged = (
             (band.right, band.left, bool(num_queries % block_q)) if over_queries else (band.left, band.right, is_ragged)
         )
-        has_one_block = num_splits == 1 and num_keys <= block_kv and _bytes_of_block(spec, block_kv) <= _ONE_BLOCK_BYTES
+        has_one_block = num_splits == 1 and num_keys <= block_kv and is_loaded_at_once(spec, block_q, block_kv)
         # In a small tile, the loads and products of a second block of columns cost more than they save.
         is_small = has_one_block and block_q <= _ROWS_OF_WHOLE_HEADS
         (main_h, rest_h), (main_d, rest_d) = (
@@ -252,10 +255,12 @@ class Problem:
         return self.num_heads // self.num_kv_heads
 
 
-def _bytes_of_block(spec: AttentionSpec, block_kv: int) -> int:
-    """The size of a block of keys and a block of values, with padded head dimensions."""
-    columns = sum(head_parts(spec.k.shape[3], spec.target) + head_parts(spec.v.shape[3], spec.target))
-    return block_kv * columns * spec.k.dtype.itemsize
+def is_loaded_at_once(spec: AttentionSpec, block_q: int, block_kv: int) -> bool:
+    """Whether a block of all keys and a block of all values are small enough to be loaded at once, without a loop."""
+    sizes, size = (spec.k.shape[3], spec.v.shape[3]), spec.k.dtype.itemsize
+    if block_q <= _ROWS_OF_WHOLE_HEADS and size == 2:
+        return block_kv * sum(map(padded, sizes)) * size <= _ONE_BLOCK_BYTES_OF_SHORT
+    return block_kv * sum(sum(head_parts(x, spec.target)) for x in sizes) * size <= _ONE_BLOCK_BYTES
 
 
 def padded(size: int) -> int:
