@@ -62,8 +62,8 @@ _FEW, _HEAT = 4, 1.3
 
 #: On a GPU, a comparison of kernels that are estimated to take at most so many seconds times programs of so many calls.
 #: A program of one call takes 3 us longer than its kernels, and 7 us with cuDNN. Calls of one program follow each other
-#: within 1 us. The results of all calls together have at most so many bytes.
-_SHORT_SECONDS, _CALLS, _RESULT_BYTES = 1e-4, 8, 2**28
+#: within 1 us. The operands of all calls together have at most so many bytes, and so do their results.
+_SHORT_SECONDS, _CALLS, _OPERAND_BYTES, _RESULT_BYTES = 1e-4, 8, 2**30, 2**28
 
 #: Of kernels that take at least so many seconds, those within this factor of the fastest count as equal, and the first
 #: preferred one is taken: in training they run at the power limit, and in short turns all share one clock.
@@ -298,11 +298,11 @@ def compile_to_compare(
     """
     device = device_for(spec.target)
     if (op, spec, backend, config) not in _ready:
-        program = _program(op, spec, backend, config, device, operands, results, _num_calls(op, spec))
+        program = _program(op, spec, backend, config, device, operands, results, _num_calls(op, spec, operands))
         _ready[op, spec, backend, config] = program
 
 
-def _num_calls(op: str, spec: Any) -> int:
+def _num_calls(op: str, spec: Any, operands: Iterable[Any]) -> int:
     """How many calls a program has that a comparison times."""
     if spec.target.platform not in hardware.GPU_PLATFORMS:
         return 1
@@ -310,13 +310,8 @@ def _num_calls(op: str, spec: Any) -> int:
     estimates = [_estimate(op, name, spec, dispatch.default_config(op, name, spec)) for name in names]
     if not min(filter(None, estimates), default=math.inf) <= _SHORT_SECONDS:
         return 1
-    num_bytes = sum(x.num_bytes for x in spec.results(op))
-    return min(_CALLS, max(1, _RESULT_BYTES // max(num_bytes, 1)))
-
-
-def _num_sets(num_calls: int, operands: Iterable[Any]) -> int:
-    """How many sets of operands the calls of a program take in turn."""
-    return min(num_calls, num_rotations(sum(ArrayType.of(x).num_bytes for x in operands))[0])
+    given, made = (sum(x.num_bytes for x in xs) for xs in (map(ArrayType.of, operands), spec.results(op)))
+    return min(_CALLS, max(1, min(_OPERAND_BYTES // max(given, 1), _RESULT_BYTES // max(made, 1))))
 
 
 def _program(
@@ -329,8 +324,8 @@ def _program(
     results: Sequence[Any],
     num_calls: int = 1,
 ) -> Callable[..., Any]:
-    """A compiled kernel: a function of its operands. With several calls, a function of sets of operands, which waits
-    for each call before the next. A thread does not have the policy of the thread that started it.
+    """A compiled kernel: a function of its operands. With several calls, a function of a set of operands for each. A
+    thread does not have the policy of the thread that started it.
     """
     sharding = jax.sharding.SingleDeviceSharding(device)
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in operands]
@@ -338,18 +333,9 @@ def _program(
     with dispatch.policy(_INSIDE), tracing([*structs, *results]):
         if num_calls == 1:
             return jax.jit(run).lower(*structs).compile()
-        sets = [structs] * _num_sets(num_calls, structs)
-        return jax.jit(functools.partial(_calls_in_turn, jax.jit(run), num_calls)).lower(*sets).compile()
-
-
-def _calls_in_turn(run: Callable[..., Any], num_calls: int, *sets: Sequence[Any]) -> list[Any]:
-    found: list[Any] = []
-    for i in range(num_calls):
-        operands = sets[i % len(sets)]
-        if found:  # XLA shall not fuse the calls, nor compute equal ones once.
-            operands, _ = jax.lax.optimization_barrier((operands, found[-1]))
-        found.append(run(*operands))
-    return found
+        # A barrier between the calls would keep XLA from fusing what it fuses in a program of one call.
+        one = jax.jit(run)
+        return jax.jit(lambda *sets: [one(*operands) for operands in sets]).lower(*[structs] * num_calls).compile()
 
 
 def _queue_clock(device: Any) -> QueueClock:
@@ -435,15 +421,15 @@ class _Trial:
                 self._errors = jax.jit(lambda xs, ys: [_errors(x, y) for x, y in zip(cut_results(xs), ys, strict=True)])
             num_bytes = sum(x.nbytes for x in self._operands)
             copy = lambda: tuple(jnp.copy(x) for x in self._operands)
-            rotated = [self._operands, *(copy() for _ in range(num_rotations(num_bytes)[0] - 1))]
+            self._num_calls = _num_calls(op, spec, self._operands) if is_brief else 1
+            count = max(num_rotations(num_bytes)[0], self._num_calls)
+            rotated = [self._operands, *(copy() for _ in range(count - 1))]
             jax.block_until_ready(rotated)
-            self._num_calls = _num_calls(op, spec) if is_brief else 1
             #: What a launch takes, and the next ones.
             self._arguments: list[tuple[Any, ...]] = rotated
             if self._num_calls > 1:
-                of_one = _num_sets(self._num_calls, self._operands)
-                starts = range(0, len(rotated) - of_one + 1, of_one)
-                self._arguments = [tuple(map(list, rotated[start : start + of_one])) for start in starts]
+                starts = range(0, count - self._num_calls + 1, self._num_calls)
+                self._arguments = [tuple(map(list, rotated[start : start + self._num_calls])) for start in starts]
 
     def add(self, backend: str, configs: Sequence[Any], limit: int | None = None) -> None:
         """Queues configurations that were not tried yet."""
