@@ -23,7 +23,7 @@ _TIMES = pathlib.Path(__file__).parents[2] / "docs/benchmarks/choice/triton-conf
 @functools.cache
 def measured(op: str) -> dict[str, tuple[AttentionSpec, dict[Any, float]]]:
     """Problem -> its spec, and the seconds of each configuration that was timed. The forward pass was timed before it
-    had heads in two blocks of columns.
+    had heads in two blocks of columns, and tiles of 256 and 512 keys.
     """
     backend, found = dispatch.load(op, "triton"), {}
     for problem in json.loads(_TIMES.read_text())["problems"]:
@@ -46,7 +46,7 @@ def losses(op: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize(("op", "least", "mean"), [("attention_forward", 45, 1.05), ("attention_backward", 14, 1.06)])
+@pytest.mark.parametrize(("op", "least", "mean"), [("attention_forward", 44, 1.05), ("attention_backward", 14, 1.06)])
 def test_default_is_nearly_the_fastest_configuration(op, least, mean, monkeypatch):
     """With an earlier cost model the defaults took 1.15 and 1.09 times as long as the fastest, and up to 1.85."""
     monkeypatch.setattr(calls, "missing", lambda: None)
