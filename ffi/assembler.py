@@ -13,6 +13,7 @@ import re
 from types import ModuleType
 from typing import Any
 
+from jaxkernels.core.errors import first_line
 from jaxkernels.core.folders import cache_root
 from jaxkernels.ffi.compiler import CompiledKernel, CompileError, read_cached, write_cached
 
@@ -91,8 +92,7 @@ def version() -> tuple[int, int]:
     try:
         major, minor = linker.version()
     except RuntimeError as e:  # What cuda-pathfinder raises for a library it cannot find.
-        reason = str(e).strip().splitlines()[0]
-        raise ImportError(f"nvJitLink: the library cannot be loaded; got {reason}. {_WAY_OUT}") from e
+        raise ImportError(f"nvJitLink: the library cannot be loaded; got {first_line(e)}. {_WAY_OUT}") from e
     return major, minor
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkernels.core.errors import first_line
 from jaxkernels.core.folders import cache_root, read_entry, write_entry
 from jaxkernels.ffi import wgmma
 
@@ -240,8 +241,7 @@ def _nvrtc_version() -> tuple[int, int]:
     try:
         status, major, minor = nvrtc.nvrtcVersion()
     except RuntimeError as e:  # What cuda-pathfinder raises for a library it cannot find.
-        reason = str(e).strip().splitlines()[0]
-        raise ImportError(f"compile[nvrtc]: the library cannot be loaded; got {reason}. {way_out}") from e
+        raise ImportError(f"compile[nvrtc]: the library cannot be loaded; got {first_line(e)}. {way_out}") from e
     _check(nvrtc, status, "nvrtcVersion")
     return major, minor
 

@@ -19,6 +19,7 @@ import threading
 import jax
 
 from jaxkernels.core import _jax
+from jaxkernels.core.errors import first_line
 from jaxkernels.ffi import compiler
 
 __all__ = [
@@ -103,7 +104,7 @@ def load_cublaslt() -> str | None:
     try:
         importlib.import_module("cuda.pathfinder").load_nvidia_dynamic_lib("cublasLt")
     except (ImportError, RuntimeError) as e:
-        return str(e).strip().splitlines()[0]
+        return first_line(e)
     return None
 
 

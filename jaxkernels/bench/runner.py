@@ -147,11 +147,12 @@ def run(
 
 @dataclasses.dataclass(frozen=True)
 class _Checked:
-    """What is timed.
+    """The sides of a problem whose results are right.
 
     Attributes:
       part: the part of a result that was compared with the reference.
-      errors, calls: the correct sides.
+      errors: side -> error ratio.
+      calls: side -> call, to be timed.
       is_warm: whether the operands stay in the L2 cache.
     """
 

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jaxkernels.core import dispatch, hardware, registry
 from jaxkernels.core.arguments import positive_number, positive_whole
 from jaxkernels.core.cases import Cut
+from jaxkernels.core.errors import first_line
 from jaxkernels.core.kernel_op import tracing, usual_promotion
 from jaxkernels.core.measure import Call, MeasureError, QueueClock, num_rotations
 from jaxkernels.core.measure import measure as bench_measure
@@ -324,8 +325,8 @@ def _program(
     results: Sequence[Any],
     num_calls: int = 1,
 ) -> Callable[..., Any]:
-    """A compiled kernel: a function of its operands. With several calls, a function of a set of operands for each. A
-    thread does not have the policy of the thread that started it.
+    """A compiled kernel: a function of its operands. With several calls, the program takes a set of operands for each
+    call. A thread does not have the policy of the thread that started it.
     """
     sharding = jax.sharding.SingleDeviceSharding(device)
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in operands]
@@ -553,5 +554,4 @@ def _errors(result: jax.Array, expected: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:200]
+    return first_line(error)[:200]

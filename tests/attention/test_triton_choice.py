@@ -14,7 +14,7 @@ from attentions import H200
 from jaxkernels.core import dispatch, plain
 from jaxkernels.ops.attention.spec import AttentionSpec
 from jaxkernels.triton import calls
-from jaxkernels.triton.attention import backward, forward
+from jaxkernels.triton.attention import backward, costs, forward
 from jaxkernels.triton.attention.problem import head_parts
 
 _TIMES = pathlib.Path(__file__).parents[2] / "docs/benchmarks/choice/triton-configurations-h200.json"
@@ -46,12 +46,18 @@ def losses(op: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize(("op", "least", "mean"), [("attention_forward", 44, 1.05), ("attention_backward", 14, 1.06)])
+def num_newer(op: str) -> int:
+    """How many problems have a default that is newer than the times: a tile that holds all keys."""
+    defaults = [dispatch.default_config(op, "triton", spec) for spec, _ in measured(op).values()]
+    return sum(isinstance(config, forward.Config) and costs.holds_all_keys(config) for config in defaults)
+
+
+@pytest.mark.parametrize(("op", "least", "mean"), [("attention_forward", 45, 1.05), ("attention_backward", 14, 1.06)])
 def test_default_is_nearly_the_fastest_configuration(op, least, mean, monkeypatch):
     """With an earlier cost model the defaults took 1.15 and 1.09 times as long as the fastest, and up to 1.85."""
     monkeypatch.setattr(calls, "missing", lambda: None)
     found = losses(op)
-    assert len(found) >= least
+    assert len(found) + num_newer(op) >= least
     assert math.prod(found.values()) ** (1 / len(found)) <= mean
     assert {name: loss for name, loss in found.items() if loss > 1.3} == {}
 

@@ -51,7 +51,7 @@ _SHARE_WITH_RESULTS = 0.69
 #: What masks of columns take of them.
 _REGISTERS_OF_COLUMNS = 10
 _REGISTERS_OF_SM = 65536
-#: Of loads that all begin at once, ptxas keeps about so many of 16-bit operands in registers.
+#: Registers that ptxas fills with loads, if a program loads all keys and values at once.
 _REGISTERS_OF_LOADS = 75
 #: What a tile of a bias or of a dense mask takes of them, in tiles of logits.
 _LOGITS_OF_TERM = 0.5
@@ -210,12 +210,12 @@ def registers(spec: AttentionSpec, work: Work, tile: Tile) -> float:
     if tile.num_stages == 1:
         # ptxas loads keys, and only then values, into the registers of one warp.
         loads = step * work.streamed * size / (8 if tile.num_warps == 1 else 2)
-        count += min(loads, _REGISTERS_OF_LOADS * 32 * tile.num_warps) if loads_at_once(tile) else loads
+        count += min(loads, _REGISTERS_OF_LOADS * 32 * tile.num_warps) if holds_all_keys(tile) else loads
     return count / (32 * tile.num_warps) + (_REGISTERS_OF_COLUMNS if has_odd_heads(spec) else 0)
 
 
-def loads_at_once(tile: Tile) -> bool:
-    """Whether a step is all keys: a program that has no pipeline loads them and their values at once."""
+def holds_all_keys(tile: Tile) -> bool:
+    """Whether a tile is for all keys. Its program has no loop: it loads all keys and values at once."""
     return tile.block_kv >= 256
 
 
@@ -347,7 +347,7 @@ def seconds(
     waiting = (constants.step_seconds_16, constants.step_seconds_64, constants.step_seconds_128)[
         (rows >= 64) + (rows >= 128)
     ]
-    if not loads_at_once(tile):
+    if not holds_all_keys(tile):
         waiting *= {1: constants.one_stage, 2: constants.two_stages}.get(tile.num_stages, 1.0)
     waiting = factor * (waiting + step * work.streamed * spec.q.dtype.itemsize * constants.byte_seconds)
     edges = constants.program_seconds + constants.stage_seconds * max(0.0, tile.num_stages - steps)

@@ -141,7 +141,7 @@ _ROWS_OF_ONE_BY_DEFAULT, _ONE_WARP_SECONDS = 8, 3e-8
 def search_space(spec: AttentionSpec) -> Iterator[Config]:
     """Tiles that fit shared memory and registers; parts of the keys where there are few programs."""
     for tile in itertools.starmap(Config, _TILES):
-        if not costs.fits(spec, "forward", tile) or (costs.loads_at_once(tile) and not _is_one_block(spec, tile)):
+        if not costs.fits(spec, "forward", tile) or (costs.holds_all_keys(tile) and not _is_one_block(spec, tile)):
             continue
         packs = {1, costs.packed_heads(spec, tile)}
         for pack in sorted(packs, reverse=spec.q.shape[1] < 2 * tile.block_q):
@@ -152,7 +152,7 @@ def search_space(spec: AttentionSpec) -> Iterator[Config]:
 
 
 def _is_one_block(spec: AttentionSpec, tile: Config) -> bool:
-    """Whether all keys are one block, which a smaller tile does not hold, and which ptxas loads without spills."""
+    """Whether the tile holds all keys, a tile with half as many does not, and ptxas does not spill."""
     num_keys, columns = spec.k.shape[1], padded(spec.q.shape[3]) + padded(spec.v.shape[3])
     has_terms = spec.bias is not None or spec.mask is not None or spec.soft_cap is not None
     most = math.inf if columns <= _NARROW else _ELEMENTS_OF_WIDE[has_terms]
