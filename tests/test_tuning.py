@@ -758,6 +758,24 @@ def test_the_first_of_about_equal_long_kernels_is_taken_and_xla_of_short_ones(
     assert stored["seconds"] == pytest.approx(times[taken] * 1e-6)
 
 
+@pytest.mark.parametrize(
+    ("cuda", "cublaslt", "xla", "taken"),
+    [
+        (12.0, 10.19, 10.0, "cublaslt"),
+        (12.0, 10.21, 10.0, "xla"),
+        (10.0, 10.19, 10.04, "cublaslt"),
+        (10.0, 10.1, 10.06, "cuda"),
+        (12.0, 10.0, 10.1, "cublaslt"),
+        (6.0, 5.01, 5.0, "cublaslt"),
+        (6.0, 4.99, 4.98, "xla"),
+    ],
+)
+def test_cublaslt_is_taken_where_xla_is_as_fast(cuda, cublaslt, xla, taken):
+    """XLA may take another kernel in the next compilation."""
+    seconds = {name: time * 1e-6 for name, time in dict(cuda=cuda, cublaslt=cublaslt, xla=xla).items()}
+    assert tuner._first_of_equal("matmul", make_spec(), list(seconds), seconds) == taken
+
+
 def test_an_unpreferred_backend_wins_no_tie(lab, estimates, monkeypatch):
     monkeypatch.setattr(
         sys.modules["backend_fake_matmul"], "unpreferred", lambda spec: "cuBLAS is faster", raising=False
@@ -1133,6 +1151,14 @@ def test_a_comparison_runs_its_kernels_in_a_turn(lab, estimates, monkeypatch):
     ]  # fmt: skip
     assert set(events[measured:-1]) == {"measured", "launched"}
     assert events[-1] == "ends"
+
+
+def test_results_count_for_the_cache(lab, estimates, monkeypatch):
+    """As in benchmarks: operands that exceed the cache together with the results are rotated."""
+    counted = []
+    monkeypatch.setattr(tuner, "num_rotations", lambda num_bytes: (counted.append(num_bytes), (1, False))[1])
+    dispatch.choose("matmul", make_spec(), None)
+    assert counted == [A.nbytes + B.nbytes + 4 * A.shape[0] * B.shape[1]]
 
 
 @pytest.mark.parametrize("is_compiled_ahead", [False, True])
