@@ -9,7 +9,7 @@ import json
 import pathlib
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,13 +26,14 @@ from jaxkernels.bench.results import Results, Row, Side
 from jaxkernels.core import dispatch
 from jaxkernels.core.dice import LARGEST, Dice
 from jaxkernels.core.errors import InputError
-from jaxkernels.core.measure import Visit
+from jaxkernels.core.measure import Call, Visit
 from jaxkernels.core.problems import Baseline, Contender, Problem
 from jaxkernels.ops.attention.cases import AttentionCase
 from jaxkernels.ops.attention.oracle import visible_keys
 from jaxkernels.ops.matmul import baselines as matmul_baselines
 from jaxkernels.ops.matmul import reference as xla_matmul
 from jaxkernels.ops.matmul.cases import MatmulCase
+from jaxkernels.tuning import tuner
 
 SMALL = Problem(MatmulCase(32, 48, 40, dtype="float32"))
 MANY = 2000
@@ -318,6 +319,64 @@ def test_other_backends_are_timed_where_auto_fails(other_backend, monkeypatch):
     assert {side.name for side in found.ours} == {"xla", "other"}
 
 
+@pytest.mark.parametrize(("seconds", "both"), [(6e-5, True), (4e-5, False), (1.1e-4, False)])
+def test_short_losses_are_timed_in_programs_of_several_calls(seconds, both, other_backend, monkeypatch):
+    other_backend(is_first=True)
+    clock = clock_of(monkeypatch, auto=seconds, other=seconds, xla=5e-5)
+    looks = []
+
+    class ProgramClock(FakeClock):
+        def times(self, visits: Sequence[Visit]) -> list[list[float]]:
+            looks.extend(len(launch()) for visit in visits for launch in visit.launches())
+            return [[8e-5 * (1 + i)] * visit.count for i, visit in enumerate(visits)]
+
+    monkeypatch.setattr(tuner, "num_calls_of", lambda given, made: 4)
+    (found,) = rows(auto=True, clock=clock, program_clock=ProgramClock())
+    assert {side.name for side in found.sides if side.in_program} == ({"auto", "xla"} if both else set())
+    if both:
+        assert set(looks) == {4}
+        assert losses.in_program_ratio(found) == pytest.approx(2)
+        assert losses.loss(found).endswith("; in a program of several calls 2.000 x xla")
+
+
+def test_gradients_are_timed_in_programs_of_several_calls(other_backend, monkeypatch):
+    """Each call has arguments of its own, and the results are those of a program of one call."""
+    other_backend(is_first=True)
+    clock = clock_of(monkeypatch, auto=6e-5, other=6e-5, xla=5e-5)
+    timed, program_clock, gradients = runner.measure, FakeClock(), []
+
+    def measure(calls: Mapping[str, Call], *, clock: FakeClock, **options: Any) -> dict[str, Any]:
+        if clock is not program_clock:
+            return timed(calls, clock=clock, **options)
+        for call in calls.values():
+            (arguments,) = call.operands
+            gradients.append(call.function(*arguments))
+        return {name: types.SimpleNamespace(median=1.0) for name in calls}
+
+    monkeypatch.setattr(tuner, "num_calls_of", lambda given, made: 2)
+    monkeypatch.setattr(runner, "num_rotations", lambda num_bytes: (1, True))
+    monkeypatch.setattr(runner, "measure", measure)
+    problem = dataclasses.replace(SMALL, direction="backward")
+    (found,) = rows(problem, auto=True, clock=clock, program_clock=program_clock)
+    assert {side.name: side.in_program for side in found.sides if side.in_program} == {"auto": 0.5, "xla": 0.5}
+    of_auto, of_xla = gradients
+    assert len(of_auto) == len(of_xla) == 2
+    for name in ("lhs", "rhs"):
+        assert not np.array_equal(of_auto[0][name], of_auto[1][name])
+        for ours, theirs in zip(of_auto, of_xla):
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5)
+
+
+def test_a_loss_stays_if_its_program_of_several_calls_fails(other_backend, monkeypatch):
+    other_backend(is_first=True)
+    clock = clock_of(monkeypatch, auto=6e-5, other=6e-5, xla=5e-5)
+    monkeypatch.setattr(tuner, "each", lambda function: 1 / 0)
+    monkeypatch.setattr(tuner, "num_calls_of", lambda given, made: 4)
+    (found,) = rows(auto=True, clock=clock, program_clock=FakeClock())
+    assert losses.auto_ratio(found) == pytest.approx(5 / 6)
+    assert found.refused["in a program"] == "ZeroDivisionError: division by zero"
+
+
 def _choose_named(
     choose: Callable[..., Any], op: str, spec: Any, backend: str | None, *args: Any, **options: Any
 ) -> Any:
@@ -436,6 +495,24 @@ def test_a_loss_names_what_would_have_won():
     assert losses.loss(random_row("1", (), auto=2.5)) == (
         "auto took auto Config(2.5), default: 0.800 x cublaslt; fastest: cublaslt (a peer)"
     )
+
+
+def test_the_summary_counts_losses_that_programs_of_several_calls_do_not_show():
+    in_program = lambda row, auto, peer: dataclasses.replace(
+        row,
+        sides=tuple(
+            dataclasses.replace(side, in_program=dict(auto=auto, cublaslt=peer).get(side.name)) for side in row.sides
+        ),
+    )
+    found = [
+        in_program(random_row("#0", (), auto=2.5), 2.0, 1.95),
+        in_program(random_row("#1", (), auto=2.5), 2.0, 1.93),
+        in_program(random_row("#2", (), auto=2.01), 2.0, 2.0),  # It is not below 0.97.
+        random_row("#3", (), auto=2.5),
+    ]
+    line = "Rows below 0.97 that were also timed in programs of several calls: 2. Of these, not below 0.97 there: 1.\n"
+    assert line in losses.table(found)
+    assert "several calls" not in losses.table(found[3:])
 
 
 def test_another_backend_may_be_better_though_auto_wins():

@@ -17,7 +17,7 @@ from jaxkernels.core import measure
 
 __all__ = [
     "EDGES", "HEAD", "THRESHOLDS", "Group", "auto_ratio", "auto_side", "bars", "groups", "has_better", "histogram",
-    "loss", "table",
+    "in_program_ratio", "loss", "table",
 ]  # fmt: skip
 
 #: The summary has the share of rows below each. Below the largest, our other backends are timed, too.
@@ -43,10 +43,19 @@ def auto_ratio(row: Row) -> float | None:
     return None if side is None else row.ratio(side)
 
 
+def in_program_ratio(row: Row) -> float | None:
+    """As `auto_ratio`, of programs of several calls; None if they were not timed."""
+    auto, baseline = auto_side(row), row.fastest_baseline
+    times = [None if side is None else side.in_program for side in (auto, baseline)]
+    ours, theirs = times
+    return theirs / ours if ours and theirs else None
+
+
 def loss(row: Row) -> str | None:
     """Which backend and configuration would have won a row that auto lost, or None if auto lost nothing.
 
-    If none of ours would have won, names the baseline, and those of ours that are faster than auto.
+    If none of ours would have won, names the baseline, and those of ours that are faster than auto. Then the ratio in
+    programs of several calls follows.
     """
     auto, baseline, ratio = auto_side(row), row.fastest_baseline, auto_ratio(row)
     if auto is None or baseline is None or ratio is None or ratio >= 1:
@@ -55,9 +64,11 @@ def loss(row: Row) -> str | None:
     better = sorted((value for value in ratios.values() if value[0] > ratio), key=lambda value: -value[0])
     described = [f"{side.name} {found:.3f} x ({_kernels(side)})" for found, side in better]
     text = f"auto took {_kernels(auto)}: {ratio:.3f} x {baseline.name}; "
+    in_program = in_program_ratio(row)
+    end = "" if in_program is None else f"; in a program of several calls {in_program:.3f} x {baseline.name}"
     if better and better[0][0] >= 1:
-        return f"{text}would have won: {described[0]}"
-    return f"{text}fastest: {baseline.name} (a peer){''.join(f', then ours: {x}' for x in described[:1])}"
+        return f"{text}would have won: {described[0]}{end}"
+    return f"{text}fastest: {baseline.name} (a peer){''.join(f', then ours: {x}' for x in described[:1])}{end}"
 
 
 def has_better(row: Row) -> bool:
@@ -67,6 +78,12 @@ def has_better(row: Row) -> bool:
         return False
     others = [side.samples for side in row.ours if side is not auto and side.samples is not None]
     return any(measure.ratio(auto.samples, samples) < max(THRESHOLDS) for samples in others)
+
+
+def _is_below(row: Row) -> bool:
+    """Whether auto is slower than the fastest baseline by more than the largest of `THRESHOLDS` allows."""
+    ratio = auto_ratio(row)
+    return ratio is not None and ratio < max(THRESHOLDS)
 
 
 def _kernels(side: Side) -> str:
@@ -132,6 +149,11 @@ def table(rows: Sequence[Row]) -> str:
     without = len(rows) - len(found[0].ratios)
     text += f"\nRatio of `backend=None` to the fastest peer. Rows without a peer, or without auto: {without}.\n"
     text += f"Rows in which another backend of ours is more than 3 % faster than auto: {sum(map(has_better, rows))}.\n"
+    if lost := [ratio for row in rows if _is_below(row) and (ratio := in_program_ratio(row)) is not None]:
+        text += (
+            f"Rows below {max(THRESHOLDS)} that were also timed in programs of several calls: {len(lost)}. "
+            f"Of these, not below {max(THRESHOLDS)} there: {sum(ratio >= max(THRESHOLDS) for ratio in lost)}.\n"
+        )
     text += "\n```\n" + "".join(f"{line}\n" for line in bars(rows)) + "```\n"
     worst = sorted((row for row in rows if loss(row) is not None), key=lambda row: auto_ratio(row) or 0.0)[:_NUM_WORST]
     if worst:

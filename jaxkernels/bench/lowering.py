@@ -33,7 +33,7 @@ from jaxkernels.core import dispatch, hardware, plain
 from jaxkernels.core.cases import result_types
 from jaxkernels.core.hardware import Chip
 from jaxkernels.core.problems import Contender, Problem
-from jaxkernels.tuning import ahead
+from jaxkernels.tuning import ahead, tuner
 
 __all__ = [
     "AUTO", "Lowered", "Workers", "are_same", "compile_ahead", "kernels_of", "lower", "masks", "our_function", "save",
@@ -89,11 +89,13 @@ class Lowered:
     seconds: float
 
 
-def lower(problem: Problem, contender: Contender) -> Lowered:
-    """Lowers in this process, for the default device."""
+def lower(problem: Problem, contender: Contender, num_calls: int = 1) -> Lowered:
+    """Lowers in this process, for the default device. A program of several calls takes a tuple of arguments for each,
+    and returns a list of results.
+    """
     begin = time.perf_counter()
     make = lambda f, *xs: jax.jit(f).lower(*xs)
-    return _lower(problem, contender, make, lambda x: x.out_info, begin)
+    return _lower(problem, contender, make, lambda x: x.out_info, begin, num_calls)
 
 
 def compile_ahead(
@@ -135,6 +137,7 @@ def _lower(
     make: Callable[..., Any],
     results_of: Callable[[Any], Any],
     begin: float,
+    num_calls: int = 1,
 ) -> Lowered:
     """Lowers the forward pass, unless the problem is one, and the program.
 
@@ -142,9 +145,10 @@ def _lower(
       make: lowers a function for its operands' types.
       results_of: the types of the results of what `make` returns.
       begin: when lowering began.
+      num_calls: the number of calls of the program.
     """
     with dispatch.recording() as first:
-        forward, make_program = _lower_forward(problem, contender, make, results_of)
+        forward, make_program = _lower_forward(problem, contender, make, results_of, num_calls)
     with dispatch.recording() as choices:
         program = make_program()
     timed = tuple(map(_timed, choices))
@@ -152,13 +156,18 @@ def _lower(
 
 
 def _lower_forward(
-    problem: Problem, contender: Contender, make: Callable[..., Any], results_of: Callable[[Any], Any]
+    problem: Problem,
+    contender: Contender,
+    make: Callable[..., Any],
+    results_of: Callable[[Any], Any],
+    num_calls: int = 1,
 ) -> tuple[Any | None, Callable[[], Any]]:
     """The forward pass (None if the problem is a forward pass), and a function that lowers the program."""
     operands, cotangent = shapes(problem)
     operands = jax.eval_shape(contender.prepare, operands)
+    make_calls = make if num_calls == 1 else lambda f, *xs: make(tuner.each(f), *[xs] * num_calls)
     if problem.direction == "forward":
-        return None, lambda: make(contender.function, operands)
+        return None, lambda: make_calls(contender.function, operands)
     trees = []
 
     def forward(operands: dict[str, jax.Array]) -> tuple[Any, list[jax.Array]]:
@@ -173,7 +182,7 @@ def _lower_forward(
     made = make(forward, operands)
     out, saved = jax.tree.map(struct, results_of(made))
     cotangent = jax.tree.map(lambda ct, x: jax.ShapeDtypeStruct(ct.shape, x.dtype), cotangent, out)
-    return made, lambda: make(backward, saved, cotangent)
+    return made, lambda: make_calls(backward, saved, cotangent)
 
 
 def _described(choices: list[dispatch.Choice]) -> tuple[str, ...]:

@@ -75,6 +75,8 @@ class Side:
       memory_bytes: the device memory that the program needs, as XLA plans it; None if not known.
       joules: the energy of one call; None if it was not measured.
       breakdown: where the time goes (`jaxkernels.bench.step_profile`); None if it was not traced.
+      in_program: the seconds of one call in a program of several, with the pauses between kernels. It is measured of
+        auto and the fastest baseline where auto lost; else None.
     """
 
     name: str
@@ -88,6 +90,7 @@ class Side:
     memory_bytes: int | None = None
     joules: float | None = None
     breakdown: Breakdown | None = None
+    in_program: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

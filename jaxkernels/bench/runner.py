@@ -32,6 +32,7 @@ from jaxkernels.core import dispatch, hardware
 from jaxkernels.core.cases import Case, Draw, by_name, result_types
 from jaxkernels.core.measure import Call, Clock, Regime, Samples, clock_for, measure, num_rotations
 from jaxkernels.core.problems import Contender, Problem
+from jaxkernels.tuning import tuner
 
 __all__ = ["Settings", "Turn", "our_key", "run"]
 
@@ -73,6 +74,8 @@ class Settings:
       baselines: names of the baselines; None: all.
       regimes: the regimes to time, in order.
       clock: None: the default clock of the device.
+      program_clock: the clock of programs of several calls, which are timed where auto lost. None: the clock of
+        comparisons on a GPU; on other devices they are not timed.
       telemetry: a context that the caller has entered.
       processes: the number of processes that lower our kernels while others are timed; 0: this process lowers them.
       auto: whether `backend=None` is a side, named "auto". The backends beside it then show what else could have been
@@ -87,6 +90,7 @@ class Settings:
     baselines: tuple[str, ...] | None = None
     regimes: tuple[Regime, ...] = ("burst", "sustained")
     clock: Clock | None = None
+    program_clock: Clock | None = None
     processes: int = 0
     auto: bool = False
     turn: _Turns = lambda kind: contextlib.nullcontext()
@@ -301,12 +305,56 @@ class _Plan:
     def rows(self) -> Iterator[Row]:
         """Checks and times. Yields a row for each regime, or one row without sides if the check fails.
 
-        If auto loses or fails, our other backends are timed afterwards, as often as the sides before.
+        If auto loses, it is also timed in a program of several calls, beside the fastest baseline. If it loses or
+        fails, our other backends are timed afterwards, as often as the sides before.
         """
         rows = self._checked_rows()
         if _others_follow(self._settings) and any(map(_is_lost, rows)):
-            rows = self._with_others(rows)
+            rows = self._with_others([self._in_program(row) for row in rows])
         yield from rows
+
+    def _in_program(self, row: Row) -> Row:
+        """The row of a loss, with the seconds of auto and the fastest baseline in a program of several calls.
+
+        A row of long kernels, or of operands for which only one call fits, is returned as it is.
+        """
+        auto, baseline, clock = auto_side(row), row.fastest_baseline, self._settings.program_clock
+        if clock is None and self._settings.device.platform in hardware.GPU_PLATFORMS:
+            clock = tuner.queue_clock(self._settings.device)
+        if not _is_lost(row) or auto is None or baseline is None or clock is None or row.regime != "burst":
+            return row
+        keys = {_AUTO_KEY: auto, baseline.name: baseline}
+        try:
+            with jax.default_device(self._settings.device), self._counted("in a program"):
+                seconds = self._seconds_in_program(tuple(keys), clock) if auto.seconds < tuner.SHORT_SECONDS else {}
+        except Exception as e:  # The row stands without them.
+            return dataclasses.replace(row, refused=row.refused | {"in a program": _reason(e)})
+        of_side = {id(keys[key]): value for key, value in seconds.items()}
+        sides = tuple(dataclasses.replace(side, in_program=of_side.get(id(side))) for side in row.sides)
+        return dataclasses.replace(row, sides=sides)
+
+    def _seconds_in_program(self, keys: Sequence[str], clock: Clock) -> dict[str, float]:
+        """Key of a side -> the seconds of one call in a program of several; empty if only one call fits."""
+        made = sum(x.num_bytes for x in self._judge.types.values())
+        with self._settings.turn("autotuning"):
+            first = self._judge.draw(0)
+            given = sum(x.nbytes for x in jax.tree.leaves(first))
+            num_calls = tuner.num_calls_of(given, made)
+            if num_calls == 1:
+                return {}
+            copies = max(num_rotations(given)[0] // num_calls, 1) * num_calls
+            sets = [first, *(self._judge.draw(seed) for seed in range(1, copies))]
+            calls = {}
+            for key in keys:
+                contestant = self._contestants[key]
+                lowered = lowering.lower(self.problem, contestant.contender, num_calls)
+                arguments = [contestant.arguments(*one) for one in sets]
+                groups = [tuple(arguments[i : i + num_calls]) for i in range(0, copies, num_calls)]
+                calls[key] = Call(_compiled(lowered.program, contestant.contender), groups)
+                jax.block_until_ready(calls[key].function(*groups[0]))
+        with self._settings.turn("timing"):
+            samples = measure(calls, regime="burst", budget_s=_BUDGET_SECONDS["burst"], clock=clock)
+        return {key: of_side.median / num_calls for key, of_side in samples.items()}
 
     def _with_others(self, rows: Sequence[Row]) -> list[Row]:
         """The rows, with our other backends as further sides."""
@@ -616,6 +664,7 @@ class _Judge:
 
     Attributes:
       description: the part of a result that is compared with the reference.
+      types: the results by name: arrays or gradients.
       seconds: the seconds of lowering and compiling the reference.
     """
 
@@ -640,11 +689,11 @@ class _Judge:
             for name, draw in self._draws.items()
         }
         if problem.direction == "forward":
-            self._types = result_types(case)
+            self.types = result_types(case)
         else:
-            self._types = _as_gradients({name: case.draws[name] for name in case.moving})
+            self.types = _as_gradients({name: case.draws[name] for name in case.moving})
         self._comparing = {}
-        for name, draw in self._types.items():
+        for name, draw in self.types.items():
             key = ("compare", name, draw.shape, draw.dtype, self.description)
             self._comparing[name] = submit_once(
                 key, functools.partial(self._compile_comparison, name, lowering.struct(draw))
@@ -690,7 +739,7 @@ class _Judge:
                 distances = {name: x.result()(results[name], references[name]) for name, x in self._comparing.items()}
             ratios = []
             for name, distance in distances.items():
-                (plain_distance, largest), dtype = plain[name], self._types[name].dtype
+                (plain_distance, largest), dtype = plain[name], self.types[name].dtype
                 # Zeros have no size of their own: with one key, gradients of queries are sums that cancel.
                 size = float(largest) or largest_of_all
                 ratios.append(accuracy.error_ratio(float(distance), float(plain_distance), size, dtype))

@@ -32,8 +32,8 @@ from jaxkernels.core.measure import measure as bench_measure
 from jaxkernels.core.types import ArrayType
 
 __all__ = [
-    "Candidate", "Measure", "Result", "TuningError", "check_settings", "compare", "compile_to_compare", "device_for",
-    "tune",
+    "SHORT_SECONDS", "Candidate", "Measure", "Result", "TuningError", "check_settings", "compare", "compile_to_compare",
+    "device_for", "each", "num_calls_of", "queue_clock", "tune",
 ]  # fmt: skip
 
 # The errors of a wrong kernel are as large as the results. Rounding errors are below a hundredth of them.
@@ -64,7 +64,7 @@ _FEW, _HEAT = 4, 1.3
 #: On a GPU, a comparison of kernels that are estimated to take at most so many seconds times programs of so many calls.
 #: A program of one call takes 3 us longer than its kernels, and 7 us with cuDNN. Calls of one program follow each other
 #: within 1 us. The operands of all calls together have at most so many bytes, and so do their results.
-_SHORT_SECONDS, _CALLS, _OPERAND_BYTES, _RESULT_BYTES = 1e-4, 8, 2**30, 2**28
+SHORT_SECONDS, _CALLS, _OPERAND_BYTES, _RESULT_BYTES = 1e-4, 8, 2**30, 2**28
 
 #: Of kernels that take at least so many seconds, those within this factor of the fastest count as equal, and the first
 #: preferred one is taken: in training they run at the power limit, and in short turns all share one clock.
@@ -253,7 +253,7 @@ def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | N
         # The operands and the clock's own work come from the host.
         with _measuring, dispatch.policy(_INSIDE), jax.transfer_guard("allow"), jax.disable_jit(False):
             if measure is None:
-                clock = _queue_clock(device) if spec.target.platform in hardware.GPU_PLATFORMS else None
+                clock = queue_clock(device) if spec.target.platform in hardware.GPU_PLATFORMS else None
                 measure = functools.partial(bench_measure, rounds=_BRIEF_ROUNDS, clock=clock)
             trial = _Trial(op, spec, device, time.monotonic(), _BRIEF_SECONDS, measure, is_brief=True)
             for name, configs in contenders.items():
@@ -317,9 +317,14 @@ def _num_calls(op: str, spec: Any, operands: Iterable[Any]) -> int:
         return 1
     names = dispatch.usable_backends(op, spec)
     estimates = [_estimate(op, name, spec, dispatch.default_config(op, name, spec)) for name in names]
-    if not min(filter(None, estimates), default=math.inf) <= _SHORT_SECONDS:
+    if not min(filter(None, estimates), default=math.inf) <= SHORT_SECONDS:
         return 1
     given, made = (sum(x.num_bytes for x in xs) for xs in (map(ArrayType.of, operands), spec.results(op)))
+    return num_calls_of(given, made)
+
+
+def num_calls_of(given: int, made: int) -> int:
+    """How many calls the program of short kernels has, by the bytes of the operands and results of one call."""
     return min(_CALLS, max(1, min(_OPERAND_BYTES // max(given, 1), _RESULT_BYTES // max(made, 1))))
 
 
@@ -342,12 +347,18 @@ def _program(
     with dispatch.policy(_INSIDE), tracing([*structs, *results]):
         if num_calls == 1:
             return jax.jit(run).lower(*structs).compile()
-        # A barrier between the calls would keep XLA from fusing what it fuses in a program of one call.
-        one = jax.jit(run)
-        return jax.jit(lambda *sets: [one(*operands) for operands in sets]).lower(*[structs] * num_calls).compile()
+        return jax.jit(each(run)).lower(*[structs] * num_calls).compile()
 
 
-def _queue_clock(device: Any) -> QueueClock:
+def each(function: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """A function of several sets of operands: calls `function` with each, and returns all results."""
+    # A barrier between the calls would keep XLA from fusing what it fuses in a program of one call.
+    one = jax.jit(function)
+    return lambda *sets: [one(*operands) for operands in sets]
+
+
+def queue_clock(device: Any) -> QueueClock:
+    """The clock of comparisons on a GPU."""
     from jaxkernels.pallas import timer
 
     return QueueClock(timer.reader(device))
