@@ -80,6 +80,8 @@ class Spec(Protocol):
     def target(self) -> Chip: ...
     @property
     def margin(self) -> float | None: ...
+    @property
+    def xla_may_merge(self) -> bool: ...
 
 
 #: How a message about a backend that was named ends.
@@ -425,7 +427,8 @@ def choose(
         margin = times.MARGIN if spec.margin is None else spec.margin
         close = [] if is_partitioned or is_exported else _close(spec, estimates, now)
         if close:
-            always = [x for x in _backends_of(op) if REGISTRY[op, x].is_always_compared and refusal(x) is None]
+            is_always_compared = lambda x: REGISTRY[op, x].is_always_compared or (x == "xla" and spec.xla_may_merge)
+            always = [x for x in _backends_of(op) if is_always_compared(x) and refusal(x) is None]
             close = [x for x in _backends_of(op) if x in close or x in always]
         if len(close) == 1 and _num_contenders(op, close[0], spec) == 1:
             close = []

@@ -100,6 +100,12 @@ class Spec:
         return None
 
     @property
+    def xla_may_merge(self) -> bool:
+        """Whether XLA may take much less time than estimated, in a kernel that also makes an operand. Comparisons have
+        XLA then."""
+        return False
+
+    @property
     def may_scatter(self) -> bool:
         """Whether a sum over shards may leave each shard with a slice of the result."""
         return True

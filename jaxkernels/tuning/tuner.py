@@ -305,6 +305,8 @@ def compile_to_compare(
       backend, config: a backend, in the configuration that a call gets.
       operands, results: their types.
     """
+    if _beside(op, spec) is not None:
+        return  # The program depends on comparisons that come before.
     device = device_for(spec.target)
     if (op, spec, backend, config) not in _ready:
         program = _program(op, spec, backend, config, device, operands, results, _num_calls(op, spec, operands))
@@ -337,13 +339,14 @@ def _program(
     operands: Sequence[Any],
     results: Sequence[Any],
     num_calls: int = 1,
+    used: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run,
 ) -> Callable[..., Any]:
     """A compiled kernel: a function of its operands. With several calls, the program takes a set of operands for each
-    call. A thread does not have the policy of the thread that started it.
+    call. A thread does not have the policy of the thread that started it. `used`: see `_Trial`.
     """
     sharding = jax.sharding.SingleDeviceSharding(device)
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in operands]
-    run = functools.partial(dispatch.load(op, backend).run, spec, config)
+    run = used(functools.partial(dispatch.load(op, backend).run, spec, config))
     with dispatch.policy(_INSIDE), tracing([*structs, *results]):
         if num_calls == 1:
             return jax.jit(run).lower(*structs).compile()
@@ -402,6 +405,12 @@ def _operands(kernel: str, spec: Any, device: Any) -> tuple[jax.Array, ...]:
     return spec.pack(kernel, spec.draw(spec.inputs(kernel), device))
 
 
+def _beside(kernel: str, spec: Any) -> Any | None:
+    """What its operation computes in one program with the kernel, in a comparison."""
+    rule = _rule(kernel, "beside")
+    return None if rule is None else rule(kernel, spec)
+
+
 def _part_to_check(kernel: str, spec: Any) -> tuple[Any, Cut, Cut]:
     """The part of the problem whose results are compared: all of it, unless its operation has a rule."""
     rule = _rule(kernel, "part_to_check")
@@ -431,8 +440,14 @@ class _Trial:
         self._new: list[Candidate] = []
         with _turn("drawing"), jax.default_device(device), usual_promotion():
             self._operands = _operands(op, spec, device)
+            #: A kernel -> the function that is timed: in a comparison with what its operation computes beside it.
+            self._used: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run
+            if is_brief and (beside := _beside(op, spec)) is not None:
+                operands_of_both, self._used = beside
+                self._operands = operands_of_both(self._operands)
             run, config = dispatch.load(op, "xla").run, dispatch.default_config(op, "xla", spec)
-            self._types = jax.eval_shape(lambda *xs: jax.tree.leaves(run(spec, config, *xs)), *self._operands)
+            timed = self._used(functools.partial(run, spec, config))
+            self._types = jax.eval_shape(lambda *xs: jax.tree.leaves(timed(*xs)), *self._operands)
             if not is_brief:
                 small, cut_operands, cut_results = _part_to_check(op, spec)
                 reference = jax.jit(lambda *xs: jax.tree.leaves(run(small, config, *cut_operands(xs))))
@@ -518,7 +533,11 @@ class _Trial:
                 raise TimeoutError("out of time")
             kernel = (self._op, self._spec, candidate.backend, candidate.config)
             ready = _ready.pop(kernel, None) if self._is_brief else None
-            return ready or _program(*kernel, self._device, self._operands, self._types, self._num_calls)
+            if ready is not None:
+                return ready
+            # XLA's autotuning uses the device.
+            with _turn("drawing") if candidate.backend == "xla" else contextlib.nullcontext():
+                return _program(*kernel, self._device, self._operands, self._types, self._num_calls, self._used)
 
         with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, len(candidates) or 1)) as pool:
             return [(candidate, pool.submit(compile_one, candidate)) for candidate in candidates]

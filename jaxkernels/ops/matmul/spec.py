@@ -131,10 +131,21 @@ class MatmulSpec(Spec):
     @property
     def margin(self) -> float | None:
         """Zero where XLA takes one kernel more: the time of that kernel is certain. The usual one for an outer product:
-        XLA fuses it with other work, so its time alone is no measure."""
-        if self.gemm.k == 1:
+        XLA fuses it with other work, so its time alone is no measure. That of a gated layer is compared with its other
+        half (`tuning.beside`)."""
+        if self.gemm.k == 1 and not self.has_other_half:
             return times.MARGIN
         return 0.0 if self.adds_apart or self.copied or self.is_gradient else None
+
+    @property
+    def has_other_half(self) -> bool:
+        """Whether it is half of a gated layer: the multiplier is most likely another product of the lhs."""
+        return self.multiplier is not None and not self.is_gradient
+
+    @property
+    def xla_may_merge(self) -> bool:
+        """XLA computes both outer products of a gated layer in one kernel."""
+        return self.gemm.k == 1 and self.has_other_half
 
     @property
     def may_scatter(self) -> bool:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from jaxkernels.core import dispatch
 from jaxkernels.core.hardware import Chip
 from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.matmul import tensor_cores
 from jaxkernels.ops.matmul.epilogue import ACTIVATIONS
 from jaxkernels.ops.matmul.spec import MatmulSpec
 
-__all__ = ["features", "probe"]
+__all__ = ["beside", "features", "probe"]
 
 #: Round rates of the chips that products are measured on. They only say from where on products are more than bytes.
 _FLOPS, _BYTES = 8e14, 4e12
@@ -55,3 +58,36 @@ def features(kernel: str, spec: MatmulSpec, config: Any) -> tuple[float, ...] | 
         2.0 * math.log2(compute / memory),
         *(2.0 * math.log2(knob) for knob in tile),
     )
+
+
+def beside(
+    kernel: str, spec: MatmulSpec
+) -> tuple[Callable[[Sequence[Any]], tuple[Any, ...]], Callable[[Callable[..., Any]], Callable[..., Any]]] | None:
+    """What a comparison computes in one program with a product: of a gated layer the other half, which makes the
+    multiplier. If XLA has both halves, it computes them in one product, and multiplies in a second kernel.
+
+    Returns:
+      None, or two functions: of the product's operands, which gives those of both, and of the product's function, which
+      gives that of both. The other half has the backend that a program takes for it.
+    """
+    if kernel != "matmul" or not spec.has_other_half or spec.multiplier is None:
+        return None
+    half, place = spec.product, spec.inputs(kernel).index("multiplier")
+    other = dataclasses.replace(half, out_dtype=spec.multiplier.dtype, alpha=1.0)
+    with dispatch.policy(dispatch.Policy().without_measurements()), dispatch.recording():
+        choice = dispatch.choose(kernel, other, None)
+    make = dispatch.load(kernel, choice.backend).run
+
+    def operands_of_both(operands: Sequence[Any]) -> tuple[Any, ...]:
+        lhs, rhs, *others = operands
+        others[place - 2] = rhs
+        return lhs, rhs, *others
+
+    def both(run: Callable[..., Any]) -> Callable[..., Any]:
+        def function(lhs: Any, rhs: Any, *others: Any) -> Any:
+            multiplier = make(other, choice.config, lhs, others[place - 2])
+            return run(lhs, rhs, *others[: place - 2], multiplier, *others[place - 1 :])
+
+        return function
+
+    return operands_of_both, both
