@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ahead_of_time import h200, needs_aot
 from cases import ATTENTION_CASES, AttentionCase, random_array
 from numerics import (
     assert_close,
@@ -497,3 +499,21 @@ def test_operands_of_mixed_rank(ranks):
     out, expected = jk.dot_product_attention(*xs), jax.nn.dot_product_attention(*xs)
     assert out.shape == expected.shape
     assert_close(out, expected)
+
+
+@needs_aot
+@pytest.mark.parametrize("has_lengths", [False, True])
+def test_xla_computes_one_query_in_one_kernel(has_lengths):
+    """Also with the passes that clear padding, as in `jax.nn.dot_product_attention`."""
+    sharding = jax.sharding.SingleDeviceSharding(h200())
+    struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    q, k = struct((4, 1, 1, 128), jnp.bfloat16), struct((4, 83, 1, 128), jnp.bfloat16)
+    lengths = [struct((4,), jnp.int32)] * has_lengths
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *lengths: jax.Array) -> jax.Array:
+        named = dict(key_value_seq_lengths=lengths[0]) if lengths else {}
+        return jk.dot_product_attention(q, k, v, backend="xla", **named)
+
+    lowered = jax.jit(attend).trace(q, k, k, *lengths).lower(lowering_platforms=("cuda",))
+    entry = lowered.compile().as_text().partition("ENTRY")[2]
+    assert len(re.findall(r" (?:fusion|custom-call|copy|transpose|reduce)\(", entry)) == 1

@@ -186,7 +186,7 @@ class _Logits:
         total = jnp.sum(p, axis=-1, keepdims=True)
         largest = jnp.where(top == MASKED_LOGIT, top, self.unit * top)
         # All logits minus infinity, or one plus infinity: that is the logsumexp, while p is NaN.
-        lse = jnp.where(jnp.isfinite(largest), largest + jnp.log(total), largest)
+        lse = jnp.where(_is_finite(largest), largest + jnp.log(total), largest)
         return p / total, lse[..., 0]
 
     def chain(self, x: jax.Array) -> jax.Array:
@@ -239,8 +239,13 @@ def without_padding(extras: Extras, q: jax.Array, k: jax.Array, v: jax.Array) ->
     q = _without_padded_queries(extras, q)
     if extras.key_lengths is not None:
         is_key = (jnp.arange(k.shape[1])[None, :] < extras.key_lengths[:, None])[:, :, None, None]
-        k, v = jnp.where(is_key, k, 0), jnp.where(is_key | jnp.isfinite(v), v, 0)
+        k, v = jnp.where(is_key, k, 0), jnp.where(is_key | _is_finite(v), v, 0)
     return q, k, v
+
+
+def _is_finite(x: jax.Array) -> jax.Array:
+    """As `jnp.isfinite`. XLA fuses a comparison with products and sums on a GPU, but not its operation `is-finite`."""
+    return jnp.abs(x) < jnp.inf
 
 
 def _without_padded_queries(extras: Extras, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
