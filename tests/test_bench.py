@@ -906,7 +906,8 @@ def test_limits_are_those_of_the_chip():
 
 
 def test_json_round_trip(tmp_path):
-    whole = Results(dict(device="H200"), (row(), row(regime="sustained", device=None, tokens=7)))
+    lost = tuple(dataclasses.replace(side, in_program=side.seconds / 2) for side in row().sides)
+    whole = Results(dict(device="H200"), (row(), row(regime="sustained", device=None, tokens=7), row(sides=lost)))
     results.save(whole, tmp_path / "new" / "a.json")
     assert results.load(tmp_path / "new" / "a.json") == whole
 

@@ -46,16 +46,16 @@ def auto_ratio(row: Row) -> float | None:
 def in_program_ratio(row: Row) -> float | None:
     """As `auto_ratio`, of programs of several calls; None if they were not timed."""
     auto, baseline = auto_side(row), row.fastest_baseline
-    times = [None if side is None else side.in_program for side in (auto, baseline)]
-    ours, theirs = times
-    return theirs / ours if ours and theirs else None
+    if auto is None or baseline is None or auto.in_program is None or baseline.in_program is None:
+        return None
+    return baseline.in_program / auto.in_program
 
 
 def loss(row: Row) -> str | None:
     """Which backend and configuration would have won a row that auto lost, or None if auto lost nothing.
 
-    If none of ours would have won, names the baseline, and those of ours that are faster than auto. Then the ratio in
-    programs of several calls follows.
+    If none of ours would have won, names the baseline, and those of ours that are faster than auto. The last part is
+    the ratio in programs of several calls, if they were timed.
     """
     auto, baseline, ratio = auto_side(row), row.fastest_baseline, auto_ratio(row)
     if auto is None or baseline is None or ratio is None or ratio >= 1:

@@ -75,8 +75,8 @@ class Side:
       memory_bytes: the device memory that the program needs, as XLA plans it; None if not known.
       joules: the energy of one call; None if it was not measured.
       breakdown: where the time goes (`jaxkernels.bench.step_profile`); None if it was not traced.
-      in_program: the seconds of one call in a program of several, with the pauses between kernels. It is measured of
-        auto and the fastest baseline where auto lost; else None.
+      in_program: the seconds of one call in a program of several calls, with the pauses between kernels. Auto and the
+        fastest baseline have it in rows of short problems that auto lost; else it is None.
     """
 
     name: str
@@ -307,7 +307,7 @@ def save(results: Results, path: pathlib.Path) -> None:
     """Writes JSON atomically; times in seconds."""
     rows = [dataclasses.asdict(row) for row in results.rows]
     for side in (side for row in rows for side in row["sides"]):
-        for name in ("timed", "setting", "memory_bytes", "joules", "breakdown"):
+        for name in ("timed", "setting", "memory_bytes", "joules", "breakdown", "in_program"):
             if not side[name]:  # A side that has none, or of an older file.
                 del side[name]
     write(dict(schema=SCHEMA, environment=results.environment, rows=rows), path)

@@ -314,23 +314,23 @@ class _Plan:
         yield from rows
 
     def _in_program(self, row: Row) -> Row:
-        """The row of a loss, with the seconds of auto and the fastest baseline in a program of several calls.
-
-        A row of long kernels, or of operands for which only one call fits, is returned as it is.
+        """The row of a short problem that auto lost, with the seconds of auto and the fastest baseline in a program of
+        several calls; any other row as it is. It also is if only one call fits into memory.
         """
         auto, baseline, clock = auto_side(row), row.fastest_baseline, self._settings.program_clock
+        if row.regime != "burst" or not _is_lost(row) or auto is None or baseline is None:
+            return row
         if clock is None and self._settings.device.platform in hardware.GPU_PLATFORMS:
             clock = tuner.queue_clock(self._settings.device)
-        if not _is_lost(row) or auto is None or baseline is None or clock is None or row.regime != "burst":
+        if clock is None or auto.seconds >= tuner.SHORT_SECONDS:
             return row
-        keys = {_AUTO_KEY: auto, baseline.name: baseline}
         try:
             with jax.default_device(self._settings.device), self._counted("in a program"):
-                seconds = self._seconds_in_program(tuple(keys), clock) if auto.seconds < tuner.SHORT_SECONDS else {}
+                seconds = self._seconds_in_program((_AUTO_KEY, baseline.name), clock)
         except Exception as e:  # The row stands without them.
             return dataclasses.replace(row, refused=row.refused | {"in a program": _reason(e)})
-        of_side = {id(keys[key]): value for key, value in seconds.items()}
-        sides = tuple(dataclasses.replace(side, in_program=of_side.get(id(side))) for side in row.sides)
+        key_of = lambda side: our_key(side.name) if side.is_ours else side.name
+        sides = tuple(dataclasses.replace(side, in_program=seconds.get(key_of(side))) for side in row.sides)
         return dataclasses.replace(row, sides=sides)
 
     def _seconds_in_program(self, keys: Sequence[str], clock: Clock) -> dict[str, float]:

@@ -101,8 +101,8 @@ class Spec:
 
     @property
     def xla_may_merge(self) -> bool:
-        """Whether XLA may take much less time than estimated, in a kernel that also makes an operand. Comparisons have
-        XLA then."""
+        """Whether XLA may compute it in one kernel with the operation that makes an operand, and so take much less time
+        than estimated. A comparison then has XLA, whatever its estimate."""
         return False
 
     @property

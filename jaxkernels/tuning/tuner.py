@@ -78,7 +78,7 @@ _SHORT_TIE = 5e-8
 #: XLA's autotuner takes one of several kernels for a product, and may take another one in the next compilation. Its
 #: clock includes pauses between kernels: of six compilations of 1622 x 9984 x 128 on an H200, five took Triton's kernel
 #: (18.2 us), one cuBLASLt's (14.9 us). So cuBLASLt, in a fixed algorithm, is taken instead of XLA if it takes at most
-#: `_TIE` times as long, and at least so many seconds. Of shorter kernels XLA fuses what surrounds them.
+#: `_TIE` times as long, and at least so many seconds. Shorter kernels of XLA are fused with what surrounds them.
 _FIXED_SECONDS = 5e-6
 
 
@@ -440,7 +440,7 @@ class _Trial:
         self._new: list[Candidate] = []
         with _turn("drawing"), jax.default_device(device), usual_promotion():
             self._operands = _operands(op, spec, device)
-            #: A kernel -> the function that is timed: in a comparison with what its operation computes beside it.
+            #: A kernel -> the function that is timed. A comparison adds what the operation computes beside the kernel.
             self._used: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run
             if is_brief and (beside := _beside(op, spec)) is not None:
                 operands_of_both, self._used = beside

@@ -63,14 +63,15 @@ def features(kernel: str, spec: MatmulSpec, config: Any) -> tuple[float, ...] | 
 def beside(
     kernel: str, spec: MatmulSpec
 ) -> tuple[Callable[[Sequence[Any]], tuple[Any, ...]], Callable[[Callable[..., Any]], Callable[..., Any]]] | None:
-    """What a comparison computes in one program with a product: of a gated layer the other half, which makes the
-    multiplier. If XLA has both halves, it computes them in one product, and multiplies in a second kernel.
+    """What a comparison computes in one program with a product. Most multipliers are the other half of a gated layer:
+    another product of the same lhs. XLA merges both products if it has both, so a program has both.
 
     Returns:
-      None, or two functions: of the product's operands, which gives those of both, and of the product's function, which
-      gives that of both. The other half has the backend that a program takes for it.
+      None if the product has no other half. Else two functions: the first turns the product's operands into those of
+      both products, the second turns a function of the first into one of the second. The other half has the backend
+      that a program takes for it.
     """
-    if kernel != "matmul" or not spec.has_other_half or spec.multiplier is None:
+    if kernel != "matmul" or spec.multiplier is None or not spec.has_other_half:
         return None
     half, place = spec.product, spec.inputs(kernel).index("multiplier")
     other = dataclasses.replace(half, out_dtype=spec.multiplier.dtype, alpha=1.0)
