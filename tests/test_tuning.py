@@ -1151,6 +1151,7 @@ def test_a_comparison_runs_its_kernels_in_a_turn(lab, estimates, monkeypatch):
     begin, compiling, end = events[:2], events[2:6], events[6:measured]
     assert (begin, end) == (["drawing", "ends"], ["drawing", "launched", "launched", "ends", "timing"])
     assert sorted(compiling) == ["compiled", "compiled", "drawing", "ends"]
+    assert "compiled" in compiling[compiling.index("drawing") : compiling.index("ends")]
     assert set(events[measured:-1]) == {"measured", "launched"}
     assert events[-1] == "ends"
 

@@ -17,7 +17,7 @@ from jaxkernels.core import measure
 
 __all__ = [
     "EDGES", "HEAD", "THRESHOLDS", "Group", "auto_ratio", "auto_side", "bars", "groups", "has_better", "histogram",
-    "in_program_ratio", "loss", "table",
+    "in_program_ratio", "is_below", "loss", "table",
 ]  # fmt: skip
 
 #: The summary has the share of rows below each. Below the largest, our other backends are timed, too.
@@ -41,6 +41,12 @@ def auto_ratio(row: Row) -> float | None:
     """How many times as fast as the fastest baseline auto is; None without a baseline or without auto."""
     side = auto_side(row)
     return None if side is None else row.ratio(side)
+
+
+def is_below(row: Row) -> bool:
+    """Whether auto is slower than the fastest baseline by more than the largest of `THRESHOLDS` allows."""
+    ratio = auto_ratio(row)
+    return ratio is not None and ratio < max(THRESHOLDS)
 
 
 def in_program_ratio(row: Row) -> float | None:
@@ -78,12 +84,6 @@ def has_better(row: Row) -> bool:
         return False
     others = [side.samples for side in row.ours if side is not auto and side.samples is not None]
     return any(measure.ratio(auto.samples, samples) < max(THRESHOLDS) for samples in others)
-
-
-def _is_below(row: Row) -> bool:
-    """Whether auto is slower than the fastest baseline by more than the largest of `THRESHOLDS` allows."""
-    ratio = auto_ratio(row)
-    return ratio is not None and ratio < max(THRESHOLDS)
 
 
 def _kernels(side: Side) -> str:
@@ -149,7 +149,7 @@ def table(rows: Sequence[Row]) -> str:
     without = len(rows) - len(found[0].ratios)
     text += f"\nRatio of `backend=None` to the fastest peer. Rows without a peer, or without auto: {without}.\n"
     text += f"Rows in which another backend of ours is more than 3 % faster than auto: {sum(map(has_better, rows))}.\n"
-    if lost := [ratio for row in rows if _is_below(row) and (ratio := in_program_ratio(row)) is not None]:
+    if lost := [ratio for row in rows if is_below(row) and (ratio := in_program_ratio(row)) is not None]:
         text += (
             f"Rows below {max(THRESHOLDS)} that were also timed in programs of several calls: {len(lost)}. "
             f"Of these, not below {max(THRESHOLDS)} there: {sum(ratio >= max(THRESHOLDS) for ratio in lost)}.\n"

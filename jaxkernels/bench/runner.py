@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkernels.bench import accuracy, lowering
-from jaxkernels.bench.losses import THRESHOLDS, auto_ratio, auto_side
+from jaxkernels.bench.losses import auto_side, is_below
 from jaxkernels.bench.lowering import AUTO, Lowered, Workers
 from jaxkernels.bench.results import Row, Side, TimedKernel
 from jaxkernels.bench.suites import baselines_of, peak_flops_per_s
@@ -318,7 +318,7 @@ class _Plan:
         several calls; any other row as it is. It also is if only one call fits into memory.
         """
         auto, baseline, clock = auto_side(row), row.fastest_baseline, self._settings.program_clock
-        if row.regime != "burst" or not _is_lost(row) or auto is None or baseline is None:
+        if row.regime != "burst" or auto is None or baseline is None or not is_below(row):
             return row
         if clock is None and self._settings.device.platform in hardware.GPU_PLATFORMS:
             clock = tuner.queue_clock(self._settings.device)
@@ -536,8 +536,7 @@ def _others_follow(settings: Settings) -> bool:
 
 def _is_lost(row: Row) -> bool:
     """Whether auto is slower than the best baseline, or was not timed."""
-    ratio = auto_ratio(row)
-    return auto_side(row) is None or (ratio is not None and ratio < max(THRESHOLDS))
+    return auto_side(row) is None or is_below(row)
 
 
 class _WrongResultError(RuntimeError):

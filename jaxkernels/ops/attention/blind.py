@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
+from jaxkernels.ops.attention.reference import with_finite_padding
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec
 from jaxkernels.ops.attention.visibility import may_see_nothing, queries_inside
 
@@ -35,8 +36,7 @@ def mean_of_values(spec: AttentionSpec, v: jax.Array, extras: Mapping[str, jax.A
     """
     v = v.astype(jnp.float32)
     if spec.key_lengths:
-        is_key = (jnp.arange(v.shape[1]) < extras["key_lengths"][:, None])[:, :, None, None]
-        v = jnp.where(is_key | jnp.isfinite(v), v, 0)
+        v = with_finite_padding(v, extras["key_lengths"])
     return jnp.repeat(v.mean(axis=1, keepdims=True), spec.group_size, axis=2)
 
 

@@ -20,7 +20,10 @@ from jaxtyping import Array, Float
 from jaxkernels.ops.attention.spec import MASKED_LOGIT, AttentionSpec, Extras
 from jaxkernels.ops.attention.terms import Places, group_heads
 
-__all__ = ["Config", "attend", "backward", "search_space", "seconds", "tangent", "visibility", "without_padding"]
+__all__ = [
+    "Config", "attend", "backward", "search_space", "seconds", "tangent", "visibility", "with_finite_padding",
+    "without_padding",
+]  # fmt: skip
 
 
 #: Float32 logits up to here are chosen for their speed. Of 96 attentions with more than a quarter of this, XLA was the
@@ -238,9 +241,19 @@ def without_padding(extras: Extras, q: jax.Array, k: jax.Array, v: jax.Array) ->
     """
     q = _without_padded_queries(extras, q)
     if extras.key_lengths is not None:
-        is_key = (jnp.arange(k.shape[1])[None, :] < extras.key_lengths[:, None])[:, :, None, None]
-        k, v = jnp.where(is_key, k, 0), jnp.where(is_key | _is_finite(v), v, 0)
+        k = jnp.where(_are_keys(k.shape[1], extras.key_lengths), k, 0)
+        v = with_finite_padding(v, extras.key_lengths)
     return q, k, v
+
+
+def with_finite_padding(v: jax.Array, key_lengths: jax.Array) -> jax.Array:
+    """The values, with zeros for what is not finite in padding."""
+    return jnp.where(_are_keys(v.shape[1], key_lengths) | _is_finite(v), v, 0)
+
+
+def _are_keys(num_keys: int, key_lengths: jax.Array) -> jax.Array:
+    """Which keys are inside their sequence: (B, S, 1, 1) bool."""
+    return (jnp.arange(num_keys)[None, :] < key_lengths[:, None])[:, :, None, None]
 
 
 def _is_finite(x: jax.Array) -> jax.Array:

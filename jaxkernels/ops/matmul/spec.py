@@ -131,8 +131,8 @@ class MatmulSpec(Spec):
     @property
     def margin(self) -> float | None:
         """Zero where XLA takes one kernel more: the time of that kernel is certain. The usual one for an outer product:
-        XLA fuses it with other work, so its time alone is no measure. That of a gated layer is compared with its other
-        half (`tuning.beside`)."""
+        XLA fuses it with other work, so its time alone is no measure. An outer product of a gated layer has no margin:
+        a comparison times both halves of the layer (`tuning.beside`)."""
         if self.gemm.k == 1 and not self.has_other_half:
             return times.MARGIN
         return 0.0 if self.adds_apart or self.copied or self.is_gradient else None

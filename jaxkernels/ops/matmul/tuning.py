@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -67,17 +68,19 @@ def beside(
     another product of the same lhs. XLA merges both products if it has both, so a program has both.
 
     Returns:
-      None if the product has no other half. Else two functions: the first turns the product's operands into those of
-      both products, the second turns a function of the first into one of the second. The other half has the backend
-      that a program takes for it.
+      None if the product has no other half. Else two functions. The first takes the product's operands, and returns the
+      operands of both products. The second takes the product's function, and returns a function of these. The other
+      half has the backend that a program takes for it.
     """
     if kernel != "matmul" or spec.multiplier is None or not spec.has_other_half:
         return None
     half, place = spec.product, spec.inputs(kernel).index("multiplier")
     other = dataclasses.replace(half, out_dtype=spec.multiplier.dtype, alpha=1.0)
-    with dispatch.policy(dispatch.Policy().without_measurements()), dispatch.recording():
-        choice = dispatch.choose(kernel, other, None)
-    make = dispatch.load(kernel, choice.backend).run
+
+    @functools.cache
+    def choice() -> dispatch.Choice:
+        with dispatch.policy(dispatch.Policy().without_measurements()), dispatch.recording():
+            return dispatch.choose(kernel, other, None)
 
     def operands_of_both(operands: Sequence[Any]) -> tuple[Any, ...]:
         lhs, rhs, *others = operands
@@ -85,8 +88,10 @@ def beside(
         return lhs, rhs, *others
 
     def both(run: Callable[..., Any]) -> Callable[..., Any]:
+        make = functools.partial(dispatch.load(kernel, choice().backend).run, other, choice().config)
+
         def function(lhs: Any, rhs: Any, *others: Any) -> Any:
-            multiplier = make(other, choice.config, lhs, others[place - 2])
+            multiplier = make(lhs, others[place - 2])
             return run(lhs, rhs, *others[: place - 2], multiplier, *others[place - 1 :])
 
         return function
