@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Callable, Sequence
@@ -380,14 +381,15 @@ def _low_bits(seconds: float) -> np.ndarray:
 @pytest.mark.parametrize(
     ("seconds", "host_seconds", "longest"),
     [
-        (2e-6, 3e-5, 1_000_000),
-        (2e-6, 3e-4, 8_000_000),  # The host takes longer than the wait: it becomes longer.
-        (1e-4, 3e-5, 1_000_000),
-        (3e-3, 3e-4, 8_000_000),
+        (2e-6, 3e-5, 2_000_000),
+        (2e-6, 4e-4, 4_000_000),  # The host takes longer than the wait: it becomes longer.
+        (2e-6, 1e-3, 8_000_000),
+        (1e-4, 3e-5, 2_000_000),
+        (3e-3, 4e-4, 4_000_000),
         # The last launch is long: that it is left does not tell that the device has not waited.
-        (1e-4, 4e-4, 8_000_000),
-        (6e-5, 1.5e-4, 4_000_000),
-        (1.5e-4, 3e-4, 8_000_000),
+        (1e-4, 3.5e-4, 4_000_000),
+        (6e-5, 3e-4, 2_000_000),
+        (1.5e-4, 3.5e-4, 4_000_000),
     ],
 )
 def test_the_clock_of_the_queue_leaves_out_the_host(seconds, host_seconds, longest, monkeypatch):
@@ -408,10 +410,34 @@ def test_the_clock_of_the_queue_leaves_out_the_host(seconds, host_seconds, longe
 def test_the_clock_of_the_queue_ends_with_a_host_that_is_too_slow(monkeypatch):
     machine = Machine(monkeypatch)
     clock = QueueClock(machine.read)
-    launches = lambda: iter([lambda: machine.enqueue(2e-6, 1e-2)] * 12)
-    ((first, *_),) = clock.times([Visit(None, launches, 12, lambda: None)])
+    launches = lambda: iter([lambda: machine.enqueue(2e-6, 1e-2)] * 24)
+    ((first, *_),) = clock.times([Visit(None, launches, 24, lambda: None)])
     assert 2e-6 < first <= 1e-2
     assert max(machine.waits) == lib._WAITS[1]
+
+
+@pytest.mark.parametrize("wakes_late", [False, True])
+def test_the_clock_of_the_queue_leaves_out_a_host_that_stops(wakes_late, monkeypatch):
+    """The host stops in three of four readings, for longer than the device waits. If it also wakes late, it looks as if
+    it had been ahead."""
+    machine = Machine(monkeypatch)
+    clock = QueueClock(machine.read)
+    if wakes_late:
+        monkeypatch.setattr(jax, "block_until_ready", lambda xs: (machine.wait(xs), machine.enqueue(0.0, 0.1)))
+    pauses = itertools.cycle([*[0.1, *[1e-6] * 5] * 3, *[1e-6] * 6])
+    launches = lambda: iter([lambda: machine.enqueue(2e-6, next(pauses))] * 24)
+    (times,) = clock.times([Visit(None, launches, 24, lambda: None)])
+    assert times == pytest.approx([2e-6] * 24, rel=1e-3)
+
+
+def test_the_clock_of_the_queue_launches_nothing_twice(monkeypatch):
+    """Operands that were just read are in the cache."""
+    machine = Machine(monkeypatch)
+    clock = QueueClock(machine.read)
+    launched = []
+    launch = lambda i: (launched.append(i), machine.enqueue(2e-6, 1e-2))[1]
+    clock.times([Visit(None, lambda: iter([functools.partial(launch, i) for i in range(50)]), 50, lambda: None)])
+    assert launched == [*range(50)]
 
 
 def test_the_clock_of_the_queue_keeps_few_launches_in_flight(monkeypatch):
@@ -423,10 +449,10 @@ def test_the_clock_of_the_queue_keeps_few_launches_in_flight(monkeypatch):
     clock.times([Visit(None, lambda: iter([lambda: machine.enqueue(1e-5)] * 50), 50, lambda: None)])
     assert max(queues) + 2 < 32
     assert sum(queues) == 50
-    assert min(queues) > 10  # No short part: its time would be less exact.
+    assert min(queues) >= 5  # No short part: its time would be less exact.
 
 
-@pytest.mark.parametrize(("copies", "count"), [(3, 50), (2, 25), (6, 50)])
+@pytest.mark.parametrize(("copies", "count"), [(3, 50), (2, 25), (5, 50)])
 def test_the_clock_of_the_queue_keeps_the_rotation(copies, count, monkeypatch):
     """Each part of a visit has all operands, in their order: with one of them, it would be in the cache."""
     machine = Machine(monkeypatch)

@@ -202,6 +202,27 @@ def test_the_fastest_of_what_is_exported(lab, registry):
     assert exported.passed_over[:2] == (("refused", reason), ("fake", "measured slower than xla"))
 
 
+@pytest.mark.parametrize("is_comparison", [False, True])
+@pytest.mark.parametrize("uses_lse", [False, True])
+def test_attention_is_timed_without_a_logsumexp_that_is_not_used(uses_lse, is_comparison, lab, monkeypatch):
+    """XLA leaves out the work for it, and computes the output in fewer kernels."""
+    numbers = []
+
+    def measure(calls: Mapping[str, Call], **options: Any) -> dict[str, Any]:
+        numbers.extend(len(call.function(*call.operands[0])) for call in calls.values())
+        return lab.measure(calls, regime=options["regime"], budget_s=options["budget_s"])
+
+    spec = attention_spec(uses_lse=uses_lse)
+    if is_comparison:
+        tuner.compare("attention_forward", spec, ["fake", "xla"], measure=measure)
+        assert dispatch.compared("attention_forward", spec, ["fake", "xla"]) is not None
+    else:
+        lab.wrong = {Config(64, 2)}
+        result = tuner.tune("attention_forward", spec, measure=measure)
+        assert [str(x.config) for x in result.candidates if "wrong" in (x.reason or "")] == [str(Config(64, 2))]
+    assert {*numbers} == {1 + uses_lse}
+
+
 def test_candidates_are_traced_as_in_programs(lab, monkeypatch):
     """On any thread, candidates are traced without `jax_enable_x64`, which would change the kernels."""
     module, seen = dispatch.load("matmul", "fake").designs[0], []
@@ -363,7 +384,7 @@ def test_lengths_and_segments_are_sensible():
 @pytest.mark.parametrize("op", ["attention_forward", "attention_backward"])
 def test_attention_operands_and_their_first_heads(op):
     """With every optional operand. The first heads give the same numbers as that part of the whole."""
-    spec = attention_spec(**ALL)
+    spec = attention_spec(**ALL, uses_lse=True)
     made = attention_tuning.operands(op, spec, jax.devices("cpu")[0])
     whole = reference(op, spec, made)
     assert all(np.isfinite(out).all() for out in whole)
@@ -1532,11 +1553,12 @@ def test_command_draws_the_problems_of_bench(lab, monkeypatch):
     assert found == list(expected)
 
 
-def test_command_tunes_both_passes_of_attention(lab, monkeypatch):
+def test_command_tunes_all_passes_of_attention(lab, monkeypatch):
+    """The forward pass as it is without a gradient, and as it is with one."""
     found = []
 
     def tune(op: str, spec: Any, backend: str | None, **options: Any) -> tuner.Result:
-        found.append((op, spec.causal, options))
+        found.append((op, spec.causal, spec.uses_lse, options))
         return tuner.Result(op, spec, backend, (), 0.0)
 
     monkeypatch.setattr(tuner, "tune", tune)
@@ -1544,7 +1566,11 @@ def test_command_tunes_both_passes_of_attention(lab, monkeypatch):
         result = invoke("attention", "--shapes=2x8x16x4x2x16:causal:float32", "--top=3", "--budget=7")
     assert result.exit_code == 0, result.output
     options = dict(top=3, budget_s=7.0)
-    assert found == [("attention_forward", True, options), ("attention_backward", True, options)]
+    assert found == [
+        ("attention_forward", True, False, options),
+        ("attention_forward", True, True, options),
+        ("attention_backward", True, False, options),
+    ]
 
 
 def test_command_fails_where_a_kernel_cannot_be_tuned(lab, monkeypatch):

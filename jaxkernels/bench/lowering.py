@@ -197,7 +197,8 @@ def _timed(choice: dispatch.Choice) -> TimedKernel:
 
 
 def kernels_of(problem: Problem, backend: str | None, platform: str | None = None) -> list[tuple[str, Any]]:
-    """The (operation, spec) of every kernel that a problem calls, including the kernels of gradients.
+    """The (operation, spec) of every kernel that a problem calls. Those of gradients come after those of the forward
+    pass alone, which may have other kernels than the forward pass that a gradient needs.
 
     Args:
       platform: what the program is lowered for, as in `jk.explain`. XLA refuses some precisions on a CPU.
@@ -210,10 +211,11 @@ def kernels_of(problem: Problem, backend: str | None, platform: str | None = Non
 
     def program(operands: dict[str, Any]) -> Any:
         run = lambda moved: case.forward(operands | moved, backend=backend)
+        forward = run({}) if problem.direction == "forward" else None
         if not case.one_reference and problem.direction == "forward":
-            return run({})
+            return forward
         out, pull = jax.vjp(run, {name: operands[name] for name in case.moving})
-        return out, pull(out)
+        return forward, out, pull(out)
 
     return [(choice.op, choice.spec) for choice in jk.explain(program, operands, platform=platform).choices]
 

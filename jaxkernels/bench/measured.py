@@ -228,10 +228,11 @@ def _kernels_of(row: Row, target: Chip) -> list[tuple[str, Any]] | None:
         return None
     of_op = registry.OPERATIONS[suites.registry_name(row.op) or ""].kernels
     kernels = kernels_of(problem, "xla", target.platform)
-    if len(of_op) > 1:  # The forward pass of a backward problem is not timed, nor the other way round.
-        forward, is_forward = next(iter(of_op)), problem.direction == "forward"
-        kernels = [(op, spec) for op, spec in kernels if (op == forward) == is_forward]
-    return kernels
+    if len(of_op) == 1:
+        return kernels
+    # The forward pass of a backward problem is not timed, nor the other way round.
+    forward = next(iter(of_op))
+    return kernels[:1] if problem.direction == "forward" else [kernel for kernel in kernels if kernel[0] != forward]
 
 
 @functools.cache

@@ -304,11 +304,12 @@ class WallClock:
         return _host_seconds(launch)
 
 
-#: Launches that a `QueueClock` keeps in the queue: JAX lets 32 computations of a device be in flight.
-_QUEUED = 24
+#: Launches between two readings of a `QueueClock`. JAX lets 32 computations of a device be in flight. With more
+#: launches, a busy host is late more often.
+_QUEUED = 6
 
 #: The device waits for so many nanoseconds before the launches: at first and at most.
-_WAITS = (500_000, 16_000_000)
+_WAITS = (2_000_000, 8_000_000)
 
 #: So many seconds must have been left of the wait when the last launch was in the queue.
 _LEFT_SECONDS = 2e-5
@@ -317,9 +318,12 @@ _LEFT_SECONDS = 2e-5
 class QueueClock:
     """The device's clock before and after launches that wait in its queue.
 
-    The host puts a kernel that waits and then reads the clock, the launches, and a second reading into the queue. While
-    the device waits, the host is ahead of it. So the time between the readings is that of the launches, with the pauses
-    between their kernels. Launches of one visit have the same time, up to `_QUEUED` of them.
+    The host puts a kernel that waits and then reads the clock, a few launches, and a second reading into the queue.
+    While the device waits, the host is ahead of it. So the time between the readings is that of the launches, with the
+    pauses between their kernels.
+
+    A busy host may be late, and the device then waits for it between launches. That makes times longer, never shorter:
+    the least time counts for all launches of a visit.
 
     It is less exact than `CuptiClock` for launches of few microseconds. But CUPTI has one user in a process, and JAX's
     recorder ends the process if records are lost, which happened after a trace by `jax.profiler`.
@@ -345,30 +349,29 @@ class QueueClock:
     def _times(self, visit: Visit) -> list[float]:
         time.sleep(visit.rest)
         launches, times = list(visit.launches()), []
-        parts = math.ceil(len(launches) / _QUEUED)
-        for i in range(parts):
-            # Launches that follow each other have different operands, so that these are not in the cache.
-            part = launches[i * len(launches) // parts : (i + 1) * len(launches) // parts]
-            times += [self._seconds(part) / len(part)] * len(part)
+        num_parts = math.ceil(len(launches) / _QUEUED)
+        for i in range(num_parts):
+            # Launches that follow each other have different operands, so that these are not in the cache. So no part is
+            # launched again.
+            part = launches[i * len(launches) // num_parts : (i + 1) * len(launches) // num_parts]
+            times.append(self._seconds(part) / len(part))
         visit.probe()
-        return times
+        return [min(times)] * len(launches)
 
     def _seconds(self, launches: Sequence[Callable[[], Any]]) -> float:
-        while True:
-            begin, result = self._read(self._wait), None
-            for launch in launches:
-                # The previous result's memory is free for the next one: its kernels are ahead in the same stream.
-                result = launch()
-            end = self._read(0)
-            queued = time.perf_counter()
-            jax.block_until_ready((result, end))
-            left = time.perf_counter() - queued
-            nanoseconds = (np.asarray(end).item() - np.asarray(begin).item()) % 2**32
-            seconds = nanoseconds / 1e9
-            # More is left than the launches take, or the device has waited for the host.
-            if left > _LEFT_SECONDS + seconds or self._wait >= _WAITS[1]:
-                return seconds
-            self._wait *= 2
+        begin, result = self._read(self._wait), None
+        for launch in launches:
+            # The previous result's memory is free for the next one: its kernels are ahead in the same stream.
+            result = launch()
+        end = self._read(0)
+        queued = time.perf_counter()
+        jax.block_until_ready((result, end))
+        left = time.perf_counter() - queued
+        seconds = (np.asarray(end).item() - np.asarray(begin).item()) % 2**32 / 1e9
+        # No more is left than the launches take: the device has waited for the host. So it shall wait longer before.
+        if left <= _LEFT_SECONDS + seconds:
+            self._wait = min(2 * self._wait, _WAITS[1])
+        return seconds
 
 
 def _host_seconds(launch: Callable[[], Any]) -> float:

@@ -110,6 +110,11 @@ class Spec:
         """Whether a sum over shards may leave each shard with a slice of the result."""
         return True
 
+    def used(self, kernel: str) -> tuple[str, ...]:
+        """Names of the results that the program uses, in order. XLA leaves out the work for the others, so kernels are
+        timed without them."""
+        return self.outputs(kernel)
+
     # What follows.
 
     @property
@@ -166,7 +171,7 @@ class Spec:
           sizes: factor -> its size in the part.
 
         Returns:
-          The spec of the part, and what cuts its arrays out of the operands and out of the results.
+          The spec of the part, and what cuts its arrays out of the operands and out of the results that are used.
         """
         arrays = self.arrays()
 
@@ -183,7 +188,7 @@ class Spec:
         )
         cut = lambda names: lambda xs: [x[slices[name]] for name, x in zip(names, xs, strict=True)]
         part = self._replace(**{name: smaller(name) for name in self.typed_fields})
-        return part, cut(self.inputs(kernel)), cut(self.outputs(kernel))
+        return part, cut(self.inputs(kernel)), cut(self.used(kernel))
 
     def __str__(self) -> str:
         """The operands with their types, then the static fields that have not their default."""

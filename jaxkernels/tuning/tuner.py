@@ -346,11 +346,18 @@ def _program(
     """
     sharding = jax.sharding.SingleDeviceSharding(device)
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in operands]
-    run = used(functools.partial(dispatch.load(op, backend).run, spec, config))
+    run = _timed(op, spec, used(functools.partial(dispatch.load(op, backend).run, spec, config)))
     with dispatch.policy(_INSIDE), tracing([*structs, *results]):
         if num_calls == 1:
             return jax.jit(run).lower(*structs).compile()
         return jax.jit(each(run)).lower(*[structs] * num_calls).compile()
+
+
+def _timed(op: str, spec: Any, run: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """A function of a kernel's operands that returns what the program uses."""
+    used = spec.used(op)
+    named = lambda outs: zip(spec.outputs(op), jax.tree.leaves(outs), strict=True)
+    return lambda *operands: [out for name, out in named(run(*operands)) if name in used]
 
 
 def each(function: Callable[..., Any]) -> Callable[..., list[Any]]:
@@ -446,11 +453,12 @@ class _Trial:
                 operands_of_both, self._used = beside
                 self._operands = operands_of_both(self._operands)
             run, config = dispatch.load(op, "xla").run, dispatch.default_config(op, "xla", spec)
-            timed = self._used(functools.partial(run, spec, config))
-            self._types = jax.eval_shape(lambda *xs: jax.tree.leaves(timed(*xs)), *self._operands)
+            timed = _timed(op, spec, self._used(functools.partial(run, spec, config)))
+            self._types = jax.eval_shape(timed, *self._operands)
             if not is_brief:
                 small, cut_operands, cut_results = _part_to_check(op, spec)
-                reference = jax.jit(lambda *xs: jax.tree.leaves(run(small, config, *cut_operands(xs))))
+                of_part = _timed(op, small, functools.partial(run, small, config))
+                reference = jax.jit(lambda *xs: of_part(*cut_operands(xs)))
                 with tracing([*self._operands, *self._types]):
                     self._expected = jax.block_until_ready(reference(*self._operands))
                 self._errors = jax.jit(lambda xs, ys: [_errors(x, y) for x, y in zip(cut_results(xs), ys, strict=True)])

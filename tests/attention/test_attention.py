@@ -184,6 +184,27 @@ def test_empty_axes_follow_jax_nn(batch, queries, keys):
     assert_follows_jax_nn(*(x.astype(np.float32) for x in inputs), is_causal=True)
 
 
+@pytest.mark.parametrize(
+    ("function", "uses"),
+    [
+        (lambda q: jk.dot_product_attention(q, q, q), [("attention_forward", False)]),
+        (lambda q: jk.dot_product_attention(q, q, q, return_lse=True), [("attention_forward", True)]),
+        (lambda q: jk.dot_product_attention(q, q, q, return_residual=True), [("attention_forward", True)]),
+        (
+            jax.grad(lambda q: jnp.sum(jk.dot_product_attention(q, q, q))),
+            [("attention_forward", True), ("attention_backward", False)],
+        ),
+        (
+            lambda q: jax.jvp(lambda q: jk.dot_product_attention(q, q, q, return_lse=True), [q], [q]),
+            [("attention_forward", True), ("attention_tangent", False)],
+        ),
+    ],
+)
+def test_the_choice_knows_whether_the_logsumexp_is_used(function, uses):
+    choices = jk.explain(function, jnp.ones((B, T, N, H))).choices
+    assert [(choice.op, choice.spec.uses_lse) for choice in choices] == uses
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dtypes_of_output_and_residual_follow_jax_nn(dtype):
     mask = np.ones((T, S), bool)
