@@ -400,9 +400,8 @@ def test_the_clock_of_the_queue_leaves_out_the_host(seconds, host_seconds, longe
     probed = []
     visit = Visit(None, launches, count, lambda: probed.append(machine.now))
     first, second = clock.times([visit, visit])
-    assert len(first) == len(second) == count
-    assert first == pytest.approx([seconds] * count, rel=1e-3)
-    assert second == pytest.approx([seconds] * count, rel=1e-3)
+    assert first == pytest.approx([seconds] * 18, rel=1e-3)
+    assert second == pytest.approx([seconds] * 18, rel=1e-3)
     assert max(machine.waits) == longest
     assert len(probed) == 2
 
@@ -418,26 +417,26 @@ def test_the_clock_of_the_queue_ends_with_a_host_that_is_too_slow(monkeypatch):
 
 @pytest.mark.parametrize("wakes_late", [False, True])
 def test_the_clock_of_the_queue_leaves_out_a_host_that_stops(wakes_late, monkeypatch):
-    """The host stops in three of four readings, for longer than the device waits. If it also wakes late, it looks as if
+    """The host stops in two of three readings, for longer than the device waits. If it also wakes late, it looks as if
     it had been ahead."""
     machine = Machine(monkeypatch)
     clock = QueueClock(machine.read)
     if wakes_late:
         monkeypatch.setattr(jax, "block_until_ready", lambda xs: (machine.wait(xs), machine.enqueue(0.0, 0.1)))
-    pauses = itertools.cycle([*[0.1, *[1e-6] * 5] * 3, *[1e-6] * 6])
-    launches = lambda: iter([lambda: machine.enqueue(2e-6, next(pauses))] * 24)
-    (times,) = clock.times([Visit(None, launches, 24, lambda: None)])
-    assert times == pytest.approx([2e-6] * 24, rel=1e-3)
+    pauses = itertools.cycle([*[0.1, *[1e-6] * 5] * 2, *[1e-6] * 6])
+    launches = lambda: iter([lambda: machine.enqueue(2e-6, next(pauses))] * 18)
+    (times,) = clock.times([Visit(None, launches, 18, lambda: None)])
+    assert times == pytest.approx([2e-6] * 18, rel=1e-3)
 
 
-def test_the_clock_of_the_queue_launches_nothing_twice(monkeypatch):
-    """Operands that were just read are in the cache."""
+def test_the_clock_of_the_queue_launches_few_and_nothing_twice(monkeypatch):
+    """A comparison is brief, and operands that were just read are in the cache."""
     machine = Machine(monkeypatch)
     clock = QueueClock(machine.read)
     launched = []
     launch = lambda i: (launched.append(i), machine.enqueue(2e-6, 1e-2))[1]
     clock.times([Visit(None, lambda: iter([functools.partial(launch, i) for i in range(50)]), 50, lambda: None)])
-    assert launched == [*range(50)]
+    assert launched == [*range(18)]
 
 
 def test_the_clock_of_the_queue_keeps_few_launches_in_flight(monkeypatch):
@@ -446,13 +445,13 @@ def test_the_clock_of_the_queue_keeps_few_launches_in_flight(monkeypatch):
     clock = QueueClock(machine.read)
     queues, seconds = [], clock._seconds
     monkeypatch.setattr(clock, "_seconds", lambda part: (queues.append(len(part)), seconds(part))[1])
-    clock.times([Visit(None, lambda: iter([lambda: machine.enqueue(1e-5)] * 50), 50, lambda: None)])
+    clock.times([Visit(None, lambda: iter([lambda: machine.enqueue(1e-5)] * 13), 13, lambda: None)])
     assert max(queues) + 2 < 32
-    assert sum(queues) == 50
-    assert min(queues) >= 5  # No short part: its time would be less exact.
+    assert sum(queues) == 13
+    assert min(queues) >= 4  # No short part: its time would be less exact.
 
 
-@pytest.mark.parametrize(("copies", "count"), [(3, 50), (2, 25), (5, 50)])
+@pytest.mark.parametrize(("copies", "count"), [(3, 18), (2, 15), (5, 17)])
 def test_the_clock_of_the_queue_keeps_the_rotation(copies, count, monkeypatch):
     """Each part of a visit has all operands, in their order: with one of them, it would be in the cache."""
     machine = Machine(monkeypatch)

@@ -798,6 +798,24 @@ def test_cublaslt_is_taken_where_xla_is_as_fast(cuda, cublaslt, xla, taken):
     assert tuner._first_of_equal("matmul", make_spec(), list(seconds), seconds) == taken
 
 
+@pytest.mark.parametrize(
+    ("pallas", "cublaslt", "size", "shared", "taken"),
+    [
+        (95.0, 104.0, 8191, "rhs", "cublaslt"),
+        (95.0, 105.0, 8191, "rhs", "pallas"),
+        (150.0, 164.0, 8191, "lhs", "cublaslt"),
+        (150.0, 166.0, 8191, "lhs", "pallas"),
+        (95.0, 104.0, 8191, None, "pallas"),
+        (95.0, 104.0, 64, "rhs", "pallas"),  # It is estimated to be short.
+    ],
+)
+def test_gradients_of_a_long_product_take_cublaslt_if_they_share_the_cotangent(pallas, cublaslt, size, shared, taken):
+    array = ArrayType((size, size), jnp.dtype(jnp.bfloat16))
+    spec = MatmulSpec(array, array, (((1,), (0,)), ((), ())), jnp.dtype(jnp.bfloat16), H200, shared=shared)
+    seconds = dict(pallas=pallas * 1e-6, cublaslt=cublaslt * 1e-6)
+    assert tuner._first_of_equal("matmul", spec, list(seconds), seconds) == taken
+
+
 def test_an_unpreferred_backend_wins_no_tie(lab, estimates, monkeypatch):
     monkeypatch.setattr(
         sys.modules["backend_fake_matmul"], "unpreferred", lambda spec: "cuBLAS is faster", raising=False
@@ -1289,6 +1307,21 @@ def test_a_program_that_is_compared_has_all_its_calls(lab):
     assert count(many) == 3 * count(one) > 0
 
 
+def test_every_second_call_that_is_compared_shares_an_operand():
+    """As the gradients of both operands share the cotangent, and so its copy with padded rows."""
+    spec = dataclasses.replace(make_spec(), shared="rhs")
+    config = dispatch.default_config("matmul", "xla", spec)
+    types = [ArrayType.of(A[:5]), ArrayType.of(B)]
+    program = tuner._program(
+        "matmul", spec, "xla", config, jax.devices("cpu")[0], types, spec.results("matmul"), num_calls=4
+    )
+    rng = np.random.default_rng(0)
+    sets = [[rng.standard_normal(x.shape).astype(x.dtype) for x in types] for _ in range(4)]
+    outs = program(*sets)
+    for i, (out,) in enumerate(outs):
+        np.testing.assert_allclose(out, sets[i][0] @ sets[i - i % 2][1], rtol=1e-5)
+
+
 @needs_aot
 def test_xla_fuses_in_a_program_of_several_calls_what_it_fuses_in_one_of_one_call():
     """With a barrier between the calls, XLA of JAX 0.11 added the residual in a kernel of its own."""
@@ -1309,20 +1342,21 @@ def test_xla_fuses_in_a_program_of_several_calls_what_it_fuses_in_one_of_one_cal
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "chip", "calls"),
+    ("m", "n", "k", "chip", "calls", "in_pairs"),
     [
-        (64, 64, 64, H200, 8),
-        (64, 4096, 4096, H200, 8),
-        (64, 16384, 8192, H200, 3),  # Four sets of operands are more than 1 GiB.
-        (16384, 8192, 64, H200, 1),  # Eight results are 2 GiB.
-        (8192, 8192, 8192, H200, 1),  # It is long.
-        (64, 64, 64, CPU, 1),
+        (64, 64, 64, H200, 8, 8),
+        (64, 4096, 4096, H200, 8, 8),
+        (64, 16384, 8192, H200, 3, 3),  # Four sets of operands are more than 1 GiB.
+        (16384, 8192, 64, H200, 1, 1),  # Eight results are 2 GiB.
+        (8192, 8192, 8192, H200, 1, 2),  # It is long.
+        (64, 64, 64, CPU, 1, 1),
     ],
 )
-def test_how_many_calls_a_program_has_that_is_compared(m, n, k, chip, calls):
+def test_how_many_calls_a_program_has_that_is_compared(m, n, k, chip, calls, in_pairs):
     array = lambda *shape: ArrayType(shape, jnp.dtype(jnp.bfloat16))
     spec = MatmulSpec(array(m, k), array(k, n), (((1,), (0,)), ((), ())), jnp.dtype(jnp.bfloat16), chip)
     assert tuner._num_calls("matmul", spec, [spec.lhs, spec.rhs]) == calls
+    assert tuner._num_calls("matmul", dataclasses.replace(spec, shared="lhs"), [spec.lhs, spec.rhs]) == in_pairs
 
 
 def test_a_comparison_works_under_a_transfer_guard(lab, estimates, monkeypatch):

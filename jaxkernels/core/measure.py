@@ -308,6 +308,9 @@ class WallClock:
 #: launches, a busy host is late more often.
 _QUEUED = 6
 
+#: A visit has at most so many pairs of readings, and times no further launches.
+_READINGS = 3
+
 #: The device waits for so many nanoseconds before the launches: at first and at most.
 _WAITS = (2_000_000, 8_000_000)
 
@@ -323,7 +326,7 @@ class QueueClock:
     pauses between their kernels.
 
     A busy host may be late, and the device then waits for it between launches. That makes times longer, never shorter:
-    the least time counts for all launches of a visit.
+    the least time counts for all launches of a visit. A visit has few launches, so that a comparison is brief.
 
     It is less exact than `CuptiClock` for launches of few microseconds. But CUPTI has one user in a process, and JAX's
     recorder ends the process if records are lost, which happened after a trace by `jax.profiler`.
@@ -348,7 +351,7 @@ class QueueClock:
 
     def _times(self, visit: Visit) -> list[float]:
         time.sleep(visit.rest)
-        launches, times = list(visit.launches()), []
+        launches, times = list(itertools.islice(visit.launches(), _QUEUED * _READINGS)), []
         num_parts = math.ceil(len(launches) / _QUEUED)
         for i in range(num_parts):
             # Launches that follow each other have different operands, so that these are not in the cache. So no part is

@@ -106,6 +106,12 @@ class Spec:
         return False
 
     @property
+    def shared(self) -> str | None:
+        """The operand that another kernel of the program most likely has, too, if copies of it may be shared. A
+        comparison then times pairs of calls that share it."""
+        return None
+
+    @property
     def may_scatter(self) -> bool:
         """Whether a sum over shards may leave each shard with a slice of the result."""
         return True

@@ -247,3 +247,23 @@ def test_nnx_attention_takes_it():
     ours = make(qkv_dot_general=jk.dot_general, out_dot_general=jk.dot_general)
     assert_close(ours(x), make()(x))
     assert str(jax.make_jaxpr(ours)(x)).count("jk_dot_general") == 4
+
+
+@pytest.mark.parametrize(
+    ("n", "dtype", "transposed", "shared"),
+    [
+        (13, jnp.bfloat16, False, ["rhs", "lhs"]),
+        (13, jnp.float16, True, ["lhs", "lhs"]),
+        (16, jnp.bfloat16, False, [None, None]),
+        (13, jnp.float32, False, [None, None]),
+    ],
+)
+def test_gradients_share_a_cotangent_with_odd_rows(n, dtype, transposed, shared):
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        out = jk.dot_general(x, w, (((1,), (1 if transposed else 0,)), ((), ())))
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    x, w = jnp.ones((8, 24), dtype), jnp.ones((n, 24) if transposed else (24, n), dtype)
+    forward, *gradients = jk.explain(jax.grad(loss, (1, 0)), x, w).choices
+    assert forward.spec.shared is None
+    assert [choice.spec.shared for choice in gradients] == shared

@@ -76,6 +76,8 @@ class MatmulSpec(Spec):
         residual in cuBLAS. In the training steps that were profiled it did not.
       copied: names of operands and of the result that are copied in passes of their own around a product by XLA or
         Triton, because `jk.scan_layers` has them in arrays for all layers.
+      shared: "lhs" or "rhs" if that is a cotangent whose rows are no whole 16 bytes. The gradients of both operands
+        have it, and XLA copies it to padded rows once for both.
       target: the chip.
     """
 
@@ -94,6 +96,7 @@ class MatmulSpec(Spec):
     preactivation: ArrayType | None = None
     adds_apart: bool = False
     copied: tuple[str, ...] = ()
+    shared: Literal["lhs", "rhs"] | None = None
 
     def inputs(self, kernel: str) -> tuple[str, ...]:
         optional = {name: getattr(self, name) for name in ("bias", "multiplier", "residual", "preactivation")}
