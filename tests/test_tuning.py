@@ -1307,6 +1307,20 @@ def test_a_program_that_is_compared_has_all_its_calls(lab):
     assert count(many) == 3 * count(one) > 0
 
 
+def test_a_gradient_that_shares_its_cotangent_is_tuned_as_the_product_alone(lab, estimates):
+    """`jk.autotune` measures each product alone. A comparison does not, and has an entry of its own."""
+    alone = make_spec()
+    shared = dataclasses.replace(alone, shared="rhs")
+    dispatch.store_compared("matmul", "xla", shared, ["fake", "xla"], 1e-6)
+    assert dispatch.compared("matmul", shared, ["fake", "xla"]) == "xla"
+    assert dispatch.compared("matmul", alone, ["fake", "xla"]) is None
+    tuner.tune("matmul", alone)
+    choices = [dispatch.choose("matmul", spec, None) for spec in (alone, shared)]
+    assert [(x.backend, x.source) for x in choices] == [("fake", "tuned")] * 2
+    assert choices[0].config == choices[1].config
+    assert dispatch.is_tuned("matmul", shared, None)
+
+
 def test_every_second_call_that_is_compared_shares_an_operand():
     """As the gradients of both operands share the cotangent, and so its copy with padded rows."""
     spec = dataclasses.replace(make_spec(), shared="rhs")

@@ -82,6 +82,8 @@ class Spec(Protocol):
     def margin(self) -> float | None: ...
     @property
     def xla_may_merge(self) -> bool: ...
+    @property
+    def alone(self) -> Spec: ...
 
 
 #: How a message about a backend that was named ends.
@@ -590,7 +592,7 @@ def _winner(op: str, name: str, spec: Spec) -> Any | None:
     if len(_search_space(backend, spec)) == 1:
         return None
     decode = functools.partial(_member, backend, spec)
-    return winners.lookup(winners.Key(spec.target, op, spec, name, backend.version), decode)
+    return winners.lookup(_key(op, spec, name, backend.version), decode)
 
 
 def _member(backend: Backend, spec: Spec, values: dict[str, Any]) -> Any:
@@ -682,7 +684,11 @@ def _stored(heading: str, op: str, spec: Spec) -> tuple[str, dict[str, int], Any
             config = _member(load(op, backend), spec, values["config"])
         return backend, versions, config
 
-    return winners.lookup(winners.Key(spec.target, op, spec, heading, 0), decode)
+    return winners.lookup(_key(op, spec, heading), decode)
+
+
+def _key(op: str, spec: Spec, heading: str, version: int = 0) -> winners.Key:
+    return winners.Key(spec.target, op, spec if heading == winners.COMPARED else spec.alone, heading, version)
 
 
 def _versions(op: str, backends: Sequence[str]) -> dict[str, int]:
@@ -692,7 +698,7 @@ def _versions(op: str, backends: Sequence[str]) -> dict[str, int]:
 def store_winner(op: str, backend: str, spec: Spec, config: Any, seconds: float) -> None:
     """Keeps the configuration of a backend that was measured fastest."""
     designs = load(op, backend)
-    key = winners.Key(spec.target, op, spec, backend, designs.version)
+    key = _key(op, spec, backend, designs.version)
     winners.store(key, config, designs.encode(config), seconds)
 
 
@@ -712,7 +718,7 @@ def _store(
     heading: str, op: str, backend: str, spec: Spec, backends: Sequence[str], seconds: float, config: Any | None = None
 ) -> None:
     versions = _versions(op, backends)
-    key = winners.Key(spec.target, op, spec, heading, 0)
+    key = _key(op, spec, heading)
     values: dict[str, Any] = {"backend": backend, "versions": versions}
     if config is not None:
         values["config"] = load(op, backend).encode(config)

@@ -112,6 +112,11 @@ class Spec:
         return None
 
     @property
+    def alone(self) -> Self:
+        """The same kernel without what the spec says of the rest of the program: what `jk.autotune` measures."""
+        return self
+
+    @property
     def may_scatter(self) -> bool:
         """Whether a sum over shards may leave each shard with a slice of the result."""
         return True

@@ -151,6 +151,10 @@ class MatmulSpec(Spec):
         return self.gemm.k == 1 and self.has_other_half
 
     @property
+    def alone(self) -> Self:
+        return self if self.shared is None else dataclasses.replace(self, shared=None)
+
+    @property
     def may_scatter(self) -> bool:
         return not self.fused
 
