@@ -197,8 +197,9 @@ def _timed(choice: dispatch.Choice) -> TimedKernel:
 
 
 def kernels_of(problem: Problem, backend: str | None, platform: str | None = None) -> list[tuple[str, Any]]:
-    """The (operation, spec) of every kernel that a problem calls. Those of gradients come after those of the forward
-    pass alone, which may have other kernels than the forward pass that a gradient needs.
+    """The (operation, spec) of every kernel that a problem calls. For a forward problem, the kernels of the forward
+    pass alone come first. Those of a gradient follow if one reference serves both: its forward pass may have other
+    specs.
 
     Args:
       platform: what the program is lowered for, as in `jk.explain`. XLA refuses some precisions on a CPU.

@@ -230,7 +230,8 @@ def _kernels_of(row: Row, target: Chip) -> list[tuple[str, Any]] | None:
     kernels = kernels_of(problem, "xla", target.platform)
     if len(of_op) == 1:
         return kernels
-    # The forward pass of a backward problem is not timed, nor the other way round.
+    # The forward pass of a backward problem is not timed, nor the other way round. The kernel of a forward problem is
+    # the first one: that of a gradient's forward pass may follow.
     forward = next(iter(of_op))
     return kernels[:1] if problem.direction == "forward" else [kernel for kernel in kernels if kernel[0] != forward]
 

@@ -83,6 +83,8 @@ class Spec(Protocol):
     @property
     def xla_may_merge(self) -> bool: ...
     @property
+    def shared(self) -> str | None: ...
+    @property
     def alone(self) -> Spec: ...
 
 
@@ -688,7 +690,9 @@ def _stored(heading: str, op: str, spec: Spec) -> tuple[str, dict[str, int], Any
 
 
 def _key(op: str, spec: Spec, heading: str, version: int = 0) -> winners.Key:
-    return winners.Key(spec.target, op, spec if heading == winners.COMPARED else spec.alone, heading, version)
+    """Comparisons time what the program shares, so they have entries of their own. Tuning does not."""
+    is_shared = heading == winners.COMPARED and spec.shared is not None
+    return winners.Key(spec.target, op, spec if is_shared else spec.alone, heading, version)
 
 
 def _versions(op: str, backends: Sequence[str]) -> dict[str, int]:

@@ -314,7 +314,7 @@ _READINGS = 3
 #: The device waits for so many nanoseconds before the launches: at first and at most.
 _WAITS = (2_000_000, 8_000_000)
 
-#: So many seconds must have been left of the wait when the last launch was in the queue.
+#: Waits become longer if less than so many seconds were left of one when the last launch was in the queue.
 _LEFT_SECONDS = 2e-5
 
 
@@ -326,7 +326,8 @@ class QueueClock:
     pauses between their kernels.
 
     A busy host may be late, and the device then waits for it between launches. That makes times longer, never shorter:
-    the least time counts for all launches of a visit. A visit has few launches, so that a comparison is brief.
+    the least time of a visit counts for all its launches. The clock is for bursts: it makes no more than 18 launches of
+    a visit, so that a comparison is brief.
 
     It is less exact than `CuptiClock` for launches of few microseconds. But CUPTI has one user in a process, and JAX's
     recorder ends the process if records are lost, which happened after a trace by `jax.profiler`.
@@ -354,8 +355,8 @@ class QueueClock:
         launches, times = list(itertools.islice(visit.launches(), _QUEUED * _READINGS)), []
         num_parts = math.ceil(len(launches) / _QUEUED)
         for i in range(num_parts):
-            # Launches that follow each other have different operands, so that these are not in the cache. So no part is
-            # launched again.
+            # Launches that follow each other have different operands, so that these are not in the cache. No part is
+            # launched twice: its operands would be there.
             part = launches[i * len(launches) // num_parts : (i + 1) * len(launches) // num_parts]
             times.append(self._seconds(part) / len(part))
         visit.probe()
@@ -371,7 +372,7 @@ class QueueClock:
         jax.block_until_ready((result, end))
         left = time.perf_counter() - queued
         seconds = (np.asarray(end).item() - np.asarray(begin).item()) % 2**32 / 1e9
-        # No more is left than the launches take: the device has waited for the host. So it shall wait longer before.
+        # The wait may have ended before the last launch was in the queue. The next waits are longer.
         if left <= _LEFT_SECONDS + seconds:
             self._wait = min(2 * self._wait, _WAITS[1])
         return seconds

@@ -107,13 +107,13 @@ class Spec:
 
     @property
     def shared(self) -> str | None:
-        """The operand that another kernel of the program most likely has, too, if copies of it may be shared. A
-        comparison then times pairs of calls that share it."""
+        """An operand that another kernel of the program most likely has, too, and of which both share a copy. None if
+        there is none. A comparison times pairs of calls that share it."""
         return None
 
     @property
     def alone(self) -> Self:
-        """The same kernel without what the spec says of the rest of the program: what `jk.autotune` measures."""
+        """The same kernel without an operand that is `shared`: what `jk.autotune` measures."""
         return self
 
     @property
@@ -122,8 +122,8 @@ class Spec:
         return True
 
     def used(self, kernel: str) -> tuple[str, ...]:
-        """Names of the results that the program uses, in order. XLA leaves out the work for the others, so kernels are
-        timed without them."""
+        """Names of the results that the program uses, in order. Kernels are timed without the others: XLA leaves out
+        the work for them where it computes the kernel itself."""
         return self.outputs(kernel)
 
     # What follows.

@@ -10,8 +10,9 @@ tuning and `doctor` find by their names:
 - `random_problems`: `draw(dice)`, a random problem as users have them, for `jaxkernels bench --random`;
 - `tuning`: `probe(chip)`, a plain spec that every backend should take, for `doctor`. Where the spec's own draw will not
   do, also `operands(kernel, spec, device)`, what kernels are measured on; where not all results can be checked,
-  `part_to_check(kernel, spec)`; and where XLA merges a kernel with the operation that makes an operand,
-  `beside(kernel, spec)`, what a comparison computes in one program with the kernel.
+  `part_to_check(kernel, spec)`; where XLA merges a kernel with the operation that makes an operand,
+  `beside(kernel, spec)`, what a comparison computes in one program with the kernel; and where specs have a `shared`
+  operand, `shared_seconds(kernel, spec)`, what its copy takes.
 
 A backend has a module for each design: for each kernel that can compute it.
 """

@@ -72,12 +72,6 @@ SHORT_SECONDS, _CALLS, _OPERAND_BYTES, _RESULT_BYTES = 1e-4, 8, 2**30, 2**28
 #: preset 1b on an H100.
 _LONG_SECONDS, _TIE = 1e-4, 1.02
 
-#: The gradients of both operands of a product share the copy of a cotangent with padded rows if they have the same
-#: backend. But each is compared alone. So long ones take cuBLASLt if it takes at most so many times as long as the
-#: fastest. Of two products on an H200, it was the fastest for one gradient, and within 2 % for the other one. With
-#: different backends, the copy was made twice: 264 us instead of 206, and 482 instead of 318.
-_SHARED_TIE = 1.1
-
 #: Shorter kernels of ours must be faster than XLA by so many seconds: the clock resolves no less.
 _SHORT_TIE = 5e-8
 
@@ -275,7 +269,7 @@ def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | N
     has_memory = not any("RESOURCE_EXHAUSTED" in reason for reason in reasons)
     if not seconds or not has_memory:
         raise TuningError(f"compare: cannot measure {op}  {spec}: {'; '.join(reasons)}")
-    taken = _first_of_equal(op, spec, [x for x in backends if x in seconds], seconds)
+    taken = _first_of_equal(op, spec, [x for x in backends if x in seconds], seconds, are_pairs=trial.has_pairs)
     config = fastest[taken].config if len(contenders[taken]) > 1 else None
     dispatch.store_compared(op, taken, spec, backends, seconds[taken], config)
 
@@ -286,12 +280,20 @@ def compare_in(turn: Callable[[str], contextlib.AbstractContextManager[None]]) -
     _turn = turn
 
 
-def _first_of_equal(op: str, spec: Any, backends: Sequence[str], seconds: Mapping[str, float]) -> str:
+def _first_of_equal(
+    op: str, spec: Any, backends: Sequence[str], seconds: Mapping[str, float], *, are_pairs: bool = False
+) -> str:
     """Returns the fastest backend, or another one that is about as fast: XLA or cuBLASLt if the kernels are short, else
     the first preferred one.
+
+    With `are_pairs`, each of two calls had half of the copy of the operand that they share. That holds in a program if
+    the kernel that shares the operand there has the same backend. But a comparison knows one of both kernels. So
+    cuBLASLt is also taken if it loses less than the other half of the copy, unless XLA is the fastest.
     """
     least = min(seconds.values())
-    if _is_in_pairs(op, spec) and seconds.get("cublaslt", math.inf) <= least * _SHARED_TIE:
+    rule = _rule(op, "shared_seconds") if are_pairs else None
+    other_half = 0.0 if rule is None else rule(op, spec) / 2
+    if other_half and seconds.get("xla", math.inf) > least >= seconds.get("cublaslt", math.inf) - other_half:
         return "cublaslt"
     if least < _LONG_SECONDS:
         if not seconds.get("xla", math.inf) <= least + _SHORT_TIE:
@@ -321,13 +323,19 @@ def compile_to_compare(
         _ready[op, spec, backend, config] = program
 
 
-def _num_calls(op: str, spec: Any, operands: Iterable[Any]) -> int:
+def _num_calls(op: str, spec: Any, operands: Sequence[Any]) -> int:
     """How many calls a program has that a comparison times."""
     if spec.target.platform not in hardware.GPU_PLATFORMS:
         return 1
+    if _is_short(op, spec):
+        return num_calls_of(*_bytes(op, spec, operands))
+    return 2 if _has_pairs(op, spec, operands) else 1
+
+
+def _bytes(op: str, spec: Any, operands: Sequence[Any]) -> tuple[int, int]:
+    """The bytes of the operands and of the results of one call."""
     given, made = (sum(x.num_bytes for x in xs) for xs in (map(ArrayType.of, operands), spec.results(op)))
-    fitting = num_calls_of(given, made)
-    return fitting if _is_short(op, spec) else min(2, fitting) if _is_in_pairs(op, spec) else 1
+    return given, made
 
 
 def _is_short(op: str, spec: Any) -> bool:
@@ -337,9 +345,16 @@ def _is_short(op: str, spec: Any) -> bool:
     return min(filter(None, estimates), default=math.inf) <= SHORT_SECONDS
 
 
-def _is_in_pairs(op: str, spec: Any) -> bool:
-    """Whether every second call of a program shares an operand with the call before it."""
-    return spec.shared is not None and not _is_short(op, spec)
+def _has_pairs(op: str, spec: Any, operands: Sequence[Any]) -> bool:
+    """Whether a program has two calls that share an operand. What the second call adds must fit into memory."""
+    if spec.shared is None or _is_short(op, spec):
+        return False
+    given, made = _bytes(op, spec, operands)
+    return given - ArrayType.of(operands[_place_of_shared(op, spec)]).num_bytes + made <= _OPERAND_BYTES
+
+
+def _place_of_shared(op: str, spec: Any) -> int:
+    return spec.inputs(op).index(spec.shared)
 
 
 def num_calls_of(given: int, made: int) -> int:
@@ -367,7 +382,7 @@ def _program(
     with dispatch.policy(_INSIDE), tracing([*structs, *results]):
         if num_calls == 1:
             return jax.jit(run).lower(*structs).compile()
-        shared = spec.inputs(op).index(spec.shared) if _is_in_pairs(op, spec) else None
+        shared = _place_of_shared(op, spec) if _has_pairs(op, spec, operands) else None
         return jax.jit(each(run, shared)).lower(*[structs] * num_calls).compile()
 
 
@@ -383,7 +398,8 @@ def each(function: Callable[..., Any], shared: int | None = None) -> Callable[..
 
     Args:
       function: a function of the operands.
-      shared: the place of an operand that every second call has from the call before it.
+      shared: the place of the operand that the second call of each pair takes from the first; None: each call has its
+        own operands.
     """
     # A barrier between the calls would keep XLA from fusing what it fuses in a program of one call.
     one = jax.jit(function)
@@ -491,10 +507,14 @@ class _Trial:
                     self._expected = jax.block_until_ready(reference(*self._operands))
                 self._errors = jax.jit(lambda xs, ys: [_errors(x, y) for x, y in zip(cut_results(xs), ys, strict=True)])
             num_bytes = sum(ArrayType.of(x).num_bytes for x in (*self._operands, *self._types))
-            copy = lambda: tuple(jnp.copy(x) for x in self._operands)
             self._num_calls = _num_calls(op, spec, self._operands) if is_brief else 1
+            #: Whether a program has two calls that share an operand.
+            self.has_pairs = self._num_calls > 1 and _has_pairs(op, spec, self._operands)
             count = max(num_rotations(num_bytes)[0], self._num_calls)
-            rotated = [self._operands, *(copy() for _ in range(count - 1))]
+            rotated: list[tuple[Any, ...]] = [self._operands]
+            for i in range(1, count):
+                shared = _place_of_shared(op, spec) if self.has_pairs and i % 2 else None
+                rotated.append(tuple(x if j == shared else jnp.copy(x) for j, x in enumerate(rotated[-1])))
             jax.block_until_ready(rotated)
             #: What a launch takes, and the next ones.
             self._arguments: list[tuple[Any, ...]] = rotated

@@ -185,24 +185,24 @@ def test_empty_axes_follow_jax_nn(batch, queries, keys):
 
 
 @pytest.mark.parametrize(
-    ("function", "uses"),
+    ("function", "drops"),
     [
-        (lambda q: jk.dot_product_attention(q, q, q), [("attention_forward", False)]),
-        (lambda q: jk.dot_product_attention(q, q, q, return_lse=True), [("attention_forward", True)]),
-        (lambda q: jk.dot_product_attention(q, q, q, return_residual=True), [("attention_forward", True)]),
+        (lambda q: jk.dot_product_attention(q, q, q), [("attention_forward", True)]),
+        (lambda q: jk.dot_product_attention(q, q, q, return_lse=True), [("attention_forward", False)]),
+        (lambda q: jk.dot_product_attention(q, q, q, return_residual=True), [("attention_forward", False)]),
         (
             jax.grad(lambda q: jnp.sum(jk.dot_product_attention(q, q, q))),
-            [("attention_forward", True), ("attention_backward", False)],
+            [("attention_forward", False), ("attention_backward", False)],
         ),
         (
             lambda q: jax.jvp(lambda q: jk.dot_product_attention(q, q, q, return_lse=True), [q], [q]),
-            [("attention_forward", True), ("attention_tangent", False)],
+            [("attention_forward", False), ("attention_tangent", False)],
         ),
     ],
 )
-def test_the_choice_knows_whether_the_logsumexp_is_used(function, uses):
+def test_the_choice_knows_whether_the_logsumexp_is_used(function, drops):
     choices = jk.explain(function, jnp.ones((B, T, N, H))).choices
-    assert [(choice.op, choice.spec.uses_lse) for choice in choices] == uses
+    assert [(choice.op, choice.spec.drops_lse) for choice in choices] == drops
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -252,10 +252,12 @@ def test_nnx_attention_takes_it():
 @pytest.mark.parametrize(
     ("n", "dtype", "transposed", "shared"),
     [
-        (13, jnp.bfloat16, False, ["rhs", "lhs"]),
-        (13, jnp.float16, True, ["lhs", "lhs"]),
-        (16, jnp.bfloat16, False, [None, None]),
-        (13, jnp.float32, False, [None, None]),
+        ((13,), jnp.bfloat16, False, ["rhs", "lhs"]),
+        ((13,), jnp.float16, True, ["lhs", "lhs"]),
+        ((16,), jnp.bfloat16, False, [None, None]),
+        ((13,), jnp.float32, False, [None, None]),
+        ((8, 13), jnp.bfloat16, False, [None, None]),  # The rows have 8 * 13 columns.
+        ((3, 13), jnp.bfloat16, False, ["rhs", "lhs"]),
     ],
 )
 def test_gradients_share_a_cotangent_with_odd_rows(n, dtype, transposed, shared):
@@ -263,7 +265,19 @@ def test_gradients_share_a_cotangent_with_odd_rows(n, dtype, transposed, shared)
         out = jk.dot_general(x, w, (((1,), (1 if transposed else 0,)), ((), ())))
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
-    x, w = jnp.ones((8, 24), dtype), jnp.ones((n, 24) if transposed else (24, n), dtype)
+    x, w = jnp.ones((8, 24), dtype), jnp.ones((*n, 24) if transposed else (24, *n), dtype)
     forward, *gradients = jk.explain(jax.grad(loss, (1, 0)), x, w).choices
     assert forward.spec.shared is None
     assert [choice.spec.shared for choice in gradients] == shared
+    texts = [str(choice.spec).partition(" + ")[2] for choice in gradients]
+    assert texts == ["" if name is None else f"shared {name}" for name in shared]
+
+
+def test_a_cotangent_is_not_shared_if_vmap_makes_its_rows_even():
+    x, w = jnp.ones((8, 24), jnp.bfloat16), jnp.ones((24, 13, 16), jnp.bfloat16)
+
+    def gradient(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.grad(lambda w: jnp.sum(jk.matmul(x, w).astype(jnp.float32) ** 2))(w)
+
+    _, choice = jk.explain(jax.vmap(gradient, (None, 2), 2), x, w).choices
+    assert (choice.spec.cotangent, choice.spec.shared) == ("rhs", None)

@@ -215,7 +215,7 @@ def dot_product_attention(
         segments=extras.query_segments is not None,
         self_segments=query_segment_ids is not None and query_segment_ids is key_value_segment_ids,
         query_offset=extras.query_offset is not None,
-        uses_lse=return_lse or return_residual,
+        drops_lse=not (return_lse or return_residual),
         deterministic=deterministic,
     )
     out, lse = forward_op(spec, dict(q=q, k=k, v=v, **extras.given), backend=backend)

@@ -63,15 +63,15 @@ def _forward_jvp(
     primals: Any, tangents: Any, *, static: AttentionSpec, backend: str | None, config: Any
 ) -> tuple[list, list]:
     operands = static.named(forward_op.name, primals)
-    saving = dataclasses.replace(static, uses_lse=True)
-    outs = forward_op.bind(saving, operands, backend=backend, config=config)
-    out, lse = map(checkpoint_name, outs, SAVED_NAMES)
     dots = static.named(forward_op.name, tangents)
     dots = {f"d{name}": dots[name] for name in static.linear_names}
-    if all(type(t) is ad.Zero for t in dots.values()):
+    moves = any(type(t) is not ad.Zero for t in dots.values())
+    spec = dataclasses.replace(static, drops_lse=False) if moves else static
+    outs = forward_op.bind(spec, operands, backend=backend, config=config)
+    out, lse = map(checkpoint_name, outs, SAVED_NAMES)
+    if not moves:
         return [out, lse], [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in (out, lse)]
     dots = {name: ad.instantiate_zeros(t) for name, t in dots.items()}
-    spec = dataclasses.replace(static, uses_lse=False)  # It says something of the forward pass alone.
     return [out, lse], tangent_op.bind(spec, dict(operands, out=out, lse=lse, **dots), backend=backend)
 
 

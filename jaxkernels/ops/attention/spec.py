@@ -50,8 +50,8 @@ class AttentionSpec(Spec):
         and taken off the query lengths (the shard's place in the sequence, under a mesh).
       bias_gradient: the backward pass returns the bias's gradient.
       lse_gradient: the logsumexp has a cotangent; without it, the operand `dlse` of the backward pass is zero.
-      uses_lse: the program uses the logsumexp of the forward pass: it is a result, or saved for a derivative. Kernels
-        return it anyway.
+      drops_lse: the program does not use the logsumexp of the forward pass: it is no result, and not saved for a
+        derivative. Kernels return it anyway.
       deterministic: equal operands must give equal bits in every run.
       terms: mask terms and score terms beside those that the fields above stand for, in the order in which they apply.
       target: the chip.
@@ -74,7 +74,7 @@ class AttentionSpec(Spec):
     query_offset: bool = False
     bias_gradient: bool = False
     lse_gradient: bool = False
-    uses_lse: bool = False
+    drops_lse: bool = False
     deterministic: bool = False
     terms: tuple[MaskTerm | ScoreTerm, ...] = ()
 
@@ -175,7 +175,7 @@ class AttentionSpec(Spec):
         }[kernel]
 
     def used(self, kernel: str) -> tuple[str, ...]:
-        return ("out",) if kernel == "attention_forward" and not self.uses_lse else self.outputs(kernel)
+        return ("out",) if kernel == "attention_forward" and self.drops_lse else self.outputs(kernel)
 
     def arrays(self) -> Mapping[str, Operand]:
         q, k, v = self.q, self.k, self.v

@@ -27,7 +27,6 @@ from jaxkernels.core.kernel_op import KernelOp, usual_promotion
 from jaxkernels.core.reference_rules import differentiate
 from jaxkernels.core.sharding import Assignment
 from jaxkernels.core.types import ArrayType
-from jaxkernels.ops.matmul import tensor_cores
 from jaxkernels.ops.matmul.epilogue import apply_epilogue
 from jaxkernels.ops.matmul.spec import DimensionNumbers, GatedTangentSpec, MatmulSpec, PairSpec, free_dims
 
@@ -102,12 +101,16 @@ def _cotangent(
     k = tuple(mine_k[i] for i in np.argsort(other_k, kind="stable"))  # as the other operand orders them
     order = (*mine_b, *k, *mine_free)
     if order == tuple(range(mine.aval.ndim)):
-        operands, dims, name = dict(lhs=other, rhs=ct), ((other_free, ct_other), (other_b, ct_b)), "rhs"
+        operands, dims = dict(lhs=other, rhs=ct), ((other_free, ct_other), (other_b, ct_b))
+        cotangent = "rhs"
     else:
         order = (*mine_b, *mine_free, *k)
-        operands, dims, name = dict(lhs=ct, rhs=other), ((ct_other, other_free), (ct_b, other_b)), "lhs"
-    shared = name if tensor_cores.has_odd_rows(ArrayType.of(jax.typeof(ct))) else None
-    spec = dataclasses.replace(static, dimension_numbers=dims, out_dtype=mine.aval.dtype, shared=shared)
+        operands, dims = dict(lhs=ct, rhs=other), ((ct_other, other_free), (ct_b, other_b))
+        cotangent = "lhs"
+    spec = dataclasses.replace(static, dimension_numbers=dims, out_dtype=mine.aval.dtype, cotangent=None)
+    types = [ArrayType.of(jax.typeof(operands[name])) for name in ("lhs", "rhs")]
+    if spec.typed(dot_general_op.name, types).has_odd_rows(cotangent):
+        spec = dataclasses.replace(spec, cotangent=cotangent)
     return jnp.transpose(dot_general_op.bind(spec, operands, backend=backend), np.argsort(order).tolist())
 
 

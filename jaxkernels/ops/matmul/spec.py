@@ -76,8 +76,8 @@ class MatmulSpec(Spec):
         residual in cuBLAS. In the training steps that were profiled it did not.
       copied: names of operands and of the result that are copied in passes of their own around a product by XLA or
         Triton, because `jk.scan_layers` has them in arrays for all layers.
-      shared: "lhs" or "rhs" if that is a cotangent whose rows are no whole 16 bytes. The gradients of both operands
-        have it, and XLA copies it to padded rows once for both.
+      cotangent: "lhs" or "rhs" if the product is a gradient, that is the cotangent, and it had odd rows where the
+        gradient was traced (`has_odd_rows`).
       target: the chip.
     """
 
@@ -96,7 +96,7 @@ class MatmulSpec(Spec):
     preactivation: ArrayType | None = None
     adds_apart: bool = False
     copied: tuple[str, ...] = ()
-    shared: Literal["lhs", "rhs"] | None = None
+    cotangent: Literal["lhs", "rhs"] | None = None
 
     def inputs(self, kernel: str) -> tuple[str, ...]:
         optional = {name: getattr(self, name) for name in ("bias", "multiplier", "residual", "preactivation")}
@@ -151,8 +151,22 @@ class MatmulSpec(Spec):
         return self.gemm.k == 1 and self.has_other_half
 
     @property
+    def shared(self) -> Literal["lhs", "rhs"] | None:
+        """A cotangent with odd rows. Most programs compute the gradients of both operands from it."""
+        return self.cotangent if self.cotangent is not None and self.has_odd_rows(self.cotangent) else None
+
+    @property
     def alone(self) -> Self:
-        return self if self.shared is None else dataclasses.replace(self, shared=None)
+        return self if self.cotangent is None else dataclasses.replace(self, cotangent=None)
+
+    def has_odd_rows(self, name: Literal["lhs", "rhs"]) -> bool:
+        """Whether an operand has 16-bit numbers, and rows that are no multiple of 16 bytes. Most kernels then need a
+        copy with padded rows."""
+        array: ArrayType = getattr(self, name)
+        if not (jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize == 2):
+            return False
+        row = getattr(self.gemm, (self.gemm.lhs_layout if name == "lhs" else self.gemm.rhs_layout)[1])
+        return isinstance(row, int) and row * array.dtype.itemsize % 16 != 0
 
     @property
     def may_scatter(self) -> bool:
@@ -255,6 +269,7 @@ class MatmulSpec(Spec):
             *(["multiplier"] if self.multiplier else []),
             *(["residual"] if self.residual else []),
             *(["gradients"] if self.is_gradient else []),
+            *([f"shared {self.shared}"] if self.shared else []),
         ]
         return text + (" + " + ", ".join(extras) if extras else "")
 

@@ -16,7 +16,6 @@ import numpy as np
 from jax import lax
 
 from jaxkernels.core.hardware import Chip
-from jaxkernels.core.types import ArrayType
 from jaxkernels.ops.matmul.spec import MatmulSpec
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "copies_seconds",
     "fills_parts",
     "gradients_seconds",
-    "has_odd_rows",
     "is_default",
     "multiply_mixed",
     "pass_seconds",
@@ -61,12 +59,6 @@ def unsupported(spec: MatmulSpec) -> str | None:
     if spec.multiplier is not None and spec.residual is not None:
         return "takes a multiplier or a residual, not both"
     return unsupported_dtypes(spec) or unsupported_16_bit_precision(spec) or unsupported_sizes(spec)
-
-
-def has_odd_rows(array: ArrayType) -> bool:
-    """Whether an array of 16-bit numbers has rows of no whole 16 bytes, which most kernels copy to padded rows."""
-    row = array.shape[-1] if array.ndim else 0
-    return array.dtype in INPUTS and isinstance(row, int) and row * array.dtype.itemsize % 16 != 0
 
 
 def unsupported_dtypes(spec: MatmulSpec, inputs: Sequence[np.dtype] = INPUTS) -> str | None:

@@ -17,7 +17,7 @@ from jaxkernels.ops.matmul import tensor_cores
 from jaxkernels.ops.matmul.epilogue import ACTIVATIONS
 from jaxkernels.ops.matmul.spec import MatmulSpec
 
-__all__ = ["beside", "features", "probe"]
+__all__ = ["beside", "features", "probe", "shared_seconds"]
 
 #: Round rates of the chips that products are measured on. They only say from where on products are more than bytes.
 _FLOPS, _BYTES = 8e14, 4e12
@@ -97,3 +97,9 @@ def beside(
         return function
 
     return operands_of_both, both
+
+
+def shared_seconds(kernel: str, spec: MatmulSpec) -> float:
+    """What the copy of the shared operand with padded rows takes."""
+    array = getattr(spec, spec.shared or "lhs")
+    return tensor_cores.pass_seconds(spec.target, 2 * array.num_bytes)
