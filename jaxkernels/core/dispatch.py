@@ -690,7 +690,7 @@ def _stored(heading: str, op: str, spec: Spec) -> tuple[str, dict[str, int], Any
 
 
 def _key(op: str, spec: Spec, heading: str, version: int = 0) -> winners.Key:
-    """Comparisons time what the program shares, so they have entries of their own. Tuning does not."""
+    """Comparisons time a kernel with the operand that it shares, so such kernels have entries of their own there."""
     is_shared = heading == winners.COMPARED and spec.shared is not None
     return winners.Key(spec.target, op, spec if is_shared else spec.alone, heading, version)
 

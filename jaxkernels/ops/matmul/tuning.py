@@ -101,5 +101,5 @@ def beside(
 
 def shared_seconds(kernel: str, spec: MatmulSpec) -> float:
     """What the copy of the shared operand with padded rows takes."""
-    array = getattr(spec, spec.shared or "lhs")
+    array = spec.lhs if spec.shared == "lhs" else spec.rhs
     return tensor_cores.pass_seconds(spec.target, 2 * array.num_bytes)
