@@ -455,7 +455,7 @@ def test_explain_shows_every_kernel_of_a_program(install):
             f"     not gpu_only: {on_cuda}",
             "     not picky: it is Monday",
             *(f"     not {name}: {on_cuda}" for op, name in dispatch.REGISTRY if op == "matmul" and name in REAL),
-            "attention_forward  q bf16[2,5,4,8] k bf16[2,5,4,8] v bf16[2,5,4,8] scale=0.3536 causal",
+            "attention_forward  q bf16[2,5,4,8] k bf16[2,5,4,8] v bf16[2,5,4,8] scale=0.3536 causal drops_lse",
             "  -> xla  Config()",
             *(
                 f"     not {name}: {on_cuda}"
