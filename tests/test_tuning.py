@@ -1212,7 +1212,7 @@ def test_results_count_for_the_cache(lab, estimates, monkeypatch):
 
 @pytest.mark.parametrize("is_compiled_ahead", [False, True])
 def test_short_kernels_are_compared_in_programs_of_several_calls(is_compiled_ahead, lab, estimates, monkeypatch):
-    monkeypatch.setattr(tuner, "_num_calls", lambda op, spec, operands: 4)
+    monkeypatch.setattr(tuner, "_calls", lambda op, spec, operands: tuner._Calls(4))
     looks, stored = {}, []
 
     def measure(calls: Mapping[str, Call], **options: Any) -> dict[str, Any]:
@@ -1284,7 +1284,7 @@ def test_xla_merges_the_halves_of_a_gated_product_that_is_compared(k, monkeypatc
     assert operands == _gated_types(spec)
     plain = jax.jit(lambda x, w, v: jax.nn.silu(x @ w) * (x @ v))
     config = dispatch.default_config("matmul", "xla", spec)
-    compared = tuner._program("matmul", spec, "xla", config, h200(), operands, spec.results("matmul"), 1, used)
+    compared = tuner._program("matmul", spec, "xla", config, h200(), operands, spec.results("matmul"), used=used)
     sharding = jax.sharding.SingleDeviceSharding(h200())
     users = plain.lower(*(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in operands)).compile()
     kernels = lambda program: sorted(re.findall(r"calls=%([a-z_]+)", program.as_text().partition("ENTRY")[2]))
@@ -1308,7 +1308,7 @@ def test_a_program_that_is_compared_has_all_its_calls(lab):
         tuner._program, "matmul", spec, "xla", dispatch.default_config("matmul", "xla", spec), jax.devices()[0],
         types_of(A, B), spec.results("matmul"),
     )  # fmt: skip
-    one, many = compile_calls(), compile_calls(3)
+    one, many = compile_calls(), compile_calls(tuner._Calls(3))
     assert len(many.input_shardings[0]) == 3  # Each call has operands of its own.
     count = lambda program: len(re.findall(r" (?:dot|custom-call)\(", program.as_text()))
     assert count(many) == 3 * count(one) > 0
@@ -1336,7 +1336,7 @@ def test_every_second_call_that_is_compared_shares_an_operand(shared):
     spec = gradient_spec(5, 3, 7, ["lhs", "rhs"][shared], CPU)
     config, types = dispatch.default_config("matmul", "xla", spec), [spec.lhs, spec.rhs]
     program = tuner._program(
-        "matmul", spec, "xla", config, jax.devices("cpu")[0], types, spec.results("matmul"), num_calls=4
+        "matmul", spec, "xla", config, jax.devices("cpu")[0], types, spec.results("matmul"), tuner._Calls(4, shared)
     )
     rng = np.random.default_rng(0)
     sets = [[rng.standard_normal(x.shape).astype(x.dtype) for x in types] for _ in range(4)]
@@ -1349,11 +1349,11 @@ def test_every_second_call_that_is_compared_shares_an_operand(shared):
 @pytest.mark.parametrize("name", ["cuda", "pallas"])
 def test_pairs_copy_the_shared_operand_once(name):
     counts = []
-    for cotangent in (None, "lhs"):
-        spec = gradient_spec(19525, 265, 2605, cotangent)
+    for shared in (None, 0):
+        spec = gradient_spec(19525, 265, 2605)
         config = dispatch.default_config("matmul", name, spec)
         program = tuner._program(
-            "matmul", spec, name, config, h200(), [spec.lhs, spec.rhs], spec.results("matmul"), num_calls=2
+            "matmul", spec, name, config, h200(), [spec.lhs, spec.rhs], spec.results("matmul"), tuner._Calls(2, shared)
         )
         entry = program.as_text().partition("ENTRY")[2]
         counts.append(len(re.findall(r" (?:fusion|custom-call|copy|pad)\(", entry)))
@@ -1361,8 +1361,7 @@ def test_pairs_copy_the_shared_operand_once(name):
 
 
 def test_pairs_hold_the_shared_operand_once(lab, estimates, monkeypatch):
-    monkeypatch.setattr(tuner, "_num_calls", lambda op, spec, operands: 2)
-    monkeypatch.setattr(tuner, "_is_short", lambda op, spec: False)
+    monkeypatch.setattr(tuner, "_calls", lambda op, spec, operands: tuner._Calls(2, 0 if spec.shared else None))
     seen = []
 
     def measure(calls: Mapping[str, Call], **options: Any) -> dict[str, Any]:
@@ -1388,7 +1387,7 @@ def test_xla_fuses_in_a_program_of_several_calls_what_it_fuses_in_one_of_one_cal
     config, results = dispatch.default_config("matmul", "xla", spec), spec.results("matmul")
     counts = []
     for num_calls in (1, 4):
-        program = tuner._program("matmul", spec, "xla", config, h200(), operands, results, num_calls)
+        program = tuner._program("matmul", spec, "xla", config, h200(), operands, results, tuner._Calls(num_calls))
         entry = program.as_text().partition("ENTRY")[2]
         counts.append(len(re.findall(r" (?:fusion|custom-call|copy|transpose)\(", entry)))
     one, many = counts
@@ -1412,7 +1411,9 @@ def test_xla_fuses_in_a_program_of_several_calls_what_it_fuses_in_one_of_one_cal
 def test_how_many_calls_a_program_has_that_is_compared(m, n, k, chip, calls, of_gradient):
     for cotangent, expected in ((None, calls), ("lhs", of_gradient)):
         spec = gradient_spec(m, n, k, cotangent, chip)
-        assert tuner._num_calls("matmul", spec, [spec.lhs, spec.rhs]) == expected
+        found = tuner._calls("matmul", spec, [spec.lhs, spec.rhs])
+        assert found.number == expected
+        assert (found.shared is not None) == (expected != calls)
 
 
 def test_a_comparison_works_under_a_transfer_guard(lab, estimates, monkeypatch):

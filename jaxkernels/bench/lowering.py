@@ -212,8 +212,9 @@ def kernels_of(problem: Problem, backend: str | None, platform: str | None = Non
 
     def program(operands: dict[str, Any]) -> Any:
         run = lambda moved: case.forward(operands | moved, backend=backend)
-        forward = run({}) if problem.direction == "forward" else None
-        if not case.one_reference and problem.direction == "forward":
+        is_forward = problem.direction == "forward"
+        forward = run({}) if is_forward else None
+        if is_forward and not case.one_reference:
             return forward
         out, pull = jax.vjp(run, {name: operands[name] for name in case.moving})
         return forward, out, pull(out)

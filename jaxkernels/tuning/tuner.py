@@ -269,7 +269,9 @@ def compare(op: str, spec: Any, backends: Sequence[str], *, measure: Measure | N
     has_memory = not any("RESOURCE_EXHAUSTED" in reason for reason in reasons)
     if not seconds or not has_memory:
         raise TuningError(f"compare: cannot measure {op}  {spec}: {'; '.join(reasons)}")
-    taken = _first_of_equal(op, spec, [x for x in backends if x in seconds], seconds, are_pairs=trial.has_pairs)
+    taken = _first_of_equal(
+        op, spec, [x for x in backends if x in seconds], seconds, are_pairs=trial.calls.shared is not None
+    )
     config = fastest[taken].config if len(contenders[taken]) > 1 else None
     dispatch.store_compared(op, taken, spec, backends, seconds[taken], config)
 
@@ -319,42 +321,38 @@ def compile_to_compare(
         return  # The program depends on comparisons that come before.
     device = device_for(spec.target)
     if (op, spec, backend, config) not in _ready:
-        program = _program(op, spec, backend, config, device, operands, results, _num_calls(op, spec, operands))
+        program = _program(op, spec, backend, config, device, operands, results, _calls(op, spec, operands))
         _ready[op, spec, backend, config] = program
 
 
-def _num_calls(op: str, spec: Any, operands: Sequence[Any]) -> int:
-    """How many calls a program has that a comparison times."""
+@dataclasses.dataclass(frozen=True)
+class _Calls:
+    """The calls of a program that a comparison times.
+
+    Attributes:
+      number: how many there are.
+      shared: the place of an operand that the second of two calls has from the first; None: each call has its own.
+    """
+
+    number: int = 1
+    shared: int | None = None
+
+
+def _calls(op: str, spec: Any, operands: Iterable[Any]) -> _Calls:
+    """The calls of the program that a comparison times for each candidate."""
     if spec.target.platform not in hardware.GPU_PLATFORMS:
-        return 1
-    if _is_short(op, spec):
-        return num_calls_of(*_bytes(op, spec, operands))
-    return 2 if _has_pairs(op, spec, operands) else 1
-
-
-def _bytes(op: str, spec: Any, operands: Sequence[Any]) -> tuple[int, int]:
-    """The bytes of the operands and of the results of one call."""
-    given, made = (sum(x.num_bytes for x in xs) for xs in (map(ArrayType.of, operands), spec.results(op)))
-    return given, made
-
-
-def _is_short(op: str, spec: Any) -> bool:
-    """Whether a backend is estimated to take little time."""
+        return _Calls()
     names = dispatch.usable_backends(op, spec)
     estimates = [_estimate(op, name, spec, dispatch.default_config(op, name, spec)) for name in names]
-    return min(filter(None, estimates), default=math.inf) <= SHORT_SECONDS
-
-
-def _has_pairs(op: str, spec: Any, operands: Sequence[Any]) -> bool:
-    """Whether a program has two calls that share an operand. What the second call adds must fit into memory."""
-    if spec.shared is None or _is_short(op, spec):
-        return False
-    given, made = _bytes(op, spec, operands)
-    return given - ArrayType.of(operands[_place_of_shared(op, spec)]).num_bytes + made <= _OPERAND_BYTES
-
-
-def _place_of_shared(op: str, spec: Any) -> int:
-    return spec.inputs(op).index(spec.shared)
+    sizes = [ArrayType.of(x).num_bytes for x in operands]
+    made = sum(x.num_bytes for x in spec.results(op))
+    if min(filter(None, estimates), default=math.inf) <= SHORT_SECONDS:
+        return _Calls(num_calls_of(sum(sizes), made))
+    if spec.shared is None:
+        return _Calls()
+    place = spec.inputs(op).index(spec.shared)
+    added = sum(sizes) - sizes[place] + made
+    return _Calls(2, place) if added <= _OPERAND_BYTES else _Calls()
 
 
 def num_calls_of(given: int, made: int) -> int:
@@ -370,7 +368,7 @@ def _program(
     device: Any,
     operands: Sequence[Any],
     results: Sequence[Any],
-    num_calls: int = 1,
+    calls: _Calls = _Calls(),
     used: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run,
 ) -> Callable[..., Any]:
     """A compiled kernel: a function of its operands. With several calls, the program takes a set of operands for each
@@ -380,10 +378,9 @@ def _program(
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in operands]
     run = _timed(op, spec, used(functools.partial(dispatch.load(op, backend).run, spec, config)))
     with dispatch.policy(_INSIDE), tracing([*structs, *results]):
-        if num_calls == 1:
+        if calls.number == 1:
             return jax.jit(run).lower(*structs).compile()
-        shared = _place_of_shared(op, spec) if _has_pairs(op, spec, operands) else None
-        return jax.jit(each(run, shared)).lower(*[structs] * num_calls).compile()
+        return jax.jit(each(run, calls.shared)).lower(*[structs] * calls.number).compile()
 
 
 def _timed(op: str, spec: Any, run: Callable[..., Any]) -> Callable[..., list[Any]]:
@@ -507,20 +504,19 @@ class _Trial:
                     self._expected = jax.block_until_ready(reference(*self._operands))
                 self._errors = jax.jit(lambda xs, ys: [_errors(x, y) for x, y in zip(cut_results(xs), ys, strict=True)])
             num_bytes = sum(ArrayType.of(x).num_bytes for x in (*self._operands, *self._types))
-            self._num_calls = _num_calls(op, spec, self._operands) if is_brief else 1
-            #: Whether a program has two calls that share an operand.
-            self.has_pairs = self._num_calls > 1 and _has_pairs(op, spec, self._operands)
-            count = max(num_rotations(num_bytes)[0], self._num_calls)
+            self.calls = _calls(op, spec, self._operands) if is_brief else _Calls()
+            num_calls = self.calls.number
+            count = max(num_rotations(num_bytes)[0], num_calls)
             rotated: list[tuple[Any, ...]] = [self._operands]
             for i in range(1, count):
-                shared = _place_of_shared(op, spec) if self.has_pairs and i % 2 else None
+                shared = self.calls.shared if i % 2 else None
                 rotated.append(tuple(x if j == shared else jnp.copy(x) for j, x in enumerate(rotated[-1])))
             jax.block_until_ready(rotated)
             #: What a launch takes, and the next ones.
             self._arguments: list[tuple[Any, ...]] = rotated
-            if self._num_calls > 1:
-                starts = range(0, count - self._num_calls + 1, self._num_calls)
-                self._arguments = [tuple(map(list, rotated[start : start + self._num_calls])) for start in starts]
+            if num_calls > 1:
+                starts = range(0, count - num_calls + 1, num_calls)
+                self._arguments = [tuple(map(list, rotated[start : start + num_calls])) for start in starts]
 
     def add(self, backend: str, configs: Sequence[Any], limit: int | None = None) -> None:
         """Queues configurations that were not tried yet."""
@@ -551,7 +547,7 @@ class _Trial:
                 self._settle(candidate, reason=f"not measured: {e}")
             return
         for candidate in fits:
-            self._settle(candidate, seconds=samples[_name(candidate)].median / self._num_calls)
+            self._settle(candidate, seconds=samples[_name(candidate)].median / self.calls.number)
 
     def _samples(self, calls: Mapping[str, Call], budget_s: float) -> Mapping[str, Samples]:
         if not self._is_brief or len(calls) <= _FEW:
@@ -593,7 +589,7 @@ class _Trial:
                 return ready
             # XLA's autotuning uses the device.
             with _turn("drawing") if candidate.backend == "xla" else contextlib.nullcontext():
-                return _program(*kernel, self._device, self._operands, self._types, self._num_calls, self._used)
+                return _program(*kernel, self._device, self._operands, self._types, self.calls, self._used)
 
         with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, len(candidates) or 1)) as pool:
             return [(candidate, pool.submit(compile_one, candidate)) for candidate in candidates]

@@ -68,9 +68,11 @@ def beside(
     another product of the same lhs. XLA merges both products if it has both, so a program has both.
 
     Returns:
-      None if the product has no other half. Else two functions. The first takes the product's operands, and returns the
-      operands of both products. The second takes the product's function, and returns a function of these. The other
-      half has the backend that a program takes for it.
+      None if the product has no other half. Otherwise two functions:
+
+      - the operands of the product -> the operands of both products;
+      - the function of the product -> a function of the operands of both products. It computes the other half with the
+        backend that a program takes for that half.
     """
     if kernel != "matmul" or spec.multiplier is None or not spec.has_other_half:
         return None
